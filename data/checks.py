@@ -1,0 +1,30 @@
+"""The rules that a data set checks before it makes or reads anything."""
+
+from collections.abc import Sequence
+
+
+def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
+    """Raise ValueError unless samples have at least one axis, no axis is empty and there is an output."""
+    if not sample_shape or min(sample_shape) < 1:
+        raise ValueError(f"sample_shape={list(sample_shape)} must be one or more sizes of at least 1, such as [10]")
+    if num_outputs < 1:
+        raise ValueError(f"num_outputs={num_outputs} must be at least 1")
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless every number of samples, passed by its option's name, is at least 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count} must be at least 1; try 1024")
+
+
+def check_images(sample_shape: Sequence[int], num_outputs: int, images: Sequence[int], num_classes: int) -> None:
+    """Raise ValueError unless the samples can be resized `images`, (C, H, W), and the outputs are their classes."""
+    check_sizes(sample_shape, num_outputs)
+    if len(sample_shape) != 3 or sample_shape[0] != images[0]:
+        raise ValueError(
+            f"sample_shape={list(sample_shape)} must be [channels, height, width] with {images[0]} "
+            f"channel{'s' if images[0] > 1 else ''}, as the images have; try {list(images)}"
+        )
+    if num_outputs != num_classes:
+        raise ValueError(f"num_outputs={num_outputs} must be {num_classes}, the number of classes")

@@ -1,0 +1,82 @@
+"""A large classification that takes no memory: every sample is computed from its number when it is asked for."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.checks import check_counts, check_sizes
+
+MASK = 2**32 - 1
+
+
+class Counting(Dataset[tuple[Tensor, Tensor]]):
+    """Sample i is a hash of i: `sample_shape`, float32, uniform on [-1, 1); its class is its largest of the first
+    `num_outputs` features, so that classes are equally likely, exact, and learnable by a linear model.
+
+    Training samples have the numbers from 0, validation samples those from `num_train`, so the two never meet.
+    An index outside 0 .. len - 1 raises IndexError.
+    Raises ValueError where a size or count is below 1, for more classes than features, and for more than 2^32 samples.
+    """
+
+    def __init__(
+        self,
+        train: bool,
+        sample_shape: Sequence[int],
+        num_outputs: int,
+        num_train: int = 1_048_576,
+        num_val: int = 16_384,
+        seed: int = 0,
+    ) -> None:
+        check_sizes(sample_shape, num_outputs)
+        check_counts(num_train=num_train, num_val=num_val)
+        num_features = math.prod(sample_shape)
+        if num_outputs > num_features:
+            raise ValueError(
+                f"num_outputs={num_outputs} must be at most the {num_features} features of a sample; try {num_features}"
+            )
+        if num_train + num_val > MASK + 1:
+            raise ValueError(
+                f"num_train={num_train} must leave at most 2^32 samples together with num_val={num_val}; "
+                f"try {MASK + 1 - num_val}"
+            )
+        self.num_samples = num_train if train else num_val
+        self.start = 0 if train else num_train
+        self.sample_shape = tuple(sample_shape)
+        self.num_outputs = num_outputs
+        # One key per feature; the seed's own hash keeps the keys of neighbouring seeds apart.
+        self.keys = _hash(torch.arange(1, num_features + 1) ^ _hash(torch.tensor(seed & MASK)))  # (F,)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        samples, targets = self.__getitems__([index])
+        return samples[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch: (len(indices), *sample_shape) samples and (len(indices),) int64 classes.
+
+        It is collated already: a DataLoader needs a collate_fn that hands it on.
+        """
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        if bool(((rows < 0) | (rows >= self.num_samples)).any()):
+            raise IndexError(f"indices must be in 0 .. {self.num_samples - 1}")
+        bits = _hash(_hash(rows + self.start)[:, None] ^ self.keys)  # (N,) -> (N, F)
+        # 24 bits are what a float32 holds exactly: the values are the same on every machine.
+        features = (bits >> 8).to(torch.float32).div_(2**23).sub_(1)
+        targets = features[:, : self.num_outputs].argmax(1)
+        return features.reshape(len(rows), *self.sample_shape), targets
+
+
+def _hash(numbers: Tensor) -> Tensor:
+    """A bijection of the integers below 2^32, held in int64: different numbers stay different.
+
+    Both factors are below 2^31, so no product passes 2^63.
+    Source: https://github.com/skeeto/hash-prospector ([16 21f0aaad 15 735a2d97 15])
+    """
+    numbers = (numbers ^ (numbers >> 16)) * 0x21F0AAAD & MASK
+    numbers = (numbers ^ (numbers >> 15)) * 0x735A2D97 & MASK
+    return numbers ^ (numbers >> 15)

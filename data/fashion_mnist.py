@@ -1,0 +1,41 @@
+"""Fashion-MNIST: 60,000 pictures of clothes to train on and 10,000 to validate; the shape of MNIST, and harder."""
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from torchvision import datasets
+
+from data.checks import check_images
+from data.files import open_files
+from data.tensors import TensorData
+
+
+class FashionMNIST(TensorData):
+    """28 x 28 gray images as (1, H, W) float32 in [0, 1], and their classes, from root/FashionMNIST/raw.
+
+    Raises ValueError unless the samples have one channel and there are 10 outputs, and where the files are missing
+    and cannot be downloaded.
+    Source: https://github.com/zalandoresearch/fashion-mnist
+    """
+
+    def __init__(
+        self,
+        train: bool,
+        sample_shape: Sequence[int],
+        num_outputs: int,
+        root: str = "datasets",
+        download: bool = True,
+    ) -> None:
+        check_images(sample_shape, num_outputs, images=(1, 28, 28), num_classes=10)
+        folder = "FashionMNIST/raw"
+        archives = [name for name, _ in datasets.FashionMNIST.resources]
+        files = open_files(
+            datasets.FashionMNIST,
+            root,
+            train,
+            download,
+            folder=folder,
+            names=[PurePath(name).stem for name in archives],
+            archives=[f"{folder}/{name}" for name in archives],
+        )
+        super().__init__(files.data[:, None], files.targets, image_size=sample_shape[1:])  # (N, 28, 28) -> + channel

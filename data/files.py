@@ -1,0 +1,92 @@
+"""Opening the data sets whose files torchvision reads, after fetching the files where they are missing."""
+
+import http.client
+import io
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+def open_files(
+    kind: Any, root: str, train: bool, download: bool, folder: str, names: Sequence[str], archives: Sequence[str]
+) -> Any:
+    """The torchvision data set `kind`, with its .data and .targets, read from the files `names` in root/folder.
+
+    Missing files are downloaded where `download` says so, or unpacked from `archives` (paths below root) put there
+    by hand. Several processes may do so at once: a file is complete or absent at any time.
+    Raises ValueError where files are missing and cannot be had, and where one cannot be read.
+    """
+    directory = Path(root).expanduser()
+    home = directory / folder
+    missing = [name for name in names if not (home / name).is_file()]
+    if missing:
+        problem = f"root={root} has no {kind.__name__}: {', '.join(missing)} missing in {home}"
+        other_root = f"set data.root to the directory that holds {folder}"
+        if not download:
+            raise ValueError(
+                f"{problem}, and data.download is off; put them there, set data.download=true, or {other_root}"
+            )
+        try:
+            _fetch(kind, directory, folder, names, archives)
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            raise ValueError(
+                f"{problem}, and downloading failed ({_line(error)}); put them there, or {other_root}"
+            ) from error
+    try:
+        files = kind(directory, train=train)
+    except Exception as error:  # a torn file shows as whatever its parser stumbles over
+        raise ValueError(
+            f"root={root} has {kind.__name__} files that cannot be read ({_line(error)}); remove {home} and put them "
+            "there again, or set data.root to another directory"
+        ) from error
+    if len(files.data) != len(files.targets):
+        raise ValueError(
+            f"root={root} has {len(files.data)} images but {len(files.targets)} labels in {home}; "
+            "put files there that belong together"
+        )
+    return files
+
+
+def _fetch(kind: Any, directory: Path, folder: str, names: Sequence[str], archives: Sequence[str]) -> None:
+    # Unpacked beside its place and moved in, so that neither a failure nor a reader meets half a data set.
+    existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
+    with tempfile.TemporaryDirectory(dir=existing, prefix=".download-") as name:
+        staging = Path(name)
+        for archive in archives:
+            if (directory / archive).is_file():
+                (staging / archive).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(directory / archive, staging / archive)
+        with _quiet(), _connect_timeout(CONNECT_TIMEOUT_S):
+            kind(staging, download=True)
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+        for file in names:
+            os.replace(staging / folder / file, directory / folder / file)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # Progress bars and remarks on mirrors would be told once per rank; the error says what matters.
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextmanager
+def _connect_timeout(seconds: float) -> Iterator[None]:
+    # torchvision sets none, and a host that drops packets would hold the run for minutes per mirror.
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

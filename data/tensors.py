@@ -1,0 +1,47 @@
+"""A data set whose samples and targets are tensors in memory, cut a whole batch at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+
+class TensorData(Dataset[tuple[Tensor, Tensor]]):
+    """Row i of `samples` with row i of `targets`.
+
+    samples: (num_samples, *shape) float32, or (num_samples, C, H, W) uint8 images. Images stay uint8 in memory, a
+        quarter of the bytes, and each batch of them becomes float32 in [0, 1], with the values of ToTensor.
+    targets: (num_samples,) int64 classes, or (num_samples, num_outputs) float32.
+    image_size: (height, width) to which batches of images are resized; None leaves them as they are.
+    An index outside 0 .. len - 1 raises IndexError.
+    """
+
+    def __init__(self, samples: Tensor, targets: Tensor, image_size: Sequence[int] | None = None) -> None:
+        assert len(samples) == len(targets), f"{len(samples)} samples, {len(targets)} targets"
+        self.samples = samples
+        self.targets = targets
+        resized = image_size is not None and tuple(image_size) != tuple(samples.shape[2:])
+        self.image_size = list(image_size) if image_size is not None and resized else None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        samples, targets = self.__getitems__([index])
+        return samples[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch: (len(indices), *sample_shape) samples, and their targets.
+
+        It is collated already: a DataLoader needs a collate_fn that hands it on.
+        """
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        samples = self.samples.index_select(0, rows)  # samples[rows] takes four times as long
+        if samples.dtype == torch.uint8:
+            samples = samples.to(torch.float32).div_(255)
+        if self.image_size is not None:
+            # (N, C, H, W) -> (N, C, *image_size); rounding may pass 1 by one bit, which clamp_ undoes
+            samples = F.interpolate(samples, self.image_size, mode="bilinear", antialias=True).clamp_(0, 1)
+        return samples, self.targets.index_select(0, rows)

@@ -1,0 +1,219 @@
+"""The one place where the configuration becomes objects, in order. Ranks talk here only to share a download."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import nn
+
+from runner.config import Config, InputError, check_batch
+from runner.loader import Loader
+from runner.loggers.protocol import Logger
+from runner.losses import Auto, are_log_probabilities
+from runner.norm import has_batch_norm, synchronize_batch_norm
+from runner.parallel.protocol import Axes, Parallel, Recipe
+from runner.precision import Precision
+from runner.sampler import Sampler
+from runner.world import World
+
+Schedule = Callable[[int, int, int], float]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that one rank trains or evaluates with."""
+
+    parallel: Parallel
+    axes: Axes
+    recipe: Recipe
+    train_loader: Loader
+    val_loader: Loader
+    schedule: Schedule
+    logger: Logger
+    num_parameters: int
+    classifies: bool  # the targets are classes, so that accuracy means something
+
+
+def build(config: Config, choices: Mapping[str, str], world: World) -> Experiment:
+    """Make the experiment of this rank. All ranks must call it.
+
+    Raises InputError (the same on all ranks) for whatever a constructor refuses with a ValueError.
+    """
+    make = functools.partial(_make, choices)
+    parallel: Parallel = make("parallel", config.parallel)
+    train_data, val_data = _load_data(config, make, world)
+    axes, messages = Axes(), []
+    try:
+        axes = parallel.axes(world.world_size)
+    except ValueError as error:
+        messages.append(str(error))
+    if axes.size == world.world_size:
+        messages += check_batch(config, axes.data_ranks)
+    if messages:
+        raise InputError(*messages)
+
+    torch.manual_seed(config.seed)
+    module: nn.Module = make("model", config.model)
+    loss = make("loss", config.loss)
+    loss = _fit(config, module, loss, train_data)
+    precision = Precision(config.precision, world.device)
+    module.to(device=world.device, dtype=precision.parameter_dtype)
+    memory_format = _memory_format(config.memory_format, module)
+    module.to(memory_format=memory_format)  # type: ignore[call-overload]  # torch's stub leaves this form out
+    if _synchronizes(config, module, axes):
+        module = synchronize_batch_norm(module)
+    if config.compile:
+        module.compile()
+
+    make_optimizer = functools.partial(make, "optimizer", config.optimizer)
+    make_optimizer([nn.Parameter(torch.zeros(1))])  # a learning rate out of range is told before anything is spread
+
+    def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
+        sampler = Sampler(
+            len(dataset),
+            config.batch_size,
+            data_rank=axes.data_rank(world.rank),
+            data_ranks=axes.data_ranks,
+            seed=config.seed,
+            **batches,
+        )
+        return make(
+            "loader",
+            {**config.loader, **options},
+            dataset=dataset,
+            sampler=sampler,
+            precision=precision,
+            device=world.device,
+            memory_format=memory_format,
+        )
+
+    return Experiment(
+        parallel=parallel,
+        axes=axes,
+        recipe=Recipe(module, make_optimizer, loss, precision, config.clip_grad_norm, world.device),
+        train_loader=loader(train_data, {"micro_batches": config.micro_batches}),
+        val_loader=loader(val_data, {}, shuffle=False, drop_last=False),
+        schedule=make("scheduler", config.scheduler),
+        logger=make("logger", config.logger),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        classifies=not torch.as_tensor(train_data[0][1]).is_floating_point(),
+    )
+
+
+def make_task(config: Config) -> Any:
+    """What to do with an experiment: a runner.tasks.protocol.Task."""
+    return instantiate(config.task, _convert_="all")
+
+
+def _make(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
+    """Call what a group's node names; a ValueError of its constructor is the user's to mend."""
+    try:
+        # A partial, because instantiate turns what it is passed besides (a data set, say) into configuration.
+        constructor = instantiate({**node, "_partial_": True}, _convert_="all")
+        return constructor(*args, **provided)
+    except (ValueError, InstantiationException) as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error  # of a nested node
+        if not isinstance(cause, ValueError):
+            raise
+        raise InputError(_name_key(key, choices.get(key, ""), node, str(cause))) from None
+
+
+def _name_key(key: str, choice: str, node: dict[str, Any], text: str) -> str:
+    """A constructor's own words behind what was typed: it knows its options (`hidden=0 must be …`), not the group."""
+    option = re.match(r"(\w+)=", text)
+    if option and option[1] in node:
+        return f"{key}.{text}"
+    return text if text.startswith(f"{key}.") else f"{key}={choice}: {text}"
+
+
+def _load_data(config: Config, make: Callable[..., Any], world: World) -> tuple[Any, Any]:
+    """The training and the validation data. Where files are missing, one process per node fetches them first."""
+    describing = {key: config.data[key] for key in ("sample_shape", "num_outputs")}
+    node = {key: value for key, value in config.data.items() if key not in describing}
+
+    def load(**options: Any) -> tuple[Any, Any]:
+        from runner.options import accepts
+
+        described = {key: value for key, value in describing.items() if accepts(node["_target_"], key)}
+        return tuple(  # type: ignore[return-value]
+            make("data", {**node, **described, **options}, train=train) for train in (True, False)
+        )
+
+    if not node.get("download"):
+        return load()
+    loaded: list[tuple[Any, Any]] = []
+    missing: list[str] = []
+    try:
+        loaded.append(load(download=False))
+    except InputError as error:
+        missing = error.messages
+    if not world.agree("missing data", missing):
+        return loaded[0]
+    refused: list[str] = []
+
+    def fetch() -> None:
+        try:
+            loaded[:] = [load(download=True)]
+        except InputError as error:
+            refused.extend(error.messages)
+
+    world.in_turn("download", fetch)
+    if refused := world.agree("download", refused):
+        raise InputError(*refused)
+    return loaded[0]
+
+
+def _fit(config: Config, module: nn.Module, loss: Any, train_data: Any) -> nn.Module:
+    """Try model and loss on one sample, before anything is written. Returns the loss; Auto is replaced by one.
+
+    Raises InputError when they do not take each other.
+    """
+    sample, target = train_data[0]
+    inputs, targets = sample[None], torch.as_tensor(target)[None]
+    shape = tuple(config.data["sample_shape"])
+    if tuple(sample.shape) != shape:
+        raise InputError(f"data.sample_shape={list(shape)} but the data's samples have {list(sample.shape)}")
+    random_state = torch.get_rng_state()
+    module.eval()
+    try:
+        with torch.no_grad():
+            outputs = module(inputs)
+            if isinstance(loss, Auto):
+                loss = loss.choose(targets, outputs)
+            if isinstance(loss, nn.NLLLoss) and not are_log_probabilities(outputs):
+                raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
+            if isinstance(loss, nn.MSELoss) and outputs.shape != targets.shape:
+                raise InputError(
+                    f"loss=mse compares numbers of one shape, but the model gives {list(outputs.shape[1:])} and the "
+                    f"data {list(targets.shape[1:])}; try loss=auto"
+                )
+            value = loss(outputs, targets)
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise InputError(
+            f"model, data and loss do not fit: for a sample of shape {list(shape)} they fail with: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    finally:
+        module.train()
+        torch.set_rng_state(random_state)
+    if value.dim() != 0:
+        raise InputError(f"loss must give one number per batch, not {list(value.shape)}; set its reduction to mean")
+    return loss
+
+
+def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
+    convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
+    if name == "channels_last" and not convolves:
+        raise InputError("memory_format=channels_last has no effect on a model without Conv2d; try memory_format=auto")
+    return torch.channels_last if convolves and name != "contiguous" else torch.contiguous_format
+
+
+def _synchronizes(config: Config, module: nn.Module, axes: Axes) -> bool:
+    if config.sync_batchnorm is True and not has_batch_norm(module):
+        raise InputError("sync_batchnorm=true has no effect on a model without BatchNorm; try sync_batchnorm=auto")
+    return config.sync_batchnorm is not False and axes.data_ranks > 1 and has_batch_norm(module)

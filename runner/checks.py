@@ -1,0 +1,42 @@
+"""Everything that can be said about a configuration before anything is built or written, all failures at once."""
+
+import torch
+
+from runner.config import GROUPS, Config, check_combination, check_values
+from runner.options import check_options
+from runner.world import World
+
+# What the runner itself passes to a group's constructor, beside the options.
+PROVIDED = {
+    "data": ("train",),
+    "loader": ("dataset", "sampler", "precision", "device", "memory_format"),
+    "optimizer": ("params",),
+}
+# What a data set's node says for the models to interpolate; its constructor may take it or not.
+DESCRIBED = {"data": ("sample_shape", "num_outputs")}
+
+
+def check_input(config: Config) -> list[str]:
+    """What is wrong with each value by itself, one message each: no other choice could make it right."""
+    messages = check_values(config)
+    for group in GROUPS:
+        messages += check_options(group, getattr(config, group), PROVIDED.get(group, ()), DESCRIBED.get(group, ()))
+    return messages
+
+
+def check_fit(config: Config, world: World) -> list[str]:
+    """What does not fit together in this world, one message each."""
+    return check_combination(config, uses_gpu=world.device.type == "cuda") + _check_compiler(config, world.device)
+
+
+def _check_compiler(config: Config, device: torch.device) -> list[str]:
+    if not config.compile or device.type != "cpu":
+        return []
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return ["compile=true needs a C++ compiler for the CPU, and none was found; install g++ or set compile=false"]
+    return []

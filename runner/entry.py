@@ -1,0 +1,154 @@
+"""The entry: what was typed becomes one checked configuration, or a sweep of them, and goes to the launcher.
+
+torch is imported only once there is something to run: --help, --cfg and completion answer at once.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import initialize_config_dir
+from hydra._internal.utils import get_args_parser  # Hydra's own flags, whatever its version has
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner import CONF
+from runner.config import KEYS, Config, InputError, as_config
+from runner.diagnose import explain, refuse_overrides, three_lines, unknown_keys
+from runner.going_on import Typed, check_going_on, go_on
+from runner.help import render_help
+from runner.launchers.env import Place, find_place
+from runner.run_dir import Request
+
+FINISHED, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 143
+
+
+def main() -> int:
+    """Run what sys.argv asks for. Returns the exit status."""
+    args = get_args_parser().parse_args()
+    if args.config_dir:
+        # A user's own model lies beside its YAML file; behind everything else, so that it hides nothing.
+        sys.path.append(os.path.abspath(args.config_dir))
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # the console script finds what `python -m` finds
+    if args.help:
+        folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
+        print(render_help(folders))
+        return FINISHED
+    try:
+        place = find_place()
+    except InputError as error:
+        return _refuse(error.messages)
+    try:
+        if args.config_dir and not os.path.isdir(args.config_dir):
+            raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one that holds your model/*.yaml")
+        refuse = refuse_overrides(args.overrides)
+        if refuse:
+            raise InputError(*refuse)
+        typed = go_on(args.overrides, args.config_dir, args.multirun)
+        _register_plugins()
+        with initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"):
+            if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
+                return _ask_hydra(args, typed)
+            return _run(typed, args.multirun, place)
+    except InputError as error:
+        return _refuse_everywhere(error.messages, place)
+
+
+def _run(typed: Typed, multirun: bool, place: Place) -> int:
+    from runner.launch import launch_and_tell
+
+    if multirun:
+        from runner.sweeps.sweep import run_sweep
+
+        return run_sweep(typed, place)
+    cfg = compose(typed.overrides, RunMode.RUN)
+    config = checked(cfg, typed.overrides)
+    request = Request(
+        overrides=tuple(typed.recorded),
+        config_dir=typed.config_dir,
+        command=tuple(sys.orig_argv),
+        directory=typed.directory,
+        choices=dict(cfg.hydra.runtime.choices),
+    )
+    return launch_and_tell(config, request, place)
+
+
+def compose(overrides: Sequence[str], mode: RunMode) -> DictConfig:
+    """The configuration with Hydra's own node. Raises InputError that explains every wrong override."""
+    owner = GlobalHydra.instance().hydra
+    assert owner is not None
+    try:
+        cfg = owner.compose_config(
+            config_name="config", overrides=list(overrides), run_mode=mode, with_log_configuration=False
+        )
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None
+    return cfg
+
+
+def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
+    """The typed and resolved configuration. Raises InputError with every value that is wrong by itself."""
+    from runner.checks import check_input
+
+    if messages := unknown_keys(cfg, (*KEYS, "hydra"), list(overrides)):
+        raise InputError(*messages)
+    try:
+        container: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(KEYS)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise InputError(str(error).splitlines()[0]) from None
+    config = as_config(container)
+    if messages := check_input(config) + check_going_on(config):
+        raise InputError(*messages)
+    return config
+
+
+def _register_plugins() -> None:
+    """Hydra finds plugins by walking their namespace, which an editable install does not let it."""
+    plugins = Plugins.instance()
+    # Only now: its scan executes Hydra's own plugins a second time, and what derives from them must come after.
+    from hydra_plugins.runner.grid_sweeper import GridSweeper
+
+    plugins.register(GridSweeper)
+
+
+def _ask_hydra(args: Namespace, typed: Typed) -> int:
+    """Let Hydra answer --cfg, --info, --hydra-help and shell completion; it reads sys.argv by itself."""
+    if args.cfg:
+        compose(typed.overrides, RunMode.RUN)  # Hydra's own report of an error is long and ends with status 1
+    GlobalHydra.instance().clear()
+    setup_globals()
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()
+    return FINISHED
+
+
+def _refuse(messages: list[str]) -> int:
+    for line in three_lines(messages):
+        print(line, file=sys.stderr, flush=True)
+    return REFUSED
+
+
+def _refuse_everywhere(messages: list[str], place: Place) -> int:
+    """Tell the user once, by rank 0, before any rank exits."""
+    if place.world_size == 1:
+        return _refuse(messages)
+    from runner.backend import Backend
+    from runner.world import join
+
+    try:
+        world = join(place, Backend())
+        agreed = world.agree("composed", messages)
+    except InputError as error:
+        return _refuse(error.messages)
+    world.speak(lambda: _refuse(agreed) and None)
+    world.close()
+    return REFUSED

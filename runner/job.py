@@ -1,0 +1,117 @@
+"""One job in one world: agree on the input, form the group, make the directory, run the task, record how it ended."""
+
+import logging
+import os
+import socket
+import traceback
+from pathlib import Path
+
+from runner.backend import as_backend
+from runner.build import Experiment, build, make_task
+from runner.checks import check_fit
+from runner.config import Config, InputError
+from runner.run_dir import Request, RunDirectory, new_directory
+from runner.terminal import speaking
+from runner.train import Preempted
+from runner.world import World, set_threads
+
+log = logging.getLogger(__name__)
+
+
+class JobFailed(Exception):
+    """The job ended with an error, which the user has been told and result.json keeps."""
+
+
+def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
+    """Run one job on this rank. Returns its metrics. All ranks must call it.
+
+    Raises InputError (nothing was written), Preempted (it has saved) or JobFailed. What it raises holds no frame, and
+    so no model: a live DDP module would outlast its group (see World.leave_group).
+    """
+    world.begin_job(as_backend(config.backend))
+    set_threads(config.threads, world.place.local_world_size)
+    raised: Exception
+    try:
+        return _run(config, request, world)
+    except InputError as error:
+        raised = InputError(*error.messages)
+    except Preempted as error:
+        raised = Preempted(str(error))
+    except JobFailed as error:
+        raised = JobFailed(str(error))
+    finally:
+        world.leave_group()
+    raise raised
+
+
+def _run(config: Config, request: Request, world: World) -> dict[str, float]:
+    experiment, refused, crashed = _build(config, request, world)
+    if refused := world.agree("refused", refused):
+        raise InputError(*refused)
+    crashed = world.agree("crashed", crashed)
+
+    directory = RunDirectory(Path(world.share("directory", lambda: _make_directory(config, request))), world.rank == 0)
+    with speaking(world.rank, directory.path) as console:
+        directory.record(
+            config,
+            request,
+            task=request.choices["task"],
+            model=request.choices["model"],
+            data=request.choices["data"],
+            parallel=request.choices["parallel"],
+            world_size=world.world_size,
+            seed=config.seed,
+        )
+        state, text = "failed", ""
+        try:
+            if crashed:
+                raise JobFailed(crashed[0])
+            assert experiment is not None
+            if world.world_size > 1 or experiment.parallel.needs_group:
+                world.form_group()
+            metrics = make_task(config).run(config, experiment, world, directory, console)
+            directory.result.metrics = metrics
+            state = "finished"
+            return metrics
+        except Preempted as error:
+            state = "preempted"
+            log.warning("%s: saved after step %d; go on with resume=%s", error, directory.result.step, directory.path)
+            raise
+        except JobFailed as error:
+            text = str(error)
+        except KeyboardInterrupt:
+            text = "interrupted"
+            raise
+        except Exception as error:
+            text = _traceback(error)
+        finally:
+            if state == "failed":
+                text = world.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}")
+                log.error("%s", text.rstrip())
+                directory.result.error = text
+            directory.result.state = state
+            directory.save_result()
+        raise JobFailed(text)
+
+
+def _build(config: Config, request: Request, world: World) -> tuple[Experiment | None, list[str], list[str]]:
+    """The experiment, or why the input is refused, or the traceback of what broke while building."""
+    try:
+        if messages := world.choose_device() + check_fit(config, world):
+            return None, messages, []
+        return build(config, request.choices, world), [], []
+    except InputError as error:
+        return None, error.messages, []
+    except Exception as error:
+        return None, [], [_traceback(error)]
+
+
+def _make_directory(config: Config, request: Request) -> str:
+    if request.directory is None:
+        return str(new_directory(config.outputs, config.name))
+    os.makedirs(request.directory, exist_ok=True)
+    return request.directory
+
+
+def _traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,51 @@
+"""One job from its checked configuration to an exit status: which launcher, and what the user is told at the end."""
+
+import sys
+
+from hydra.utils import instantiate
+
+from runner.backend import as_backend
+from runner.config import Config, InputError
+from runner.diagnose import three_lines
+from runner.job import JobFailed
+from runner.launchers.env import Place
+from runner.launchers.protocol import Launcher
+from runner.run_dir import Request
+from runner.train import Preempted
+from runner.world import join
+
+
+def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
+    """Run the job where its launcher says. Returns the metrics.
+
+    Raises InputError, Preempted or JobFailed, as run_job does.
+    """
+    launcher: Launcher = instantiate(config.launcher, _convert_="all")
+    if launcher.starts_processes and place.found != "one process":
+        raise InputError(
+            f"launcher={request.choices['launcher']} starts processes itself, but {place.found} has started this one "
+            f"as rank {place.rank} of {place.world_size}; add launcher=env"
+        )
+    return launcher.launch(config, request, place)
+
+
+def launch_and_tell(config: Config, request: Request, place: Place) -> int:
+    """Run one job and end this process's part in the world. Returns the exit status."""
+    status, lines = 0, []
+    try:
+        world = join(place, as_backend(config.backend))
+        world.agree("composed", [])
+    except InputError as error:
+        print(*three_lines(error.messages), sep="\n", file=sys.stderr, flush=True)
+        return 2
+    try:
+        launch(config, request, place)
+    except InputError as error:
+        status, lines = 2, three_lines(error.messages)
+    except Preempted:
+        status = 143
+    except JobFailed:
+        status = 1
+    world.speak(lambda: print(*lines, sep="\n", file=sys.stderr, flush=True) if lines else None)
+    world.close()
+    return status

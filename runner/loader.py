@@ -1,0 +1,123 @@
+"""Batches of a data set on this rank's device, step by step."""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from runner.precision import Precision
+from runner.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's share of one micro-batch; it may be empty."""
+
+    inputs: torch.Tensor  # (N, *sample_shape)
+    targets: torch.Tensor  # (N,) classes or (N, num_outputs) numbers
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one optimizer step reads on this rank."""
+
+    micro_batches: list[MicroBatch]
+    num_samples: int  # of the whole step, over all ranks and micro-batches
+    wait_s: float  # how long the step waited for its data
+
+
+class Loader:
+    """Reads what the sampler says, in this process or by workers, and puts it on the device."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: Sampler,
+        precision: Precision,
+        device: torch.device,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        prefetch: int | None = None,
+    ):
+        if num_workers < 0:
+            raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
+        if prefetch is not None and prefetch < 1:
+            raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
+        sampler.shuffle, sampler.drop_last = shuffle, drop_last
+        if sampler.steps_per_epoch == 0:
+            raise ValueError(
+                f"loader.drop_last=true with batch_size={sampler.batch_size} leaves no step of the data's "
+                f"{sampler.num_samples} samples; try batch_size={sampler.num_samples}"
+            )
+        self.sampler, self.precision, self.device, self.memory_format = sampler, precision, device, memory_format
+        self.dataset = dataset
+        self._position = (0, 0)
+        self._batched = hasattr(dataset, "__getitems__")
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=_Positioned(self),  # type: ignore[arg-type]  # any iterable of index lists will do
+            num_workers=num_workers,
+            collate_fn=_keep if self._batched else _Collate(dataset),
+            pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
+            prefetch_factor=prefetch or 2 if num_workers else None,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_ignore_signals,
+            # DataLoader draws its workers' base seed from here: the global stream belongs to the model's dropout.
+            generator=torch.Generator().manual_seed(sampler.seed),
+        )
+
+    def steps(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
+        """The steps of an epoch, from the given one on."""
+        self._position = (epoch, first_step)
+        batches = iter(self._loader)
+        for step in range(first_step, self.sampler.steps_per_epoch):
+            start = time.perf_counter()
+            micro_batches = [self._place(*next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
+            yield StepBatch(micro_batches, self.sampler.step_size(step), time.perf_counter() - start)
+
+    def _place(self, inputs: torch.Tensor, targets: torch.Tensor) -> MicroBatch:
+        inputs = self.precision.cast(inputs.to(self.device, non_blocking=True))
+        if inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=self.memory_format)
+        return MicroBatch(inputs, self.precision.cast(targets.to(self.device, non_blocking=True)))
+
+
+class _Positioned:
+    """The sampler's shares from the loader's position on; DataLoader iterates it anew for every epoch."""
+
+    def __init__(self, loader: Loader):
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.sampler.shares(*self._loader._position)
+
+
+def _keep(batch: Any) -> Any:
+    """A data set that cuts whole batches (`__getitems__`) has collated them."""
+    return batch
+
+
+class _Collate:
+    """Collate samples read one by one; an empty share has the shape of the data's first sample."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        if samples:
+            return default_collate(samples)
+        inputs, targets = default_collate([self._dataset[0]])
+        return inputs[:0], targets[:0]
+
+
+def _ignore_signals(worker: int) -> None:
+    """A signal to the whole group asks the ranks to save; they need their workers to finish the step."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,45 @@
+"""DataParallel: one process splits each batch over its GPUs, and gathers outputs and gradients on the first."""
+
+import logging
+
+import torch
+from torch import nn
+
+from runner.norm import has_batch_norm
+from runner.parallel.protocol import Axes, Recipe
+from runner.parallel.replica import Replica
+from runner.world import World
+
+log = logging.getLogger(__name__)
+
+
+class DP:
+    """parallel=dp."""
+
+    needs_group = False
+
+    def __init__(self) -> None:
+        pass
+
+    def axes(self, world_size: int) -> Axes:
+        if world_size > 1:
+            raise ValueError(f"parallel=dp is for one process, but the world has {world_size}; try parallel=ddp")
+        return Axes()
+
+    def prepare(self, recipe: Recipe, world: World) -> Replica:
+        module, num_devices = recipe.module, torch.cuda.device_count()
+        if recipe.device.type == "cpu":
+            log.warning("parallel=dp has no effect on CPU: DataParallel passes the whole batch to the one model")
+        elif num_devices == 1:
+            log.warning("parallel=dp has no effect with one GPU: DataParallel passes the whole batch to the one model")
+        elif has_batch_norm(module):
+            log.warning("parallel=dp normalises each GPU's share of the batch by itself; parallel=ddp synchronises it")
+        optimizer = recipe.make_optimizer(module.parameters())
+        return Replica(
+            module,
+            optimizer,
+            recipe.loss,
+            recipe.precision,
+            recipe.clip_grad_norm,
+            forward=nn.DataParallel(module),
+        )

@@ -1,0 +1,23 @@
+"""One process, one device: the reference that every other mode is measured against."""
+
+from runner.parallel.protocol import Axes, Recipe
+from runner.parallel.replica import Replica
+from runner.world import World
+
+
+class NoParallel:
+    """parallel=none."""
+
+    needs_group = False
+
+    def __init__(self) -> None:
+        pass
+
+    def axes(self, world_size: int) -> Axes:
+        if world_size > 1:
+            raise ValueError(f"parallel=none is for one process, but the world has {world_size}; try parallel=ddp")
+        return Axes()
+
+    def prepare(self, recipe: Recipe, world: World) -> Replica:
+        optimizer = recipe.make_optimizer(recipe.module.parameters())
+        return Replica(recipe.module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm)

@@ -1,0 +1,72 @@
+"""What the loop knows of a way of spreading one model over the world."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from runner.loader import StepBatch
+from runner.precision import Precision
+from runner.world import World
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The mesh of a mode, slowest axis first: ranks along replicate and shard read different samples, the others not."""
+
+    replicate: int = 1
+    shard: int = 1
+    stage: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        return math.prod(asdict(self).values())
+
+    @property
+    def data_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def data_rank(self, rank: int) -> int:
+        return rank // (self.stage * self.tensor)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a mode spreads: a model with the run's initial weights on this rank's device, and how it is trained."""
+
+    module: nn.Module
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    loss: nn.Module  # (outputs, targets) -> the mean over the samples
+    precision: Precision
+    clip_grad_norm: float | None
+    device: torch.device
+
+
+class Spread(Protocol):
+    """A model spread and ready to step; runner.parallel.replica has the usual one."""
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor: ...
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None: ...
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Parallel(Protocol):
+    """One way of spreading a model; a file of runner/parallel and a YAML file of conf/parallel."""
+
+    needs_group: bool  # also in a world of one
+
+    def axes(self, world_size: int) -> Axes:
+        """The mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit."""
+
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
+        """Spread the model. All ranks must call it."""

@@ -1,0 +1,174 @@
+"""The run directory: who makes it, and the files that say what ran and how it went."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner import ROOT
+from runner.config import Config
+
+RESULT, METRICS, CONFIG, OVERRIDES, CHECKPOINTS = (
+    "result.json",
+    "metrics.jsonl",
+    "config.yaml",
+    "overrides.yaml",
+    "checkpoints",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a job was asked for; with the configuration, what a run directory records of it."""
+
+    overrides: tuple[str, ...] = ()  # what was typed, without run= and resume=
+    config_dir: str | None = None
+    command: tuple[str, ...] = ()
+    directory: str | None = None  # given to a job of a sweep and to a run that goes on; otherwise a new one
+    choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
+
+
+@dataclass
+class Result:
+    """result.json. `state` is running, finished, failed or preempted."""
+
+    state: str = "running"
+    task: str = "train"
+    metrics: dict[str, float] = field(default_factory=dict)
+    step: int = 0
+    epoch: int = 0
+    world_size: int = 1
+    parallel: str = ""
+    model: str = ""
+    data: str = ""
+    seed: int = 0
+    samples_per_second: float | None = None  # steady state, all ranks
+    seconds: float = 0.0
+    weights_sha256: str | None = None
+    git: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+class RunDirectory:
+    """One run's files. Only rank 0 writes; the other ranks hold one that reads (`writes=False`)."""
+
+    def __init__(self, path: Path, writes: bool = True):
+        self.path, self.writes = path, writes
+        self.result = Result()
+        self._start = time.monotonic()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    def record(self, config: Config, request: Request, **facts: Any) -> None:
+        """Write what runs here, and the state running."""
+        self.result = Result(command=list(request.command), versions=_versions(), **facts)
+        if not self.writes:
+            return
+        self.result.git = _git()
+        typed = [f"--config-dir={request.config_dir}"] if request.config_dir else []
+        _write(self.path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
+        _write(self.path / OVERRIDES, yaml.safe_dump([*typed, *request.overrides]))
+        self.save_result()
+
+    def save_result(self) -> None:
+        """Write result.json in one piece, whatever happens meanwhile."""
+        self.result.seconds = round(time.monotonic() - self._start, 3)
+        if self.writes:
+            _write(self.path / RESULT, json.dumps(asdict(self.result), indent=1) + "\n")
+
+    def log_metrics(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
+        """Append a line to metrics.jsonl."""
+        if self.writes:
+            with (self.path / METRICS).open("a") as file:
+                file.write(json.dumps({"step": step, "epoch": epoch, **metrics}) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of steps that will be made again; a line that a crash cut short goes too."""
+        path = self.path / METRICS
+        if self.writes and path.exists():
+            lines = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
+            _write(path, "".join(lines))
+
+
+def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
+    """Make outputs/name/<prefix><stamp>; a run of the same second gets a number behind its stamp."""
+    parent = Path(outputs).absolute() / name
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = prefix + time.strftime("%Y%m%d-%H%M%S")
+    for number in range(10_000):
+        path = parent / (f"{stamp}-{number}" if number else stamp)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{parent / stamp} and 9,999 more exist")
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    """A run's result.json, or None where there is none to read."""
+    try:
+        return json.loads((path / RESULT).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    """The file has its old content or the new one, never a part."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "hydra-core", "omegaconf"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git() -> dict[str, Any]:
+    """Commit and state of the repository that the runner's code is in, or else the working directory."""
+    for folder in (ROOT, Path.cwd()):
+        try:
+            commit = _git_says(folder, "rev-parse", "HEAD")
+            return {"commit": commit, "dirty": bool(_git_says(folder, "status", "--porcelain"))}
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return {"commit": None, "dirty": None}
+
+
+def _git_says(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def command_line() -> tuple[str, ...]:
+    """This process's own command, as typed."""
+    return tuple(sys.orig_argv)

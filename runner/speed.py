@@ -1,0 +1,44 @@
+"""How fast a run steps, and what part of a step waits for its data."""
+
+import time
+
+from runner.loader import StepBatch
+
+WARMUP_STEPS = 20
+
+
+class Speedometer:
+    """Times steps from the end of one to the end of the next; what lies between pause and the next step is left out."""
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+        self._steps = self._samples = 0
+        self._seconds = 0.0
+        self._wait_s = self._step_s = 0.0
+        self._last = time.perf_counter()
+
+    def tick(self, batch: StepBatch) -> None:
+        """A step has ended."""
+        now = time.perf_counter()
+        self._steps += 1
+        self._step_s, self._wait_s = now - self._last, batch.wait_s
+        if self._steps > WARMUP_STEPS:  # the first ones warm caches and allocators up
+            self._samples += batch.num_samples
+            self._seconds += self._step_s
+        self._last = now
+
+    def pause(self) -> None:
+        """What comes until the next step is not training: an evaluation, a checkpoint."""
+        self._last = time.perf_counter()
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over all ranks, in the steady state; None before there is one."""
+        return self._samples / self._seconds if self._seconds else None
+
+    def measured(self) -> dict[str, float]:
+        """Of the last step."""
+        metrics = {"perf/step_time_s": self._step_s, "perf/data_wait": min(self._wait_s / max(self._step_s, 1e-9), 1.0)}
+        if self.samples_per_second is not None:
+            metrics["perf/samples_per_second"] = self.samples_per_second
+        return metrics

@@ -1,0 +1,37 @@
+"""task=evaluate: the metrics of a trained model, on any number of ranks and in any mode."""
+
+import logging
+from pathlib import Path
+
+from rich.console import Console
+
+from runner.build import Experiment
+from runner.config import Config
+from runner.run_dir import CHECKPOINTS, RunDirectory
+from runner.tasks.restore import restore
+from runner.train import evaluate
+from runner.world import World
+
+log = logging.getLogger(__name__)
+
+
+class Evaluate:
+    """Evaluate the newest checkpoint of config.run."""
+
+    def __init__(self) -> None:
+        pass
+
+    def run(
+        self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
+    ) -> dict[str, float]:
+        assert config.run is not None
+        spread = experiment.parallel.prepare(experiment.recipe, world)
+        progress = restore(Path(config.run) / CHECKPOINTS, spread, world)
+        directory.result.step, directory.result.epoch = progress.step, progress.epoch
+        metrics = evaluate(experiment, spread, world)
+        log.info("%s after step %d", config.run, progress.step)
+        for name, value in metrics.items():
+            log.info("%s %.6g", name, value)
+        log.info("run directory: %s", directory.path)
+        directory.log_metrics(progress.step, progress.epoch, metrics)
+        return metrics

@@ -1,0 +1,109 @@
+"""What a run says: rank 0 on the terminal and in log.txt, another rank in its own file when it has something to say."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LOGGER = logging.getLogger("runner")
+
+
+class _ToConsole(logging.Handler):
+    """Lines above the progress bar, where there is one."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def speaking(rank: int, directory: Path) -> Iterator[Console]:
+    """Direct what is logged, warnings too, for the length of a job.
+
+    Rank 0 tells the user everything; another rank keeps warnings and errors in logs/rank_R.txt, which is made when
+    the first one comes.
+    """
+    console = Console(file=sys.stdout)
+    handlers: list[logging.Handler]
+    if rank == 0:
+        handlers = [_ToConsole(console), logging.FileHandler(directory / "log.txt")]
+    else:
+        quiet = _LazyFile(directory / "logs" / f"rank_{rank}.txt")
+        quiet.setLevel(logging.WARNING)
+        handlers = [quiet]
+    loggers = [LOGGER, logging.getLogger("py.warnings")]
+    for handler in handlers:
+        handler.setFormatter(_Plain())
+        for logger in loggers:
+            logger.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    for logger in loggers:
+        logger.propagate = False
+    show = warnings.showwarning
+    logging.captureWarnings(True)
+    try:
+        yield console
+    finally:
+        logging.captureWarnings(False)
+        warnings.showwarning = show
+        for handler in handlers:
+            for logger in loggers:
+                logger.removeHandler(handler)
+            handler.close()
+
+
+class _Plain(logging.Formatter):
+    """The message alone; the level where it matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+class _LazyFile(logging.FileHandler):
+    def __init__(self, path: Path):
+        super().__init__(path, delay=True)
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+class Bar:
+    """A progress bar over the run's steps on a terminal; elsewhere nothing, the lines of the epochs tell."""
+
+    def __init__(self, console: Console | None, num_steps: int, done: int):
+        self._progress: Progress | None = None
+        if console is not None and console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+                console=console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("", total=num_steps, completed=done)
+
+    def __enter__(self) -> "Bar":
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def update(self, step: int, text: str) -> None:
+        if self._progress:
+            self._progress.update(self._task, completed=step, description=text)

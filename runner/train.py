@@ -1,0 +1,158 @@
+"""The loop and the evaluation. Neither asks which mode it runs in, nor how many ranks there are."""
+
+import itertools
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from runner import checkpoint
+from runner.build import Experiment
+from runner.config import Config
+from runner.loader import Loader, StepBatch
+from runner.losses import batch_loss
+from runner.parallel.protocol import Spread
+from runner.progress import Progress, available
+from runner.run_dir import RunDirectory
+from runner.sampler import mix
+from runner.signals import StopRequest
+from runner.speed import Speedometer
+from runner.terminal import Bar
+from runner.world import World, peak_memory_mib
+
+log = logging.getLogger(__name__)
+
+
+class Preempted(Exception):
+    """A signal asked the run to stop; it has saved after its step."""
+
+
+@dataclass
+class Trainer:
+    """One run's training on one rank."""
+
+    config: Config
+    experiment: Experiment
+    spread: Spread
+    world: World
+    directory: RunDirectory
+    bar: Bar
+    progress: Progress
+
+    def train(self) -> dict[str, float]:
+        """Train to the end. Returns the last metrics. All ranks must call it.
+
+        Raises Preempted after a signal to any rank, when the state is saved.
+        """
+        config, loader = self.config, self.experiment.train_loader
+        steps_per_epoch = loader.sampler.steps_per_epoch
+        num_steps = count_steps(config, steps_per_epoch)
+        speed = Speedometer(config.batch_size)
+        metrics: dict[str, float] = {}
+
+        with self.bar, StopRequest() as stop:
+            while self.progress.step < num_steps:
+                steps = loader.steps(self.progress.epoch, self.progress.step_in_epoch)
+                for batch in itertools.islice(steps, num_steps - self.progress.step):
+                    stopping = self.world.any_later(stop.received is not None)
+                    metrics |= self._step(batch, num_steps, steps_per_epoch, speed)
+                    if stopping():
+                        self._save()
+                        raise Preempted(stop.received or "a signal to another rank")
+                    if config.checkpoint.every_steps and self.progress.step % config.checkpoint.every_steps == 0:
+                        self._save()
+                        speed.pause()
+                if self.progress.step < num_steps:  # else what ends the run follows, also for one resumed at its end
+                    if self.progress.epoch % config.eval_every == 0:
+                        metrics |= self._evaluate(metrics, speed)
+                    if self.progress.epoch % config.checkpoint.every_epochs == 0:
+                        self._save()
+                    speed.pause()
+            metrics |= self._evaluate(metrics, speed)
+            self._save()
+        self.directory.result.samples_per_second = speed.samples_per_second
+        return metrics
+
+    def _step(self, batch: StepBatch, num_steps: int, steps_per_epoch: int, speed: Speedometer) -> dict[str, float]:
+        """One optimizer step over the whole world. Returns its metrics where they are due, else nothing."""
+        step = self.progress.step
+        due = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
+        # Dropout draws from a stream of its own for each step and data rank, so that a resumed run needs no state of it.
+        torch.manual_seed(mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank)))
+
+        lr_factor = self.experiment.schedule(step, num_steps, steps_per_epoch)
+        loss = self.spread.forward_backward(batch)
+        grad_norm = self.spread.step(lr_factor, want_norm=due)
+
+        self.progress = _next(self.progress, steps_per_epoch)
+        self.directory.result.step, self.directory.result.epoch = self.progress.step, self.progress.epoch
+        metrics = {"train/loss": self.world.sum(loss).item()} if due else {}
+        speed.tick(batch)
+        if due:
+            assert grad_norm is not None
+            rates = {"train/learning_rate": self.config.optimizer["lr"] * lr_factor, "train/grad_norm": grad_norm}
+            self._log(metrics | rates | speed.measured() | {"perf/memory_mib": peak_memory_mib(self.world.device)})
+            rate = speed.samples_per_second
+            self.bar.update(step + 1, f"loss {metrics['train/loss']:.4f}" + (f"  {rate:,.0f} samples/s" if rate else ""))
+        return metrics
+
+    def _evaluate(self, metrics: dict[str, float], speed: Speedometer) -> dict[str, float]:
+        evaluated = evaluate(self.experiment, self.spread, self.world)
+        self._log(evaluated)
+        log.info(_epoch_line(self.progress, metrics | evaluated, speed.samples_per_second))
+        return evaluated
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        self.directory.log_metrics(self.progress.step, _epoch_of(self.progress), metrics)
+        if self.directory.writes:
+            self.experiment.logger.scalars(self.progress.step, metrics)
+
+    def _save(self) -> None:
+        """Take a checkpoint, once per step. All ranks must call it."""
+        path = self.directory.checkpoints / f"step_{self.progress.step}"
+        if path in available(self.directory.checkpoints):
+            return
+        state = self.spread.state()
+        if self.directory.writes:
+            checkpoint.save(self.directory.checkpoints, state, self.progress, self.config.checkpoint.keep)
+            self.directory.result.weights_sha256 = checkpoint.weights_sha256(state["model"])
+
+
+def evaluate(experiment: Experiment, spread: Spread, world: World) -> dict[str, float]:
+    """val/loss and, for classes, val/accuracy over the validation data, each sample once. All ranks must call it."""
+    loss_sum, correct, count = 0.0, 0, 0
+    for batch in experiment.val_loader.steps(epoch=0):
+        for micro_batch in batch.micro_batches:
+            outputs = spread.predict(micro_batch.inputs)  # (N, num_outputs), N = 0 where this rank's share is empty
+            mean = batch_loss(experiment.recipe.loss, outputs, micro_batch.targets)
+            loss_sum += mean.double() * len(outputs)
+            if experiment.classifies:
+                correct += (outputs.argmax(-1) == micro_batch.targets).sum()
+            count += len(outputs)
+    sums = torch.tensor([loss_sum, correct, count], dtype=torch.float64, device=world.device)
+    loss_sum, correct, count = world.sum(sums).tolist()
+    metrics = {"val/loss": loss_sum / count}
+    return metrics | {"val/accuracy": correct / count} if experiment.classifies else metrics
+
+
+def count_steps(config: Config, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return min(config.epochs * steps_per_epoch, config.max_steps or config.epochs * steps_per_epoch)
+
+
+def _next(progress: Progress, steps_per_epoch: int) -> Progress:
+    in_epoch = progress.step_in_epoch + 1
+    epoch = progress.epoch + in_epoch // steps_per_epoch
+    return Progress(progress.step + 1, epoch, in_epoch % steps_per_epoch, progress.batch_size)
+
+
+def _epoch_of(progress: Progress) -> int:
+    """The epoch that the last step was in, counted from 1."""
+    return progress.epoch + bool(progress.step_in_epoch)
+
+
+def _epoch_line(progress: Progress, metrics: dict[str, float], rate: float | None) -> str:
+    named = {name: metrics[name] for name in ("train/loss", "val/loss", "val/accuracy") if name in metrics}
+    words = [f"epoch {_epoch_of(progress):3d}  step {progress.step:6d}"]
+    words += [f"{name} {value:.4f}" for name, value in named.items()]
+    return "  ".join(words + ([f"{rate:,.0f} samples/s"] if rate else []))

@@ -1,0 +1,269 @@
+"""Who this process is among the ranks of a run: its device, its store, its process group, the few collectives in use."""
+
+import functools
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from runner.backend import Backend
+from runner.config import InputError
+from runner.launchers.env import Place
+
+SPEAK_TIMEOUT_S = 15.0
+
+
+class World:
+    """One rank's view. It is joined once per process; each job of a sweep then forms a process group of its own.
+
+    `connection` is None in a world of one, where every collective is the identity.
+    """
+
+    def __init__(self, place: Place, connection: dist.Store | None, backend: Backend):
+        self.place = place
+        self.rank, self.world_size = place.rank, place.world_size
+        self.local_rank = place.local_rank
+        self.backend = backend
+        self.device = torch.device("cpu")
+        self.connection = connection
+        # A restarted world must not read what the one before it left in an agent's store (pytorch issue 135712).
+        self._root = None if connection is None else dist.PrefixStore(f"attempt{place.restart}", connection)
+        self._jobs = 0
+        self._store: dist.Store | None = self._root
+
+    # -- one job after another -------------------------------------------------------------------------------------
+
+    def begin_job(self, backend: Backend) -> None:
+        """Start a job with keys of its own in the store. All ranks must call it."""
+        self.backend = backend
+        if self._root is not None:
+            self._store = dist.PrefixStore(f"job{self._jobs}", self._root)
+        self._jobs += 1
+
+    def form_group(self) -> None:
+        """Initialise the process group and the device. All ranks must call it; needed also in a world of one by DDP."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            self.backend.process_group_backend(),
+            store=dist.HashStore() if self._store is None else dist.PrefixStore("group", self._store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=self.backend.timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+
+    def leave_group(self) -> None:
+        """Destroy the process group, where there is one.
+
+        Whatever holds it (a DDP module) must be unreachable by now: a live one makes the process abort at its exit
+        now and then (pytorch issue 190489).
+        """
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def choose_device(self) -> list[str]:
+        """Take this rank's device; what is wrong with it, one message each."""
+        if messages := self.backend.check():
+            return messages
+        if self.backend.device_type() == "cpu":
+            self.device = torch.device("cpu")
+            return []
+        if self.local_rank >= torch.cuda.device_count():
+            return [
+                f"{self.place.local_world_size} ranks on this machine need a GPU each, but there are "
+                f"{torch.cuda.device_count()}; start fewer, or try backend=gloo"
+            ]
+        self.device = torch.device("cuda", self.local_rank)
+        return []
+
+    # -- agreement through the store, before there is a process group ----------------------------------------------
+
+    def agree(self, topic: str, messages: list[str]) -> list[str]:
+        """The messages of the lowest rank that has any, on every rank. All ranks must call it."""
+        if self._store is None:
+            return messages
+        self._store.set(f"{topic}/{self.rank}", json.dumps(messages))
+        if self.rank == 0:
+            verdicts = self._all_ranks(topic)
+            self._store.set(f"{topic}/all", json.dumps(next((v for v in verdicts if v), [])))
+        return json.loads(self._get(f"{topic}/all"))
+
+    def share(self, topic: str, make: Callable[[], str]) -> str:
+        """What `make` returned on rank 0, on every rank. All ranks must call it."""
+        if self._store is None:
+            return make()
+        if self.rank == 0:
+            self._store.set(topic, make())
+        return self._get(topic)
+
+    def in_turn(self, topic: str, act: Callable[[], None]) -> None:
+        """Act on rank 0, then on the first rank of every other node, then on the rest. All ranks must call it.
+
+        What the first has fetched into a shared folder is there for the next. An act must not raise.
+        """
+        turns = (self.rank == 0, self.rank != 0 and self.local_rank == 0, self.local_rank != 0)
+        for number, mine in enumerate(turns):
+            if mine:
+                act()
+            self.agree(f"{topic}/turn{number}", [])
+
+    def _all_ranks(self, topic: str) -> list[list[str]]:
+        assert self._store is not None
+        deadline = time.monotonic() + self.backend.timeout_s
+        verdicts, absent = [], []
+        for rank in range(self.world_size):
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+            try:
+                self._store.wait([f"{topic}/{rank}"], left)
+            except RuntimeError:
+                absent.append(rank)
+                continue
+            verdicts.append(json.loads(self._store.get(f"{topic}/{rank}")))
+        if absent:
+            raise TimeoutError(
+                f"ranks {absent} of {self.world_size} said nothing ({topic}) for {self.backend.timeout_s:g} s"
+            )
+        return verdicts
+
+    def _get(self, key: str) -> str:
+        assert self._store is not None
+        # Rank 0 answers after it has waited for everybody, so a rank that waits for rank 0 waits a little longer.
+        self._store.wait([key], self.backend.timeout + timedelta(seconds=SPEAK_TIMEOUT_S))
+        return self._store.get(key).decode()
+
+    # -- how a run ends --------------------------------------------------------------------------------------------
+
+    def report_failure(self, text: str) -> str:
+        """Tell the world why this rank fails; the first rank's text, which is the cause of the others'."""
+        if self._store is None:
+            return text
+        try:
+            return self._store.compare_set("failure", "", text).decode()
+        except RuntimeError:  # rank 0 served the store and is gone
+            return text
+
+    def speak(self, say: Callable[[], None]) -> None:
+        """Let rank 0 say something to the user; the others go on when it has, or after a bounded wait.
+
+        A launcher that sees one rank exit with an error ends the others at once, rank 0 in mid-sentence too.
+        """
+        if self.rank == 0:
+            say()
+        if self._root is None:
+            return
+        try:
+            if self.rank == 0:
+                self._root.set("spoken", "")
+            else:
+                self._root.wait(["spoken"], timedelta(seconds=SPEAK_TIMEOUT_S))
+        except RuntimeError:
+            pass
+
+    def conclude(self, outcome: str) -> None:
+        """Leave rank 0's account of a job for the process that started the world, under the key `outcome`."""
+        if self.rank == 0 and self.connection is not None:
+            self.connection.set("outcome", outcome)
+
+    def close(self) -> None:
+        """Leave the store; the rank that serves it stays until the others have left, or for a bounded time."""
+        if self._root is None:
+            return
+        try:
+            self._root.add("closed", 1)
+            if self.place.hosts_store:
+                deadline = time.monotonic() + SPEAK_TIMEOUT_S
+                while self._root.add("closed", 0) < self.world_size and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        except RuntimeError:
+            pass
+        self.connection = self._root = self._store = None
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor summed over all ranks, in place. All ranks must call it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any_later(self, flag: bool) -> Callable[[], bool]:
+        """Start asking whether the flag is set on any rank; call the result for the answer. All ranks must call it.
+
+        It runs on the CPU beside whatever comes next, so that nobody waits for a device to ask.
+        """
+        if self.world_size == 1:
+            return lambda: flag
+        votes = torch.tensor([int(flag)], dtype=torch.int32)
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+
+        def answer() -> bool:
+            work.wait()
+            return bool(votes.item())
+
+        return answer
+
+
+@functools.cache
+def join(place: Place, backend: Backend) -> World:
+    """Connect this process to the store of its world, once per process. All ranks must call it.
+
+    Raises InputError when the others cannot be found within backend.join_timeout_s.
+    """
+    if place.world_size == 1:
+        return World(place, None, backend)
+    try:
+        store = _connect(place, backend)
+    except RuntimeError as error:
+        where = f"{place.master_addr}:{place.master_port}" if backend.init == "env" else backend.init
+        raise InputError(
+            f"rank {place.rank} of {place.world_size} found no world at {where} within {backend.join_timeout_s:g} s "
+            f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that every rank was started"
+        ) from None
+    return World(place, store, backend)
+
+
+def _connect(place: Place, backend: Backend) -> dist.Store:
+    if backend.init.startswith("file://"):
+        return dist.FileStore(backend.init.removeprefix("file://"), place.world_size)
+    host, port, serve = place.master_addr, place.master_port, place.hosts_store
+    if backend.init.startswith("tcp://"):
+        host, _, text = backend.init.removeprefix("tcp://").rpartition(":")
+        port, serve = int(text), place.rank == 0
+    return dist.TCPStore(
+        host,
+        port,
+        place.world_size,
+        is_master=serve,
+        timeout=backend.join_timeout,
+        wait_for_workers=False,
+    )
+
+
+def set_threads(threads: int | None, local_world_size: int) -> None:
+    """Use this many CPU threads; by default OMP_NUM_THREADS, or this rank's share of the cores it may run on."""
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(cores // local_world_size, 1)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Memory of the device at its highest so far, or of this process where the device is the CPU, in MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes

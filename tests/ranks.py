@@ -1,0 +1,104 @@
+"""Run a function on several ranks from inside one test: forked processes that share a gloo group."""
+
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP and optimizers import it, about 1 s: once here instead of once in each forked rank
+import torch.distributed as dist
+
+
+class RankError(Exception):
+    """A rank raised, died or hung. The message names every such rank and has its own traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on every rank and return the results by rank.
+
+    Ranks are forked: `function` may be a closure, and sees what the test has patched. Each has one torch thread and
+    the default group, gloo on loopback. Raises RankError as soon as a rank fails, and when `timeout_s` have passed; no
+    rank is left then. Where torch sees a GPU, autograd refuses to run in the fork of a process that has called
+    backward: there, let the ranks call it and not the test, or hide the GPU by CUDA_VISIBLE_DEVICES="".
+    """
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        directory = Path(name)
+        arguments = [(function, rank, world_size, args, directory, timeout_s) for rank in range(world_size)]
+        ranks = [multiprocessing.get_context("fork").Process(target=_run_rank, args=each) for each in arguments]
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns that another thread may hold a lock at the fork. The others are torch's OpenMP
+                # workers, idle between operators, and a rank computes in its one thread without them.
+                warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+                for process in ranks:
+                    process.start()
+            while True:
+                statuses = [process.exitcode for process in ranks]  # None is running
+                running = [process.sentinel for process, status in zip(ranks, statuses, strict=True) if status is None]
+                if not running or any(statuses):
+                    break
+                if not multiprocessing.connection.wait(running, timeout=max(0.0, deadline - time.monotonic())):
+                    break
+        finally:
+            _end(ranks)
+        if any(status != 0 for status in statuses):
+            raise RankError(_explain(statuses, directory, timeout_s))
+        # This call's own ranks wrote these, so that unpickling them is safe.
+        return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _run_rank(
+    function: Callable[..., Any], rank: int, world_size: int, args: Any, path: Path, timeout_s: float
+) -> None:
+    gc.freeze()  # what the test's process holds is not searched: 0.2 s less in the collection below
+    report = (path / f"{rank}.txt").open("w")
+    faulthandler.enable(report)  # the stack of a crash, and of a hung rank when SIGABRT ends it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(path / "store"), world_size)  # no port, so no other test can take it first
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        result = function(rank, world_size, *args)
+        gc.collect()  # a DDP object in a cycle would keep the group alive, and the process could abort at its exit
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.save(result, path / f"{rank}.pt")
+    except BaseException:
+        traceback.print_exc(file=report)
+        report.flush()
+        os._exit(1)  # at once: no handler that the test's process had registered runs here
+
+
+def _end(ranks: Sequence[BaseProcess]) -> None:
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        alive = [process for process in ranks if process.is_alive()]
+        for process in alive:
+            assert process.pid is not None
+            os.kill(process.pid, number)
+        for process in alive:
+            process.join(timeout=5)
+    for process in ranks:
+        process.close()
+
+
+def _explain(statuses: list[int | None], path: Path, timeout_s: float) -> str:
+    failed = {rank: f"failed with status {status}" for rank, status in enumerate(statuses) if status}
+    hung = {rank: f"still ran after {timeout_s} s" for rank, status in enumerate(statuses) if status is None}
+    # Where ranks failed, those that still ran only waited for them.
+    return "\n".join(f"rank {r} {what}:\n{(path / f'{r}.txt').read_text()}" for r, what in (failed or hung).items())

@@ -1,0 +1,323 @@
+"""Batch norm over ranks against nn.BatchNorm in one process on the concatenated batch."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from runner.norm import SyncBatchNorm, has_batch_norm, synchronize_batch_norm
+
+EXACT = 1e-12  # of float64
+
+
+def check_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def check_against_one_process(
+    rank: int, world_size: int, layer: nn.Module, batches: list[Tensor], sizes: list[int], tolerance: float
+) -> dict[str, Tensor]:
+    """Train `layer` on the whole of each batch and, synchronized, on this rank's part; return the latter's buffers."""
+    synchronized = synchronize_batch_norm(copy.deepcopy(layer))
+    for batch in batches:
+        direction = torch.randn(batch.shape, generator=torch.Generator().manual_seed(1)).to(batch)
+        whole = batch.clone(memory_format=torch.preserve_format).requires_grad_()
+        part = batch.split(sizes)[rank].clone(memory_format=torch.preserve_format).requires_grad_()
+        expected, output = layer(whole), synchronized(part)
+        check_close(output, expected.split(sizes)[rank], tolerance)
+        if batch.dim() == 4 and batch.is_contiguous(memory_format=torch.channels_last):
+            assert output.is_contiguous(memory_format=torch.channels_last)
+        (expected * direction).sum().backward()
+        (output * direction.split(sizes)[rank]).sum().backward()
+        assert part.grad is not None and whole.grad is not None
+        check_close(part.grad, whole.grad.split(sizes)[rank], tolerance)
+    for ours, theirs in zip(synchronized.parameters(), layer.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        dist.all_reduce(ours.grad)  # what a rank has is its share of the sum
+        check_close(ours.grad, theirs.grad, tolerance)
+    buffers = dict(synchronized.named_buffers())
+    for name, expected in layer.named_buffers():
+        check_close(buffers[name], expected, tolerance)
+    return buffers
+
+
+def assert_alike(results: Iterable[dict[str, Tensor]]) -> None:
+    first, *others = results
+    for other in others:
+        assert other.keys() == first.keys() and all(torch.equal(other[name], first[name]) for name in first)
+
+
+def count_collectives(function: Callable[[], Any]) -> dict[str, int]:
+    with CommDebugMode() as mode:
+        function()
+    return {str(operator).split(".")[1]: count for operator, count in mode.get_comm_counts().items()}
+
+
+LAYERS = {
+    "1d": (lambda: nn.BatchNorm1d(3), (8, 3)),
+    "1d with length": (lambda: nn.BatchNorm1d(3), (8, 3, 5)),
+    "2d": (lambda: nn.BatchNorm2d(3), (8, 3, 4, 5)),
+    "3d": (lambda: nn.BatchNorm3d(3), (8, 3, 2, 3, 4)),
+    "other constants": (lambda: nn.BatchNorm2d(3, eps=0.1, momentum=0.7), (8, 3, 4, 5)),
+    "cumulative": (lambda: nn.BatchNorm2d(3, momentum=None), (8, 3, 4, 5)),
+    "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (8, 3, 4, 5)),
+    "nothing tracked": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (8, 3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [1, 7], [0, 8], [3, 0, 4, 1]], ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_training_matches_one_process(kind: str, sizes: list[int]) -> None:
+    make, shape = LAYERS[kind]
+    torch.manual_seed(0)
+    layer = make().double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    # Three batches tell the cumulative average from the exponential one.
+    batches = [torch.randn(shape, dtype=torch.float64) * (step + 1) + step for step in range(3)]
+    assert_alike(run_ranks(check_against_one_process, len(sizes), layer, batches, sizes, EXACT))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)], ids=str)
+def test_memory_formats(memory_format: torch.memory_format, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(20, 6, 14, 14, dtype=dtype).to(memory_format=memory_format)
+    # Of the parameters' gradients, sums over 3,920 values, that would be too much to ask in float32.
+    layer = nn.BatchNorm2d(6, affine=dtype == torch.float64, dtype=dtype)
+    assert_alike(run_ranks(check_against_one_process, 2, layer, [batch], [13, 7], tolerance))
+
+
+def test_the_gradient_is_the_slope_of_the_loss_over_all_ranks() -> None:
+    def compare(rank: int, world_size: int) -> tuple[float, float]:
+        torch.manual_seed(rank)
+        layer = synchronize_batch_norm(nn.BatchNorm2d(3).double())
+        input, direction = torch.randn(2, rank + 2, 3, 4, 4, dtype=torch.float64)
+
+        def loss(input: Tensor) -> Tensor:
+            return (layer(input) ** 3).sum()
+
+        (gradient,) = torch.autograd.grad(loss(input.requires_grad_()), input)
+        step = 1e-5
+        with torch.no_grad():
+            difference = (loss(input + step * direction) - loss(input - step * direction)) / (2 * step)
+            both = torch.stack([(gradient * direction).sum(), difference])
+        dist.all_reduce(both)
+        return both[0].item(), both[1].item()
+
+    for slope, difference in run_ranks(compare, 2):
+        assert slope == pytest.approx(difference, rel=1e-7)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_statistics_stand_a_mean_far_above_the_deviation(memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(60, 4, 28, 28) + 1e4).to(memory_format=memory_format)
+    batch[40:] += 1  # the second rank's mean differs
+
+    def run(rank: int, world_size: int) -> dict[str, Tensor]:
+        layer = synchronize_batch_norm(nn.BatchNorm2d(4, momentum=1.0))
+        layer(batch.split([40, 20])[rank])
+        return dict(layer.named_buffers())
+
+    results = run_ranks(run, 2)
+    assert_alike(results)
+    var, mean = torch.var_mean(batch.double(), (0, 2, 3))
+    assert_close(results[0]["running_mean"].double(), mean, rtol=0, atol=5e-3)
+    assert_close(results[0]["running_var"].double(), var, rtol=1e-3, atol=0)
+
+
+def test_low_precision_takes_its_statistics_in_float32() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 3, 8, 8).add(3).bfloat16()
+    var, mean = torch.var_mean(batch.double(), (0, 2, 3))
+
+    def run(rank: int, world_size: int, dtype: torch.dtype) -> None:
+        layer = synchronize_batch_norm(nn.BatchNorm2d(3, momentum=1.0, dtype=dtype))
+        output = layer(batch.split([9, 7])[rank])
+        output.sum().backward()
+        assert output.dtype == torch.bfloat16
+        assert all(p.grad is not None and p.grad.dtype == dtype for p in layer.parameters())
+        buffers = dict(layer.named_buffers())
+        for name, exact in (("running_mean", mean), ("running_var", var)):
+            assert_close(buffers[name], exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+    def run_autocast(rank: int, world_size: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            run(rank, world_size, torch.float32)
+            # Gradients of the input are rounded to bfloat16's 8 bits twice, those of nn.BatchNorm once.
+            check_against_one_process(rank, world_size, nn.BatchNorm2d(3), [batch], [9, 7], 2**-7)
+
+    run_ranks(run, 2, torch.bfloat16)
+    run_ranks(run_autocast, 2)
+
+
+def test_one_collective_forward_and_one_backward() -> None:
+    def run(rank: int, world_size: int) -> list[dict[str, int]]:
+        layer = synchronize_batch_norm(nn.BatchNorm2d(3))
+        input = torch.randn(rank, 3, 4, 4, requires_grad=True)
+        outputs: list[Tensor] = []
+        forward = count_collectives(lambda: outputs.append(layer(input)))
+        backward = count_collectives(outputs[0].sum().backward)
+        return [forward, backward, count_collectives(lambda: layer.eval()(input).sum().backward())]
+
+    assert run_ranks(run, 2) == [[{"allgather_": 1}, {"allreduce_": 1}, {}]] * 2
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_evaluation_is_plain(tracked: bool) -> None:
+    def run(rank: int, world_size: int) -> None:
+        torch.manual_seed(rank)  # nothing is shared: without running statistics, each batch has its own
+        layer = nn.BatchNorm2d(3, track_running_stats=tracked)
+        for buffer in layer.buffers():
+            buffer += 1
+        synchronized = synchronize_batch_norm(copy.deepcopy(layer)).eval()
+        input = torch.randn(4 + rank, 3, 4, 4)
+        assert_close(synchronized(input), layer.eval()(input), rtol=0, atol=0)
+        assert_alike([synchronized.state_dict(), layer.state_dict()])
+
+    run_ranks(run, 2)
+
+
+def test_a_world_of_one_is_plain() -> None:
+    layer = nn.BatchNorm2d(3)
+    batch = torch.randn(4, 3, 4, 4)
+
+    def run(rank: int, world_size: int) -> dict[str, int]:
+        return count_collectives(lambda: check_against_one_process(0, 1, layer, [batch], [4], tolerance=0))
+
+    assert run_ranks(run, 1) == [{"allreduce_": 2}]  # of the check itself, one per parameter
+    with torch.no_grad():  # and without a process group
+        assert torch.equal(synchronize_batch_norm(copy.deepcopy(layer))(batch), layer(batch))
+
+
+def test_one_value_per_channel_is_refused_on_all_ranks() -> None:
+    batch = torch.randn(1, 3, 1, 1)
+
+    def run(rank: int, world_size: int) -> str:
+        with pytest.raises(ValueError) as caught:
+            synchronize_batch_norm(nn.BatchNorm2d(3))(batch.split([0, 1])[rank])
+        return str(caught.value)
+
+    with pytest.raises(ValueError) as expected:
+        nn.BatchNorm2d(3)(batch)
+    assert run_ranks(run, 2) == [str(expected.value)] * 2
+
+
+def test_a_batch_empty_on_all_ranks_teaches_nothing() -> None:
+    layer = nn.BatchNorm2d(3)
+    run_ranks(check_against_one_process, 2, layer, [torch.randn(0, 3, 4, 4)], [0, 0], EXACT)
+
+
+def test_a_group_synchronizes_its_own_ranks() -> None:
+    batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def run(rank: int, world_size: int) -> None:
+        group, _ = dist.new_subgroups(2)
+        layer = nn.BatchNorm1d(3).double()
+        synchronized = synchronize_batch_norm(copy.deepcopy(layer), group)
+        half = batch.split(4)[rank // 2]
+        check_close(synchronized(half.split(2)[rank % 2]), layer(half).split(2)[rank % 2], EXACT)
+
+    run_ranks(run, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, momentum=None), nn.ReLU())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, images: Tensor) -> Tensor:  # (N, 1, H, W) -> (N, 3)
+        return self.head(self.second(self.first(images)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("sizes", [[5, 7], [6, 0, 2, 4]], ids=str)
+def test_ddp_trains_as_one_process(sizes: list[int]) -> None:
+    torch.manual_seed(0)
+    net = Net().double()
+    images, labels = torch.randn(5, 12, 1, 8, 8, dtype=torch.float64), torch.randint(3, (5, 12))
+
+    def train(model: nn.Module, parts: list[int], rank: int) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        for step in range(5):
+            output, target = model(images[step].split(parts)[rank]), labels[step].split(parts)[rank]
+            # DDP takes the mean of the ranks' gradients; the loss is the mean over the samples of all ranks.
+            loss = F.cross_entropy(output, target, reduction="sum") * len(parts) / sum(parts)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return {name.removeprefix("module."): tensor for name, tensor in model.state_dict().items()}
+
+    def run(rank: int, world_size: int) -> dict[str, Tensor]:
+        expected = train(copy.deepcopy(net), [12], 0)
+        state = train(DistributedDataParallel(synchronize_batch_norm(copy.deepcopy(net))), sizes, rank)
+        assert_close(state, expected, rtol=1e-9, atol=1e-11)
+        return state
+
+    assert_alike(run_ranks(run, len(sizes)))
+
+
+# torch hides this warning of its own after a graph break, but not where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+def test_compiles() -> None:
+    def run(rank: int, world_size: int) -> None:
+        torch.manual_seed(rank)
+        images = torch.randn(4, 1, 8, 8)
+        torch.manual_seed(0)
+        net = synchronize_batch_norm(Net())
+        compiled = copy.deepcopy(net)
+        compiled.compile(backend="aot_eager")
+        for model in (net, compiled):
+            model(images).square().sum().backward()
+        for ours, theirs in zip(compiled.parameters(), net.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad)
+
+    run_ranks(run, 2)
+
+
+def test_conversion_keeps_everything_but_the_class() -> None:
+    net = Net()
+    net.first[1].eval()
+    net.second[1].weight.requires_grad_(False)
+    net.tied, listed = net.first[1], [net.second[1]]
+    before = {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
+    settings = [(layer.eps, layer.momentum, layer.affine, layer.training) for layer in (net.tied, *listed)]
+    assert has_batch_norm(net) and not has_batch_norm(net.head)
+    assert synchronize_batch_norm(synchronize_batch_norm(net)) is net
+    assert [type(layer) for layer in (net.first[1], net.second[1], net.tied, *listed)] == [SyncBatchNorm] * 4
+    assert {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()} == before
+    assert [(layer.eps, layer.momentum, layer.affine, layer.training) for layer in (net.tied, *listed)] == settings
+    assert not net.second[1].weight.requires_grad
+    assert type(synchronize_batch_norm(nn.BatchNorm1d(3))) is SyncBatchNorm
+
+
+def test_on_a_gpu_it_is_torchs_own() -> None:
+    with FakeTensorMode():  # tensors that say they are on a GPU, where there is none
+        layers = [nn.BatchNorm2d(3, device="cuda"), nn.BatchNorm2d(3, affine=False, track_running_stats=False)]
+        net = synchronize_batch_norm(nn.Sequential(*layers))
+    assert [type(layer) for layer in net.children()] == [nn.SyncBatchNorm] * 2
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("make", [lambda: Scaled(3), lambda: nn.LazyBatchNorm2d()], ids=["subclass", "lazy"])
+def test_other_kinds_are_refused_and_nothing_changed(make: Callable[[], nn.Module]) -> None:
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(make()))
+    with pytest.raises(ValueError, match=r"1\.0=(Scaled|LazyBatchNorm2d) cannot be synchronized"):
+        synchronize_batch_norm(net)
+    assert type(net[0]) is nn.BatchNorm2d and has_batch_norm(net[1])
