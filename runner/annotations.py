@@ -55,7 +55,7 @@ def describe(annotation: Any) -> str:
         return f"a list{count} {_several(arguments[0])} ({name})" if arguments else f"a list ({name})"
     if _is_mapping(kind):
         return f"a mapping ({name})"
-    return f"a path ({name})" if _is_path(kind) else f"a {name}, given as a node with a _target_"
+    return f"a path ({name})" if _is_path(kind) else f"a {name} (given as a node with a _target_)"
 
 
 def fix(annotation: Any, value: Any, default: Any = None) -> str:
@@ -137,8 +137,9 @@ def _unaliased(annotation: Any) -> Any:
 
 
 def _typeable(members: Sequence[Any]) -> Sequence[Any]:
-    """The members of a union that a user can type; all of them if none is."""
-    return [member for member in members if as_typed(member) is not None] or members
+    """The members of a union that a user can type; all of them if null is the only one."""
+    typeable = [member for member in members if as_typed(member) is not None]
+    return members if typeable in ([], [type(None)]) else typeable
 
 
 def _several(annotation: Any) -> str:

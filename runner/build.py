@@ -64,7 +64,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     precision = Precision(config.precision, world.device)
     module.to(device=world.device, dtype=precision.parameter_dtype)
     memory_format = _memory_format(config.memory_format, module)
-    module.to(memory_format=memory_format)  # type: ignore[call-overload]  # torch's stub leaves this form out
+    module.to(memory_format=memory_format)
     if _synchronizes(config, module, axes):
         module = synchronize_batch_norm(module)
     if config.compile:
@@ -124,11 +124,16 @@ def _make(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any
 
 
 def _name_key(key: str, choice: str, node: dict[str, Any], text: str) -> str:
-    """A constructor's own words behind what was typed: it knows its options (`hidden=0 must be …`), not the group."""
+    """A constructor's own words behind what was typed: it knows its options, but not the group they are in."""
     option = re.match(r"(\w+)=", text)
     if option and option[1] in node:
-        return f"{key}.{text}"
-    return text if text.startswith(f"{key}.") else f"{key}={choice}: {text}"
+        return f"{key}.{text}"  # `hidden=0 must be …`
+    if text.startswith(f"{key}."):
+        return text
+    blamed = [name for name, value in node.items() if text.endswith(f": {value}")]
+    if len(blamed) == 1:
+        return f"{key}.{blamed[0]}={node[blamed[0]]}: {text}"  # torch's `Invalid learning rate: -1`
+    return f"{key}={choice}: {text}"
 
 
 def _load_data(config: Config, make: Callable[..., Any], world: World) -> tuple[Any, Any]:
@@ -140,9 +145,8 @@ def _load_data(config: Config, make: Callable[..., Any], world: World) -> tuple[
         from runner.options import accepts
 
         described = {key: value for key, value in describing.items() if accepts(node["_target_"], key)}
-        return tuple(  # type: ignore[return-value]
-            make("data", {**node, **described, **options}, train=train) for train in (True, False)
-        )
+        train, val = (make("data", {**node, **described, **options}, train=train) for train in (True, False))
+        return train, val
 
     if not node.get("download"):
         return load()

@@ -3,6 +3,7 @@
 import torch
 
 from runner.config import GROUPS, Config, check_combination, check_values
+from runner.locate import locate
 from runner.options import check_options
 from runner.world import World
 
@@ -21,12 +22,23 @@ def check_input(config: Config) -> list[str]:
     messages = check_values(config)
     for group in GROUPS:
         messages += check_options(group, getattr(config, group), PROVIDED.get(group, ()), DESCRIBED.get(group, ()))
-    return messages
+    return messages or _check_task(config)
 
 
 def check_fit(config: Config, world: World) -> list[str]:
     """What does not fit together in this world, one message each."""
     return check_combination(config, uses_gpu=world.device.type == "cuda") + _check_compiler(config, world.device)
+
+
+def _check_task(config: Config) -> list[str]:
+    task = locate(config.task["_target_"])
+    if task.reads_run and config.resume:
+        return [f"resume={config.resume} goes on with training; to read a run, type run={config.resume}"]
+    if task.reads_run and not config.run:
+        return [f"task={task.__name__.lower()} needs the run to read; type run=last, or run=RUN_DIR"]
+    if config.run and not task.reads_run:
+        return [f"run={config.run} has no effect on training; to go on with that run, type resume={config.run}"]
+    return []
 
 
 def _check_compiler(config: Config, device: torch.device) -> list[str]:

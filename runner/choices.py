@@ -78,7 +78,8 @@ class Choices:
 
     def _list(self, group: str, kind: ObjectType) -> list[str]:
         if (group, kind) not in self._listed:
-            self._listed[group, kind] = self.loader.get_group_options(group, kind, self.config_name, self.searchpath)
+            # without the name of the main file, which Hydra would read again for each group
+            self._listed[group, kind] = self.loader.get_group_options(group, kind, None, self.searchpath)
         return self._listed[group, kind]
 
 
@@ -98,7 +99,8 @@ def option_problem(choices: Choices, override: Override) -> str | None:
         other, effect = _OTHER_PLACE.get(group, ("", ""))
         if other and name in choices.options(other):
             return f"{name} {effect}: type {other}={name}; {group} takes {', '.join(options)}"
-        return f"no such {group.rpartition('/')[2]}{did_you_mean(str(name), options)}"
+        word = str(name) if name is not None else "none" if "none" in options else ""
+        return f"no such {group.rpartition('/')[2]}{did_you_mean(word, options)}"
     return None
 
 

@@ -121,9 +121,7 @@ def check_combination(config: Config, uses_gpu: bool) -> list[str]:
     if config.loader["pin_memory"] and not uses_gpu:
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
     if config.loader["prefetch"] is not None and not config.loader["num_workers"]:
-        messages.append(
-            f"loader.prefetch={config.loader['prefetch']} needs worker processes; try loader.num_workers=2"
-        )
+        messages.append(f"loader.prefetch={config.loader['prefetch']} needs worker processes; try loader.num_workers=2")
     if config.resume and config.run:
         messages.append(f"resume={config.resume} and run={config.run} exclude each other; drop one")
     return messages

@@ -42,8 +42,8 @@ def explain(
     error: Exception, overrides: Sequence[str], config_loader: ConfigLoader, config_name: str = "config"
 ) -> list[str]:
     """A line for every wrong override, whichever of them composing stopped at; Hydra's own words if none is found."""
-    choices = Choices(config_loader, config_name, [line for line in overrides if _key(line) == "hydra.searchpath"])
     parser = OverridesParser.create(config_loader)
+    choices = Choices(config_loader, config_name, [line for line in overrides if _is_searchpath(line, parser)])
     told: list[tuple[int, str]] = []
     groups: list[list[_Typed]] = []
     keys: list[_Typed] = []
@@ -115,11 +115,11 @@ def refuse_overrides(overrides: Sequence[str]) -> list[str]:
 
 def given_twice(overrides: Sequence[str]) -> list[str]:
     """Hydra lets the last one win without a word. Only for what was typed at once: resume= types on top of a record."""
-    first: dict[str, str] = {}
+    keys = [_key(line) for line in overrides]
     return [
-        f"{line}: {_key(line)} is given twice ({first[_key(line)]}); keep one"
-        for line in overrides
-        if first.setdefault(_key(line), line) is not line
+        f"{line}: {key} is given twice ({overrides[keys.index(key)]}); keep one"
+        for position, (key, line) in enumerate(zip(keys, overrides, strict=True))
+        if keys.index(key) < position
     ]
 
 
@@ -154,7 +154,7 @@ def _problems(choices: Choices, chosen: Sequence[_Typed], keys: Sequence[_Typed]
             yield typed.say(problem or _file_problem(error, cfg))
         elif typed.override.is_add():
             added.append(typed.override.key_or_group)
-    groups = list(choices.groups())
+    groups = list(choices.groups()) if keys else []
     for typed in keys:
         if problem := key_problem(cfg, typed.override, groups):
             yield typed.say(problem)
@@ -165,6 +165,15 @@ def _singles(override: Override, parser: OverridesParser) -> list[Override]:
         return [override]
     lines = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
     return parser.parse_overrides(lines)
+
+
+def _is_searchpath(line: str, parser: OverridesParser) -> bool:
+    if _key(line) != "hydra.searchpath":
+        return False
+    try:
+        return isinstance(parser.parse_overrides([line])[0].value(), list)
+    except HydraException:
+        return False
 
 
 def _grammar_problem(line: str, parser: OverridesParser, choices: Choices) -> str:

@@ -50,7 +50,9 @@ def main() -> int:
         return _refuse(error.messages)
     try:
         if args.config_dir and not os.path.isdir(args.config_dir):
-            raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one that holds your model/*.yaml")
+            raise InputError(
+                f"--config-dir={args.config_dir} is not a folder; name the one that holds your model/*.yaml"
+            )
         refuse = refuse_overrides(args.overrides)
         if refuse:
             raise InputError(*refuse)
@@ -65,8 +67,6 @@ def main() -> int:
 
 
 def _run(typed: Typed, multirun: bool, place: Place) -> int:
-    from runner.launch import launch_and_tell
-
     if multirun:
         from runner.sweeps.sweep import run_sweep
 
@@ -80,6 +80,8 @@ def _run(typed: Typed, multirun: bool, place: Place) -> int:
         directory=typed.directory,
         choices=dict(cfg.hydra.runtime.choices),
     )
+    from runner.launch import launch_and_tell
+
     return launch_and_tell(config, request, place)
 
 
@@ -132,9 +134,13 @@ def _ask_hydra(args: Namespace, typed: Typed) -> int:
 
 
 def _refuse(messages: list[str]) -> int:
+    _print(messages)
+    return REFUSED
+
+
+def _print(messages: list[str]) -> None:
     for line in three_lines(messages):
         print(line, file=sys.stderr, flush=True)
-    return REFUSED
 
 
 def _refuse_everywhere(messages: list[str], place: Place) -> int:
@@ -149,6 +155,6 @@ def _refuse_everywhere(messages: list[str], place: Place) -> int:
         agreed = world.agree("composed", messages)
     except InputError as error:
         return _refuse(error.messages)
-    world.speak(lambda: _refuse(agreed) and None)
+    world.speak(lambda: _print(agreed))
     world.close()
     return REFUSED

@@ -51,12 +51,15 @@ def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed
 
 
 def check_going_on(config: Config) -> list[str]:
-    """What keeps a resumed configuration from going on where the run stands."""
-    if not config.resume:
+    """What keeps the configuration from going on where the run it names stands."""
+    key, path = ("resume", config.resume) if config.resume else ("run", config.run)
+    if not path:
         return []
-    checkpoints = available(Path(config.resume) / CHECKPOINTS)
+    checkpoints = available(Path(path) / CHECKPOINTS)
     if not checkpoints:
-        return [f"resume={config.resume} holds no checkpoint yet; start the run again without resume="]
+        return [f"{key}={path} holds no checkpoint yet; train it first, without {key}="]
+    if key == "run":
+        return []
     progress = read_progress(checkpoints[-1])
     if progress.step_in_epoch and progress.batch_size != config.batch_size:
         return [

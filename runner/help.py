@@ -128,7 +128,7 @@ def _keys(node: yaml.MappingNode, lines: Sequence[str], prefix: str = "") -> Ite
     for key, value in node.value:
         if key.value.startswith("_") or (not prefix and key.value in ("defaults", "hydra")):
             continue
-        if isinstance(value, yaml.MappingNode) and value.value:
+        if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
             yield from _keys(value, lines, f"{prefix}{key.value}.")
         else:
             yield f"{prefix}{key.value}", _flow(value), _comment(key, value, lines)

@@ -50,7 +50,11 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
         raise InputError(*refused)
     crashed = world.agree("crashed", crashed)
 
-    directory = RunDirectory(Path(world.share("directory", lambda: _make_directory(config, request))), world.rank == 0)
+    try:
+        path = Path(world.share("directory", lambda: _make_directory(config, request)))
+    except ValueError as error:
+        raise InputError(f"outputs={config.outputs}: no run can be kept there ({error}); name another folder") from None
+    directory = RunDirectory(path, writes=world.rank == 0)
     with speaking(world.rank, directory.path) as console:
         directory.record(
             config,
@@ -85,6 +89,9 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
         except Exception as error:
             text = _traceback(error)
         finally:
+            if experiment is not None:
+                experiment.train_loader.close()
+                experiment.val_loader.close()
             if state == "failed":
                 text = world.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}")
                 log.error("%s", text.rstrip())

@@ -21,23 +21,27 @@ def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) ->
     if override.package is not None:
         near = nearest(key, groups)
         return f"no such group {key}" + (f"; did you mean {near}?" if near else "")
+    if override.is_sweep_override():  # an interval: its values are the sweeper's, but the key can be looked up
+        exists = override.is_add() or key in key_names(cfg, hydras=True)
+        return None if exists else _no_such_key(cfg, key, typed, groups)
+    current = _select(cfg, key)
+    if override.is_delete() and current is None:
+        return f"no such key{near_key(key, key_names(cfg))}"
+    if override.is_delete():
+        return f"{key} is {show(current)}; type ~{key}" if value not in (None, current) else None
+    if override.is_add() and current is not None and not isinstance(value, (dict, list)):
+        return f"{key} exists already; type {key}={typed}"
+    adds = override.is_add() or override.is_force_add()
+    above = _value_above(cfg, key)
+    under_a_value = f"{above} holds a value, not keys; type {above}={typed}"
+    if above and not adds:
+        return under_a_value  # before update() empties what is above, and only then fails
     try:
-        if override.is_sweep_override():  # an interval: its values are the sweeper's, but the key can be looked up
-            exists = override.is_add() or key in _dotted(_plain(cfg))
-            return None if exists else _no_such_key(cfg, key, typed, groups)
-        if override.is_delete() or override.is_add():
-            current = OmegaConf.select(cfg, key, throw_on_missing=False)
-            if override.is_delete() and current is None:
-                return f"no such key{near_key(key, key_names(cfg))}"
-            if override.is_delete():
-                return f"{key} is {show(current)}; type ~{key}" if value not in (None, current) else None
-            if current is not None and not isinstance(value, (dict, list)):
-                return f"{key} exists already; type {key}={typed}"
-        OmegaConf.update(cfg, key, value, merge=True, force_add=override.is_add() or override.is_force_add())
+        OmegaConf.update(cfg, key, value, merge=True, force_add=adds)
     except (ConfigAttributeError, ConfigKeyError) as error:
         return _no_such_key(cfg, str(error.full_key) if isinstance(value, dict) else key, typed, groups)
     except OmegaConfBaseException as error:
-        return _type_problem(cfg, key, value) or str(error).splitlines()[0]
+        return under_a_value if above else _type_problem(cfg, key, value) or str(error).splitlines()[0]
     return None
 
 
@@ -51,8 +55,6 @@ def near_key(key: str, names: Collection[str], groups: Collection[str] = ()) -> 
     near: str | None
     if dotted in names:
         near = dotted
-    elif parent in names and not siblings:  # it holds a value
-        near = parent
     elif same_leaf:  # typed without its group, or in another one
         near = same_leaf[0]
     else:
@@ -66,12 +68,13 @@ def near_key(key: str, names: Collection[str], groups: Collection[str] = ()) -> 
 
 def key_names(cfg: DictConfig, hydras: bool = False) -> list[str]:
     """All keys dotted, those with keys of their own too; without Hydra's own unless asked for."""
-    return [name for name in _dotted(_plain(cfg)) if hydras or not f"{name}.".startswith("hydra.")]
+    names = _dotted(OmegaConf.to_container(cfg, resolve=False))
+    return [name for name in names if hydras or not f"{name}.".startswith("hydra.")]
 
 
 def _no_such_key(cfg: DictConfig, key: str, typed: str, groups: Collection[str]) -> str:
     parent, _, leaf = key.rpartition(".")
-    node = OmegaConf.select(cfg, parent, throw_on_missing=False) if parent else None
+    node = _select(cfg, parent) if parent else None
     options: list[str] = []
     target = None
     if isinstance(node, DictConfig) and (target := node.get("_target_")):
@@ -85,6 +88,15 @@ def _no_such_key(cfg: DictConfig, key: str, typed: str, groups: Collection[str])
     return f"no such key{'' if typed and not typed.startswith('{') else f' {key}'}{hint}"
 
 
+def _value_above(cfg: DictConfig, key: str) -> str | None:
+    parts = key.split(".")
+    for prefix in (".".join(parts[:count]) for count in range(1, len(parts))):
+        value = _select(cfg, prefix)
+        if value is not None and not OmegaConf.is_config(value):
+            return prefix
+    return None
+
+
 def _type_problem(cfg: DictConfig, key: str, value: Any) -> str | None:
     """In the words of the dataclass that types the key, if one does."""
     parent, _, leaf = key.rpartition(".")
@@ -95,11 +107,14 @@ def _type_problem(cfg: DictConfig, key: str, value: Any) -> str | None:
     if dataclasses.is_dataclass(annotation):
         inner = [f"{key}.{field.name}" for field in dataclasses.fields(annotation)]
         return f"has keys of its own; type {inner[0]}=VALUE ({', '.join(inner)})"
-    return f"must be {describe(annotation)}{fix(annotation, value, OmegaConf.select(cfg, key, throw_on_missing=False))}"
+    return f"must be {describe(annotation)}{fix(annotation, value, _select(cfg, key))}"
 
 
-def _plain(cfg: DictConfig) -> Any:
-    return OmegaConf.to_container(cfg, resolve=False)
+def _select(cfg: DictConfig, key: str) -> Any:
+    """None also where it is a reference to what is not there."""
+    with contextlib.suppress(OmegaConfBaseException):
+        return OmegaConf.select(cfg, key, throw_on_missing=False)
+    return None
 
 
 def _dotted(node: Any, prefix: str = "") -> list[str]:

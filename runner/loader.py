@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,9 @@ class Loader:
         self.dataset = dataset
         self._position = (0, 0)
         self._batched = hasattr(dataset, "__getitems__")
-        self._loader = DataLoader(
+        self._loader: DataLoader[Any] | None = DataLoader(
             dataset,
-            batch_sampler=_Positioned(self),  # type: ignore[arg-type]  # any iterable of index lists will do
+            batch_sampler=_Positioned(self),  # any iterable of index lists will do
             num_workers=num_workers,
             collate_fn=_keep if self._batched else _Collate(dataset),
             pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
@@ -75,12 +75,17 @@ class Loader:
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
         """The steps of an epoch, from the given one on."""
+        assert self._loader is not None, "closed"
         self._position = (epoch, first_step)
         batches = iter(self._loader)
         for step in range(first_step, self.sampler.steps_per_epoch):
             start = time.perf_counter()
             micro_batches = [self._place(*next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
             yield StepBatch(micro_batches, self.sampler.step_size(step), time.perf_counter() - start)
+
+    def close(self) -> None:
+        """End the workers. They ignore the signal by which Python would end them when it exits, and it would wait."""
+        self._loader = None
 
     def _place(self, inputs: torch.Tensor, targets: torch.Tensor) -> MicroBatch:
         inputs = self.precision.cast(inputs.to(self.device, non_blocking=True))
@@ -110,7 +115,7 @@ class _Collate:
     def __init__(self, dataset: Any):
         self._dataset = dataset
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: list[Any]) -> Any:
         if samples:
             return default_collate(samples)
         inputs, targets = default_collate([self._dataset[0]])

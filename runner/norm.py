@@ -94,8 +94,8 @@ class _Normalize(torch.autograd.Function):
     """Normalise by a mean and variance that are functions of all ranks' input.
 
     Ioffe, Szegedy, "Batch Normalization", 2015: with y = weight * x_hat + bias and the sums over all `count` values,
-    dx = weight / std * (dy - sum(dy) / count - x_hat * sum(dy * x_hat) / count). The first term is batch norm's
-    gradient in evaluation; the others are a batch norm of x again, with another weight and bias.
+    dx = weight / std * (dy - sum(dy) / count - x_hat * sum(dy * x_hat) / count). All but the term in dy is a batch norm
+    of x again, with another weight and bias.
     """
 
     @staticmethod
@@ -123,21 +123,26 @@ class _Normalize(torch.autograd.Function):
         if grad_output.stride() != input.stride():
             # The kernel is 8 times slower where one is channels_last and the other is not.
             grad_output = torch.empty_like(input).copy_(grad_output)
-        scale = torch.ones_like(mean) if weight is None else weight
         if input.numel() > 0:
-            grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-                grad_output, input, scale, mean, var, None, None, False, ctx.eps, [needs_input, True, True]
+            # In the form for evaluation, where these sums are the gradients of weight and bias, per channel.
+            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad_output, input, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
             )
         else:  # the kernel divides by zero here
-            grad_input, grad_weight, grad_bias = torch.empty_like(input), torch.zeros_like(mean), torch.zeros_like(mean)
+            grad_weight, grad_bias = torch.zeros_like(mean), torch.zeros_like(mean)
+        grad_input = None
         if needs_input:
             sums = torch.stack([grad_weight, grad_bias]).double()  # (2, C): sum(dy * x_hat), sum(dy)
             dist.all_reduce(sums, group=ctx.group)
-            if input.numel() > 0:
-                weight_hat, bias_hat = (sums * (scale * (var + ctx.eps).rsqrt() / -ctx.count)).to(mean.dtype)
-                grad_input += F.batch_norm(input, mean, var, weight_hat, bias_hat, training=False, eps=ctx.eps)
+            scale = (var + ctx.eps).rsqrt() * (1 if weight is None else weight)
+            weight_hat, bias_hat = (sums * scale / -ctx.count).to(mean.dtype)
+            grad_input = F.batch_norm(input, mean, var, weight_hat, bias_hat, training=False, eps=ctx.eps)
+            # In bfloat16 the scale is rounded too, as autocast does with a convolution's weight: a float32 one takes
+            # 3 times as long.
+            scale = scale.to(grad_input.dtype).view(-1, *[1] * (input.dim() - 2))  # (C, 1, ...)
+            grad_input.addcmul_(grad_output, scale)
         return (
-            grad_input if needs_input else None,
+            grad_input,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
             *[None] * 5,

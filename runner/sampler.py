@@ -62,7 +62,7 @@ def generator(*key: int) -> torch.Generator:
 
 
 def mix(*key: int) -> int:
-    """A seed in [0, 2**63) from integers, by splitmix64's finalizer (Steele, Lea, Flood 2014), so that near keys differ."""
+    """A seed in [0, 2**63) from integers; near keys give unlike seeds (splitmix64: Steele, Lea, Flood 2014)."""
     state = 0
     for number in key:
         state = (state + number + 0x9E3779B97F4A7C15) % 2**64

@@ -9,7 +9,7 @@ import torch
 from runner import checkpoint
 from runner.build import Experiment
 from runner.config import Config
-from runner.loader import Loader, StepBatch
+from runner.loader import StepBatch
 from runner.losses import batch_loss
 from runner.parallel.protocol import Spread
 from runner.progress import Progress, available
@@ -77,7 +77,7 @@ class Trainer:
         """One optimizer step over the whole world. Returns its metrics where they are due, else nothing."""
         step = self.progress.step
         due = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
-        # Dropout draws from a stream of its own for each step and data rank, so that a resumed run needs no state of it.
+        # Dropout draws from a stream of its own for each step and data rank: a resumed run needs no state of it.
         torch.manual_seed(mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank)))
 
         lr_factor = self.experiment.schedule(step, num_steps, steps_per_epoch)
@@ -92,8 +92,9 @@ class Trainer:
             assert grad_norm is not None
             rates = {"train/learning_rate": self.config.optimizer["lr"] * lr_factor, "train/grad_norm": grad_norm}
             self._log(metrics | rates | speed.measured() | {"perf/memory_mib": peak_memory_mib(self.world.device)})
-            rate = speed.samples_per_second
-            self.bar.update(step + 1, f"loss {metrics['train/loss']:.4f}" + (f"  {rate:,.0f} samples/s" if rate else ""))
+            self.bar.update(
+                step + 1, f"loss {metrics['train/loss']:.4f}  {speed.samples_per_second or 0:,.0f} samples/s"
+            )
         return metrics
 
     def _evaluate(self, metrics: dict[str, float], speed: Speedometer) -> dict[str, float]:
@@ -120,16 +121,15 @@ class Trainer:
 
 def evaluate(experiment: Experiment, spread: Spread, world: World) -> dict[str, float]:
     """val/loss and, for classes, val/accuracy over the validation data, each sample once. All ranks must call it."""
-    loss_sum, correct, count = 0.0, 0, 0
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # of the losses, of the hits, of the samples
     for batch in experiment.val_loader.steps(epoch=0):
         for micro_batch in batch.micro_batches:
             outputs = spread.predict(micro_batch.inputs)  # (N, num_outputs), N = 0 where this rank's share is empty
             mean = batch_loss(experiment.recipe.loss, outputs, micro_batch.targets)
-            loss_sum += mean.double() * len(outputs)
+            sums[0] += mean.double() * len(outputs)
             if experiment.classifies:
-                correct += (outputs.argmax(-1) == micro_batch.targets).sum()
-            count += len(outputs)
-    sums = torch.tensor([loss_sum, correct, count], dtype=torch.float64, device=world.device)
+                sums[1] += (outputs.argmax(-1) == micro_batch.targets).sum()
+            sums[2] += len(outputs)
     loss_sum, correct, count = world.sum(sums).tolist()
     metrics = {"val/loss": loss_sum / count}
     return metrics | {"val/accuracy": correct / count} if experiment.classifies else metrics

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of a run: its device, its store, its process group, the few collectives in use."""
+"""Who this process is among the ranks of a run: its device, store and process group, and the few collectives."""
 
 import functools
 import gc
@@ -97,12 +97,21 @@ class World:
         return json.loads(self._get(f"{topic}/all"))
 
     def share(self, topic: str, make: Callable[[], str]) -> str:
-        """What `make` returned on rank 0, on every rank. All ranks must call it."""
-        if self._store is None:
-            return make()
+        """What `make` returned on rank 0, on every rank. All ranks must call it.
+
+        Raises ValueError on every rank when it raised a ValueError or an OSError on rank 0.
+        """
+        made, refused = "", []
         if self.rank == 0:
-            self._store.set(topic, make())
-        return self._get(topic)
+            try:
+                made = make()
+            except (ValueError, OSError) as error:
+                refused.append(str(error))
+            if self._store is not None:
+                self._store.set(topic, made)
+        if refused := self.agree(f"{topic}/made", refused):
+            raise ValueError(refused[0])
+        return made if self._store is None else self._get(topic)
 
     def in_turn(self, topic: str, act: Callable[[], None]) -> None:
         """Act on rank 0, then on the first rank of every other node, then on the rest. All ranks must call it.

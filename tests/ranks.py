@@ -74,6 +74,7 @@ def _run_rank(
         store = dist.FileStore(str(path / "store"), world_size)  # no port, so no other test can take it first
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.barrier()  # init returns before the others are connected: a rank that is done first would fail them
         result = function(rank, world_size, *args)
         gc.collect()  # a DDP object in a cycle would keep the group alive, and the process could abort at its exit
         if dist.is_initialized():

@@ -60,7 +60,9 @@ def test_a_rank_that_dies_without_a_word_is_named() -> None:
         run_ranks(die, 2)
 
 
-def test_ranks_listen_on_loopback_only() -> None:
+def test_ranks_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "a machine's own choice")
+
     def listen(rank: int, world_size: int) -> list[str]:
         mine = {os.stat(entry.path).st_ino for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)}
         tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()

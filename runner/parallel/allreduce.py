@@ -40,6 +40,4 @@ class AllReduce:
 
         trained = [p for p in recipe.module.parameters() if p.requires_grad]
         optimizer = recipe.make_optimizer(recipe.module.parameters())
-        return Replica(
-            recipe.module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, reduce=reduce
-        )
+        return Replica(recipe.module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, reduce=reduce)

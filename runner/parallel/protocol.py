@@ -15,7 +15,7 @@ from runner.world import World
 
 @dataclass(frozen=True)
 class Axes:
-    """The mesh of a mode, slowest axis first: ranks along replicate and shard read different samples, the others not."""
+    """The mesh of a mode, slowest axis first. Ranks along replicate and shard read different samples."""
 
     replicate: int = 1
     shard: int = 1

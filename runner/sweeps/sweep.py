@@ -165,7 +165,8 @@ def run_sweep(typed: Typed, place: Place) -> int:
 
     def say() -> None:
         print(f"\n{sweep.table()}", flush=True)
-        print(f"{len(sweep.results) - len(failed)} of {len(sweep.results)} jobs finished: {sweep.directory}", flush=True)
+        done, all_jobs = len(sweep.results) - len(failed), len(sweep.results)
+        print(f"{done} of {all_jobs} jobs finished: {sweep.directory}", flush=True)
 
     if place.world_size == 1:
         say()

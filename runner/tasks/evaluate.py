@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 class Evaluate:
     """Evaluate the newest checkpoint of config.run."""
 
+    reads_run = True
+
     def __init__(self) -> None:
         pass
 

@@ -13,6 +13,8 @@ from runner.world import World
 class Task(Protocol):
     """Something to do with an experiment; a file of runner/tasks and a YAML file of conf/task."""
 
+    reads_run: bool  # it is about an earlier run, which run= names
+
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:

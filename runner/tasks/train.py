@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 class Train:
     """Train, evaluate, keep checkpoints."""
 
+    reads_run = False
+
     def __init__(self) -> None:
         pass
 

@@ -1,0 +1,85 @@
+"""Run a job of the runner on several ranks from inside one test, without starting Python anew."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import initialize_config_dir
+from hydra.types import RunMode
+from ranks import run_ranks
+
+from runner import CONF
+from runner.backend import as_backend
+from runner.config import Config
+from runner.entry import checked, compose
+from runner.going_on import go_on
+from runner.job import run_job
+from runner.launchers.env import Place
+from runner.progress import available
+from runner.run_dir import Request
+from runner.world import World
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    path: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.path / "result.json").read_text())
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["train/loss"] for line in self.lines if "train/loss" in line}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        newest = available(self.path / "checkpoints")[-1]
+        return torch.load(newest / "state.pt", weights_only=True)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.state["model"]
+
+
+def configure(*overrides: str) -> tuple[Config, Request]:
+    """The checked configuration of a command line, and its request."""
+    typed = go_on(list(overrides), None, multirun=False)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(typed.overrides, RunMode.RUN)
+        config = checked(cfg, typed.overrides)
+    choices = dict(cfg.hydra.runtime.choices)
+    return config, Request(tuple(typed.recorded), typed.config_dir, ("test",), typed.directory, choices)
+
+
+def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 60) -> Run:
+    """Run what the overrides say on this many forked ranks; what it raises is raised here."""
+    words = overrides if any(o.startswith("outputs=") for o in overrides) else (f"outputs={outputs}", *overrides)
+    config, request = configure(*words)
+    before = _runs(Path(config.outputs) / config.name)
+
+    def rank_of(rank: int, world_size: int) -> None:
+        dist.destroy_process_group()  # the job forms its own
+        place = Place(rank, rank, world_size, world_size, found="test")
+        store = dist.FileStore(str(outputs / f"store-{len(before)}-{config.name}"), world_size)
+        run_job(config, request, World(place, store if world_size > 1 else None, as_backend(config.backend)))
+
+    outputs.mkdir(exist_ok=True)
+    run_ranks(rank_of, world_size, timeout_s=timeout_s)
+    if request.directory:
+        return Run(Path(request.directory))
+    (made,) = _runs(Path(config.outputs) / config.name) - before
+    return Run(made)
+
+
+def _runs(folder: Path) -> set[Path]:
+    return set(folder.iterdir()) if folder.exists() else set()
