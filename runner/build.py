@@ -142,7 +142,7 @@ def _load_data(config: Config, make: Callable[..., Any], world: World) -> tuple[
     node = {key: value for key, value in config.data.items() if key not in describing}
 
     def load(**options: Any) -> tuple[Any, Any]:
-        from runner.options import accepts
+        from runner.explain.options import accepts
 
         described = {key: value for key, value in describing.items() if accepts(node["_target_"], key)}
         train, val = (make("data", {**node, **described, **options}, train=train) for train in (True, False))

@@ -3,8 +3,8 @@
 import torch
 
 from runner.config import GROUPS, Config, check_combination, check_values
-from runner.locate import locate
-from runner.options import check_options
+from runner.explain.locate import locate
+from runner.explain.options import check_options
 from runner.world import World
 
 # What the runner itself passes to a group's constructor, beside the options.

@@ -146,7 +146,7 @@ def _get(config: Config, key: str) -> Any:
 
 
 def _choice(key: str, value: Any, choices: tuple[Any, ...]) -> list[str]:
-    from runner.suggest import nearest
+    from runner.explain.suggest import nearest
 
     if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         return []

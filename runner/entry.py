@@ -16,16 +16,15 @@ from hydra._internal.utils import get_args_parser  # Hydra's own flags, whatever
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner import CONF
 from runner.config import KEYS, Config, InputError, as_config
-from runner.diagnose import explain, refuse_overrides, three_lines, unknown_keys
+from runner.explain.diagnose import explain, given_twice, refuse_overrides, three_lines, unknown_keys
+from runner.explain.help import render_help
 from runner.going_on import Typed, check_going_on, go_on
-from runner.help import render_help
 from runner.launchers.env import Place, find_place
 from runner.run_dir import Request
 
@@ -50,10 +49,8 @@ def main() -> int:
         return _refuse(error.messages)
     try:
         if args.config_dir and not os.path.isdir(args.config_dir):
-            raise InputError(
-                f"--config-dir={args.config_dir} is not a folder; name the one that holds your model/*.yaml"
-            )
-        refuse = refuse_overrides(args.overrides)
+            raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one with your model/*.yaml")
+        refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
         if refuse:
             raise InputError(*refuse)
         typed = go_on(args.overrides, args.config_dir, args.multirun)
@@ -93,7 +90,7 @@ def compose(overrides: Sequence[str], mode: RunMode) -> DictConfig:
         cfg = owner.compose_config(
             config_name="config", overrides=list(overrides), run_mode=mode, with_log_configuration=False
         )
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:  # Hydra's own kinds, and ValueError or YAMLError where it did not look
         raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None
     return cfg
 

@@ -6,7 +6,7 @@ from hydra.utils import instantiate
 
 from runner.backend import as_backend
 from runner.config import Config, InputError
-from runner.diagnose import three_lines
+from runner.explain.diagnose import three_lines
 from runner.job import JobFailed
 from runner.launchers.env import Place
 from runner.launchers.protocol import Launcher

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from runner.diagnose import explain, given_twice, refuse_overrides, three_lines, unknown_keys
+from runner.explain.diagnose import explain, given_twice, refuse_overrides, three_lines, unknown_keys
 
 
 class Precision(Enum):
@@ -363,5 +363,5 @@ def test_three_lines():
 def test_torch_is_not_imported():
     import subprocess
 
-    code = "import sys, runner.options, runner.diagnose, runner.help; sys.exit('torch' in sys.modules)"
+    code = "import sys, runner.explain.options, runner.explain.diagnose, runner.explain.help; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

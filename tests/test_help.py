@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.help import render_help
+from runner.explain.help import render_help
 
 FILES = {
     "config.yaml": """\

@@ -12,16 +12,14 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
 from runner.backend import as_backend
 from runner.config import InputError
-from runner.diagnose import explain, three_lines
+from runner.explain.diagnose import explain, three_lines
 from runner.going_on import Typed, go_on
 from runner.launchers.env import Place
 from runner.run_dir import Request, new_directory
@@ -61,7 +59,7 @@ class Sweep:
                 config = checked(loader.load_sweep_config(master, overrides), overrides)
             except InputError as error:
                 messages += [message for message in error.messages if message not in messages]
-            except (HydraException, OmegaConfBaseException) as error:
+            except Exception as error:
                 messages += [line for line in explain(error, overrides, loader) if line not in messages]
             composed.append(overrides)
         if messages:

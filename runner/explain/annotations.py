@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Union
 
-from runner.suggest import nearest
+from runner.explain.suggest import nearest
 
 # type: one such value in words, several of them, and an example as typed
 _WORDS: dict[Any, tuple[str, str, str]] = {

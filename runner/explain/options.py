@@ -6,9 +6,9 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from runner.annotations import as_typed, describe, fix, show_quoted, suits
-from runner.locate import locate, locate_callable
-from runner.suggest import did_you_mean
+from runner.explain.annotations import as_typed, describe, fix, show_quoted, suits
+from runner.explain.locate import locate, locate_callable
+from runner.explain.suggest import did_you_mean
 
 __all__ = ["accepted_options", "accepts", "check_options", "locate"]
 

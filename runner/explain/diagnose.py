@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from runner.choices import Choices, choice_problem, option_problem
-from runner.keys import key_names, key_problem, near_key
+from runner.explain.choices import Choices, choice_problem, option_problem
+from runner.explain.keys import key_names, key_problem, near_key
 
 _COMBINATIONS = 32  # of the choices in a sweep; composing one takes some 0.05 s
 _DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.chdir", "hydra.output_subdir")

@@ -10,9 +10,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from runner.annotations import describe, fix, show, suits
-from runner.options import accepted_options
-from runner.suggest import nearest
+from runner.explain.annotations import describe, fix, show, suits
+from runner.explain.options import accepted_options
+from runner.explain.suggest import nearest
 
 
 def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) -> str | None:

@@ -9,7 +9,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from runner.suggest import did_you_mean
+from runner.explain.suggest import did_you_mean
 
 # Two groups are taken for each other: the other one's name, and what its options do.
 _OTHER_PLACE = {

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Any
 
-from runner.suggest import nearest
+from runner.explain.suggest import nearest
 
 
 def locate(target: str) -> Any:
