@@ -65,8 +65,13 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     module.to(device=world.device, dtype=precision.parameter_dtype)
     memory_format = _memory_format(config.memory_format, module)
     module.to(memory_format=memory_format)
+    if messages := parallel.check(config, module):
+        raise InputError(*messages)
     if _synchronizes(config, module, axes):
-        module = synchronize_batch_norm(module)
+        try:
+            synchronize_batch_norm(module)
+        except ValueError as error:
+            raise InputError(f"sync_batchnorm={config.sync_batchnorm}: {error}") from None
     if config.compile:
         module.compile()
 

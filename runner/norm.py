@@ -43,6 +43,13 @@ def synchronize_batch_norm(model: nn.Module, process_group: dist.ProcessGroup | 
     return model
 
 
+def use_group(model: nn.Module, process_group: dist.ProcessGroup) -> None:
+    """Let the model's synchronized layers normalise over these ranks: those that read different samples."""
+    for module in model.modules():
+        if isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
+            module.process_group = process_group
+
+
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose training statistics are those of the samples of all ranks of the group together.
 

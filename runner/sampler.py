@@ -17,7 +17,7 @@ class Sampler:
     num_samples: int
     batch_size: int  # samples per step, over all ranks
     micro_batches: int = 1
-    data_rank: int = 0
+    data_rank: int | None = 0  # None reads nothing
     data_ranks: int = 1
     seed: int = 0
     shuffle: bool = True
@@ -43,7 +43,8 @@ class Sampler:
             batch = order[start : start + self.step_size(step)]
             for number in range(self.num_micro_batches(step)):
                 micro_batch = cut(batch, number, self.num_micro_batches(step))
-                yield cut(micro_batch, self.data_rank, self.data_ranks).tolist()
+                share = cut(micro_batch, self.data_rank, self.data_ranks) if self.data_rank is not None else batch[:0]
+                yield share.tolist()
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:

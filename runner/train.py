@@ -78,7 +78,7 @@ class Trainer:
         step = self.progress.step
         due = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
         # Dropout draws from a stream of its own for each step and data rank: a resumed run needs no state of it.
-        torch.manual_seed(mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank)))
+        torch.manual_seed(mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0))
 
         lr_factor = self.experiment.schedule(step, num_steps, steps_per_epoch)
         loss = self.spread.forward_backward(batch)
@@ -125,6 +125,8 @@ def evaluate(experiment: Experiment, spread: Spread, world: World) -> dict[str, 
     for batch in experiment.val_loader.steps(epoch=0):
         for micro_batch in batch.micro_batches:
             outputs = spread.predict(micro_batch.inputs)  # (N, num_outputs), N = 0 where this rank's share is empty
+            if outputs is None:
+                continue
             mean = batch_loss(experiment.recipe.loss, outputs, micro_batch.targets)
             sums[0] += mean.double() * len(outputs)
             if experiment.classifies:

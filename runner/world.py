@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.backend import Backend
 from runner.config import InputError
@@ -58,6 +59,8 @@ class World:
             timeout=self.backend.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
+        # gloo returns before its peers have connected: one that leaves early would fail the others in here.
+        self.sum(torch.zeros(1))
 
     def leave_group(self) -> None:
         """Destroy the process group, where there is one.
@@ -194,6 +197,10 @@ class World:
         except RuntimeError:
             pass
         self.connection = self._root = self._store = None
+
+    def mesh(self, **axes: int) -> DeviceMesh:
+        """The mesh with these named axes, slowest first. All ranks must call it, when the group is formed."""
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     # -- collectives -----------------------------------------------------------------------------------------------
 

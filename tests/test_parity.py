@@ -1,4 +1,4 @@
-"""Every mode, at every world size, gives the numbers of one process: in float64, where rounding cannot hide a formula."""
+"""Every mode, at every world size, gives the numbers of one process: in float64, where no wrong formula can hide."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from worlds import Run, run
 
 from runner import CONF
 
-# SGD with momentum, the default; 10 steps over more than two epochs: the last batch of each is uneven, and so is what each rank gets of it.
+# SGD with momentum, the default; 10 steps, two epochs or more: the last batch of each is uneven, and so are its shares.
 EXPERIMENTS = {
     "toy": ("model=toy", "data=toy", "data.num_train=350", "batch_size=90"),
     "mlp": ("model=mlp", "model.hidden=[16]", "model.batch_norm=true", "data.sample_shape=[1,8,8]", "batch_size=350"),

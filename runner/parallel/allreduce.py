@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from runner.config import Config
 from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
 from runner.world import World
@@ -25,6 +26,9 @@ class AllReduce:
 
     def axes(self, world_size: int) -> Axes:
         return Axes(replicate=world_size)
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):

@@ -4,8 +4,10 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.config import Config
 from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
 from runner.world import World
@@ -40,6 +42,9 @@ class DDP:
 
     def axes(self, world_size: int) -> Axes:
         return Axes(replicate=world_size)
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         device_ids = [recipe.device] if recipe.device.type == "cuda" else None

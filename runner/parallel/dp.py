@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import nn
 
+from runner.config import Config
 from runner.norm import has_batch_norm
 from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
@@ -25,6 +26,11 @@ class DP:
         if world_size > 1:
             raise ValueError(f"parallel=dp is for one process, but the world has {world_size}; try parallel=ddp")
         return Axes()
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        if config.sync_batchnorm is True and torch.cuda.device_count() > 1:
+            return ["sync_batchnorm=true: parallel=dp normalises each GPU's share by itself; try parallel=ddp"]
+        return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         module, num_devices = recipe.module, torch.cuda.device_count()

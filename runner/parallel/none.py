@@ -1,5 +1,8 @@
 """One process, one device: the reference that every other mode is measured against."""
 
+from torch import nn
+
+from runner.config import Config
 from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
 from runner.world import World
@@ -17,6 +20,9 @@ class NoParallel:
         if world_size > 1:
             raise ValueError(f"parallel=none is for one process, but the world has {world_size}; try parallel=ddp")
         return Axes()
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         optimizer = recipe.make_optimizer(recipe.module.parameters())

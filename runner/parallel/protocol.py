@@ -1,13 +1,13 @@
 """What the loop knows of a way of spreading one model over the world."""
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from runner.config import Config
 from runner.loader import StepBatch
 from runner.precision import Precision
 from runner.world import World
@@ -21,17 +21,19 @@ class Axes:
     shard: int = 1
     stage: int = 1
     tensor: int = 1
+    servers: int = 0  # the lowest ranks, beside the mesh: they read no samples
 
     @property
     def size(self) -> int:
-        return math.prod(asdict(self).values())
+        return self.replicate * self.shard * self.stage * self.tensor + self.servers
 
     @property
     def data_ranks(self) -> int:
         return self.replicate * self.shard
 
-    def data_rank(self, rank: int) -> int:
-        return rank // (self.stage * self.tensor)
+    def data_rank(self, rank: int) -> int | None:
+        """Which share of the samples the rank reads; None for a server."""
+        return None if rank < self.servers else (rank - self.servers) // (self.stage * self.tensor)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Spread(Protocol):
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None: ...
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor: ...
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None: ...  # None: another rank has these outputs
 
     def state(self) -> dict[str, Any]: ...
 
@@ -67,6 +69,9 @@ class Parallel(Protocol):
 
     def axes(self, world_size: int) -> Axes:
         """The mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit."""
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        """Why this mode cannot do what else is chosen for this model, a message each."""
 
     def prepare(self, recipe: Recipe, world: World) -> Spread:
         """Spread the model. All ranks must call it."""

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from runner.loader import StepBatch
 from runner.losses import batch_loss
@@ -27,6 +28,8 @@ class Replica:
         gradients gives those of the mean over the global batch (the number of ranks where they are averaged).
     without_sync: entered for all micro-batches of a step but the last.
     reduce: combines the parameters' gradients over the ranks after the last backward.
+    duplicates: how many ranks compute the very same share of the loss; each returns its part of it.
+    after_step: called when the parameters are updated.
     """
 
     def __init__(
@@ -41,11 +44,14 @@ class Replica:
         loss_scale: float = 1.0,
         without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reduce: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
+        duplicates: int = 1,
+        after_step: Callable[[], None] = lambda: None,
     ):
         self.module, self.optimizer, self.loss, self.precision = module, optimizer, loss, precision
         self.clip_grad_norm = clip_grad_norm
         self._forward = forward or module
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
+        self._duplicates, self._after_step = duplicates, after_step
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
@@ -61,7 +67,7 @@ class Replica:
                 self.precision.scaler.scale(share * self._loss_scale).backward()
             total += share.detach()
         self._reduce(self.module.parameters())
-        return total
+        return total / self._duplicates
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update the parameters. Returns the norm of the whole gradient before clipping, if wanted."""
@@ -72,12 +78,15 @@ class Replica:
         norm = None
         if want_norm or self.clip_grad_norm is not None:
             norm = torch.nn.utils.get_total_norm(gradients)
+            if isinstance(norm, DTensor):  # sharded gradients: each rank has its part of the sum
+                norm = norm.full_tensor()
         if self.clip_grad_norm is not None:
             assert norm is not None
             torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip_grad_norm, norm)
         self.precision.scaler.step(self.optimizer)
         self.precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self._after_step()
         return norm.item() if norm is not None and want_norm else None
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
