@@ -30,7 +30,7 @@ def save(folder: Path, state: dict[str, Any], progress: Progress, keep: int) -> 
     (partial / MANIFEST).write_text(json.dumps(hashes, indent=1))
     for path in (*partial.iterdir(), partial):
         _flush(path)
-    if final.exists():  # the end of an epoch may be the end of the run: the same step, the same state
+    if final.exists():  # a damaged one of the same step, which the run was not resumed from
         shutil.rmtree(final)
     partial.rename(final)
     _flush(folder)

@@ -12,7 +12,7 @@ from runner.config import Config
 from runner.loader import StepBatch
 from runner.losses import batch_loss
 from runner.parallel.protocol import Spread
-from runner.progress import Progress, available
+from runner.progress import Progress
 from runner.run_dir import RunDirectory
 from runner.sampler import mix
 from runner.signals import StopRequest
@@ -38,6 +38,7 @@ class Trainer:
     directory: RunDirectory
     bar: Bar
     progress: Progress
+    saved_step: int | None = None  # the last one that this process has taken a checkpoint of
 
     def train(self) -> dict[str, float]:
         """Train to the end. Returns the last metrics. All ranks must call it.
@@ -110,9 +111,9 @@ class Trainer:
 
     def _save(self) -> None:
         """Take a checkpoint, once per step. All ranks must call it."""
-        path = self.directory.checkpoints / f"step_{self.progress.step}"
-        if path in available(self.directory.checkpoints):
+        if self.saved_step == self.progress.step:  # the end of an epoch may be the end of the run
             return
+        self.saved_step = self.progress.step
         state = self.spread.state()
         if self.directory.writes:
             checkpoint.save(self.directory.checkpoints, state, self.progress, self.config.checkpoint.keep)

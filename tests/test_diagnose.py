@@ -363,5 +363,6 @@ def test_three_lines():
 def test_torch_is_not_imported():
     import subprocess
 
-    code = "import sys, runner.explain.options, runner.explain.diagnose, runner.explain.help; sys.exit('torch' in sys.modules)"
+    modules = "runner.explain.options, runner.explain.diagnose, runner.explain.help"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

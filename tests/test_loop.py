@@ -1,0 +1,196 @@
+"""The loop: resume, evaluation, preemption, checkpoints, precision, what is logged."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankError
+from worlds import configure, run
+
+from runner.config import InputError
+from runner.progress import available
+
+TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "none"), (2, "ddp"), (2, "allreduce")])
+def test_resumed_in_mid_epoch_it_ends_at_the_same_weights(world_size: int, parallel: str, tmp_path: Path) -> None:
+    words = (*TINY, "model.dropout=0.2", "epochs=3", f"parallel={parallel}", "optimizer=adamw", "scheduler=cosine")
+    # The schedule counts the whole run's steps, so that the first part must know them: it is stopped, not shortened.
+    whole = run(tmp_path / "whole", world_size, *words)
+    stopped = run(tmp_path / "part", world_size, *words, "checkpoint.every_steps=3", "checkpoint.keep=10")
+    for path in available(stopped.path / "checkpoints")[5:]:
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    assert available(stopped.path / "checkpoints")[-1].name == "step_12"  # the middle of the second epoch
+    resumed = run(tmp_path / "part", world_size, f"resume={stopped.path}", f"outputs={tmp_path / 'part'}")
+    assert resumed.path == stopped.path
+    assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
+    assert resumed.losses == whole.losses
+    assert [line["step"] for line in resumed.lines] == [line["step"] for line in whole.lines]
+
+
+def test_resumed_on_another_number_of_ranks_it_reads_the_same_batches(tmp_path: Path) -> None:
+    words = (*TINY, "precision=fp64", "optimizer.lr=0.01")
+    whole = run(tmp_path / "whole", 1, *words, "max_steps=20")
+    part = run(tmp_path / "part", 4, *words, "max_steps=6", "parallel=ddp")
+    out = f"outputs={tmp_path / 'part'}"
+    run(tmp_path / "part", 2, f"resume={part.path}", out, "max_steps=13", "parallel=allreduce")
+    run(tmp_path / "part", 1, f"resume={part.path}", out, "max_steps=20", "parallel=none")
+    assert part.losses == pytest.approx(whole.losses, rel=1e-9)
+    for name, tensor in whole.weights.items():
+        torch.testing.assert_close(part.weights[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_a_changed_learning_rate_holds_after_resuming(tmp_path: Path) -> None:
+    part = run(tmp_path, 1, *TINY, "max_steps=2", "optimizer.momentum=0.5")
+    run(tmp_path, 1, f"resume={part.path}", f"outputs={tmp_path}", "max_steps=4", "optimizer.lr=0.25")
+    assert [line.get("train/learning_rate") for line in part.lines if "train/loss" in line] == [0.05, 0.05, 0.25, 0.25]
+    assert part.state["optimizer"]["param_groups"][0]["momentum"] == 0.5
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    words = (*TINY, "epochs=2", "checkpoint.every_steps=5")
+    whole = run(tmp_path / "whole", 1, *words)
+    hurt = run(tmp_path / "hurt", 1, *words)
+    older, newest = available(hurt.path / "checkpoints")
+    state = newest / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
+    assert hurt.result["weights_sha256"] == whole.result["weights_sha256"]
+    assert f"{newest.name}/state.pt is not what was saved" in (hurt.path / "log.txt").read_text()
+    for path in available(hurt.path / "checkpoints"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(RankError, match="no sound checkpoint"):
+        run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
+    assert older.exists()
+
+
+def test_evaluation_gives_what_training_gave_on_any_number_of_ranks(tmp_path: Path) -> None:
+    trained = run(tmp_path / "t", 1, *TINY, "precision=fp64", "epochs=2")
+    expected = {key: value for key, value in trained.result["metrics"].items() if key.startswith("val/")}
+    for world_size, parallel in ((1, "none"), (2, "ddp"), (4, "allreduce")):
+        words = ("task=evaluate", f"run={trained.path}", f"parallel={parallel}", f"outputs={tmp_path / parallel}")
+        evaluated = run(tmp_path / parallel, world_size, *words)
+        assert evaluated.result["metrics"] == pytest.approx(expected, rel=1e-12)
+        assert (evaluated.result["task"], evaluated.result["step"]) == ("evaluate", 16)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_to_one_rank_stops_all_after_one_step(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.train import Trainer
+
+    step = Trainer._step
+
+    def step_and_signal(self: Trainer, *args: object) -> dict[str, float]:
+        if self.progress.step == 4 and self.world.rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(self, *args)  # type: ignore[arg-type]
+
+    words = (*TINY, "epochs=2", f"parallel={'none' if world_size == 1 else 'ddp'}", "optimizer=adamw")
+    whole = run(tmp_path / "whole", world_size, *words)
+    monkeypatch.setattr(Trainer, "_step", step_and_signal)
+    with pytest.raises(RankError, match=r"Preempted"):
+        run(tmp_path / "cut", world_size, *words)
+    monkeypatch.undo()
+    (path,) = (tmp_path / "cut" / "run").iterdir()
+    resumed = run(tmp_path / "cut", world_size, f"resume={path}", f"outputs={tmp_path / 'cut'}")
+    # The signal came in the fifth step, and the flags of the sixth tell everybody.
+    assert "SIGUSR1" in (path / "log.txt").read_text() or world_size == 2
+    assert "saved after step 6" in (path / "log.txt").read_text()
+    assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "none"), (2, "ddp")])
+def test_every_precision_learns(precision: str, world_size: int, parallel: str, tmp_path: Path) -> None:
+    words = ("model.channels=[8,16]", "data.sample_shape=[1,8,8]", "logger=none", "epochs=4")
+    done = run(tmp_path, world_size, *words, f"precision={precision}", f"parallel={parallel}")
+    assert done.result["metrics"]["val/accuracy"] > 0.8
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    assert {tensor.dtype for tensor in done.weights.values() if tensor.is_floating_point()} == {dtype}
+
+
+def test_checkpoints_are_taken_when_asked_and_the_newest_stay(tmp_path: Path) -> None:
+    words = (*TINY, "max_steps=20", "checkpoint.every_epochs=2", "checkpoint.every_steps=7", "checkpoint.keep=9")
+    done = run(tmp_path, 1, *words)
+    names = [path.name for path in available(done.path / "checkpoints")]
+    assert names == ["step_7", "step_14", "step_16", "step_20"]
+
+
+def test_what_is_logged_is_logged_when_asked(tmp_path: Path) -> None:
+    done = run(tmp_path, 1, *TINY, "max_steps=20", "log_every=6", "eval_every=2")
+    assert sorted(done.losses) == [6, 12, 18, 20]
+    assert [line["step"] for line in done.lines if "val/loss" in line] == [16, 20]
+    line = next(line for line in done.lines if "train/loss" in line)
+    assert {"train/learning_rate", "train/grad_norm", "perf/step_time_s", "perf/data_wait", "perf/memory_mib"} <= set(
+        line
+    )
+    assert line["train/grad_norm"] > 0
+    assert 0 <= line["perf/data_wait"] <= 1
+    assert line["perf/memory_mib"] > 50
+
+
+def test_clipping_bounds_the_step_and_not_the_logged_norm(tmp_path: Path) -> None:
+    words = (*TINY, "max_steps=1", "optimizer.lr=1.0", "optimizer.momentum=0", "precision=fp64")
+    free, clipped = run(tmp_path / "f", 1, *words), run(tmp_path / "c", 1, *words, "clip_grad_norm=0.01")
+    assert free.lines[0]["train/grad_norm"] == clipped.lines[0]["train/grad_norm"] > 0.01
+    start = configure(*words)[0]
+    torch.manual_seed(start.seed)
+    from models.mlp import MLP
+
+    before = MLP([1, 8, 8], 10, [16]).double().state_dict()
+    moved = sum(((clipped.weights[name] - before[name]) ** 2).sum() for name in before) ** 0.5
+    assert float(moved) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor"
+)  # torch's own, compiling
+def test_compiled_it_trains_to_the_same_numbers(tmp_path: Path) -> None:
+    words = (*TINY, "precision=fp64", "max_steps=3")
+    plain, compiled = run(tmp_path / "p", 1, *words), run(tmp_path / "c", 1, *words, "compile=true", timeout_s=240)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-9)
+    assert compiled.weights.keys() == plain.weights.keys()
+
+
+def test_compile_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(RankError, match=r"InputError: compile=true needs a C\+\+ compiler"):
+        run(tmp_path, 1, *TINY, "compile=true")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_fails_fails_the_job_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.parallel.replica import Replica
+
+    step = Replica.step
+
+    def fail(self: Replica, *args: object, **options: object) -> float | None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            raise RuntimeError("the second rank's own")
+        return step(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Replica, "step", fail)
+    with pytest.raises(RankError, match="JobFailed"):
+        run(tmp_path, 2, *TINY, "parallel=ddp")
+    (path,) = (tmp_path / "run").iterdir()
+    result = __import__("json").loads((path / "result.json").read_text())
+    assert result["state"] == "failed"
+    assert "rank 1 on" in result["error"] and "RuntimeError: the second rank's own" in result["error"]
+    assert "the second rank's own" in (path / "log.txt").read_text()
+
+
+def test_resume_refuses_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
+    part = run(tmp_path, 1, *TINY, "max_steps=3")
+    with pytest.raises(InputError, match="batch_size=100 cannot change in the middle of an epoch"):
+        configure(f"resume={part.path}", "batch_size=100", f"outputs={tmp_path}")
