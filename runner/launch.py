@@ -5,6 +5,7 @@ import sys
 from hydra.utils import instantiate
 
 from runner.backend import as_backend
+from runner.build import make_task
 from runner.config import Config, InputError
 from runner.explain.diagnose import three_lines
 from runner.job import JobFailed
@@ -20,6 +21,9 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
 
     Raises InputError, Preempted or JobFailed, as run_job does.
     """
+    task = make_task(config)
+    if task.conducts:
+        return task.conduct(config, request, place)
     launcher: Launcher = instantiate(config.launcher, _convert_="all")
     if launcher.starts_processes and place.found != "one process":
         raise InputError(

@@ -10,8 +10,8 @@ WARMUP_STEPS = 20
 class Speedometer:
     """Times steps from the end of one to the end of the next; what lies between pause and the next step is left out."""
 
-    def __init__(self, batch_size: int):
-        self._batch_size = batch_size
+    def __init__(self, warmup_steps: int = WARMUP_STEPS):
+        self._warmup_steps = warmup_steps  # they warm caches and allocators up
         self._steps = self._samples = 0
         self._seconds = 0.0
         self._wait_s = self._step_s = 0.0
@@ -22,7 +22,7 @@ class Speedometer:
         now = time.perf_counter()
         self._steps += 1
         self._step_s, self._wait_s = now - self._last, batch.wait_s
-        if self._steps > WARMUP_STEPS:  # the first ones warm caches and allocators up
+        if self._steps > self._warmup_steps:
             self._samples += batch.num_samples
             self._seconds += self._step_s
         self._last = now
@@ -35,6 +35,11 @@ class Speedometer:
     def samples_per_second(self) -> float | None:
         """Over all ranks, in the steady state; None before there is one."""
         return self._samples / self._seconds if self._seconds else None
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The mean in the steady state; 0 before there is one."""
+        return self._seconds / max(self._steps - self._warmup_steps, 1)
 
     def measured(self) -> dict[str, float]:
         """Of the last step."""

@@ -48,7 +48,7 @@ class Trainer:
         config, loader = self.config, self.experiment.train_loader
         steps_per_epoch = loader.sampler.steps_per_epoch
         num_steps = count_steps(config, steps_per_epoch)
-        speed = Speedometer(config.batch_size)
+        speed = Speedometer()
         metrics: dict[str, float] = {}
 
         with self.bar, StopRequest() as stop:
@@ -56,7 +56,7 @@ class Trainer:
                 steps = loader.steps(self.progress.epoch, self.progress.step_in_epoch)
                 for batch in itertools.islice(steps, num_steps - self.progress.step):
                     stopping = self.world.any_later(stop.received is not None)
-                    metrics |= self._step(batch, num_steps, steps_per_epoch, speed)
+                    metrics |= self.step(batch, num_steps, steps_per_epoch, speed)
                     if stopping():
                         self._save()
                         raise Preempted(stop.received or "a signal to another rank")
@@ -74,7 +74,7 @@ class Trainer:
         self.directory.result.samples_per_second = speed.samples_per_second
         return metrics
 
-    def _step(self, batch: StepBatch, num_steps: int, steps_per_epoch: int, speed: Speedometer) -> dict[str, float]:
+    def step(self, batch: StepBatch, num_steps: int, steps_per_epoch: int, speed: Speedometer) -> dict[str, float]:
         """One optimizer step over the whole world. Returns its metrics where they are due, else nothing."""
         step = self.progress.step
         due = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps

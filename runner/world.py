@@ -37,12 +37,14 @@ class World:
         self._root = None if connection is None else dist.PrefixStore(f"attempt{place.restart}", connection)
         self._jobs = 0
         self._store: dist.Store | None = self._root
+        self._failed = False
+        self._leaving: list[Callable[[bool], None]] = []
 
     # -- one job after another -------------------------------------------------------------------------------------
 
     def begin_job(self, backend: Backend) -> None:
         """Start a job with keys of its own in the store. All ranks must call it."""
-        self.backend = backend
+        self.backend, self._failed = backend, False
         if self._root is not None:
             self._store = dist.PrefixStore(f"job{self._jobs}", self._root)
         self._jobs += 1
@@ -53,7 +55,7 @@ class World:
             torch.cuda.set_device(self.device)
         dist.init_process_group(
             self.backend.process_group_backend(),
-            store=dist.HashStore() if self._store is None else dist.PrefixStore("group", self._store),
+            store=self.store("group"),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.backend.timeout,
@@ -68,9 +70,19 @@ class World:
         Whatever holds it (a DDP module) must be unreachable by now: a live one makes the process abort at its exit
         now and then (pytorch issue 190489).
         """
+        while self._leaving:
+            self._leaving.pop()(not self._failed)
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def at_leave(self, act: Callable[[bool], None]) -> None:
+        """Act before this job's group is left; told whether the job went well on this rank. It must not raise."""
+        self._leaving.append(act)
+
+    def store(self, topic: str) -> dist.Store:
+        """This job's keys of one topic."""
+        return dist.HashStore() if self._store is None else dist.PrefixStore(topic, self._store)
 
     def choose_device(self) -> list[str]:
         """Take this rank's device; what is wrong with it, one message each."""
@@ -155,6 +167,7 @@ class World:
 
     def report_failure(self, text: str) -> str:
         """Tell the world why this rank fails; the first rank's text, which is the cause of the others'."""
+        self._failed = True
         if self._store is None:
             return text
         try:
@@ -178,11 +191,6 @@ class World:
                 self._root.wait(["spoken"], timedelta(seconds=SPEAK_TIMEOUT_S))
         except RuntimeError:
             pass
-
-    def conclude(self, outcome: str) -> None:
-        """Leave rank 0's account of a job for the process that started the world, under the key `outcome`."""
-        if self.rank == 0 and self.connection is not None:
-            self.connection.set("outcome", outcome)
 
     def close(self) -> None:
         """Leave the store; the rank that serves it stays until the others have left, or for a bounded time."""

@@ -85,7 +85,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
 ) -> None:
     from runner.train import Trainer
 
-    step = Trainer._step
+    step = Trainer.step
 
     def step_and_signal(self: Trainer, *args: object) -> dict[str, float]:
         if self.progress.step == 4 and self.world.rank == world_size - 1:
@@ -94,7 +94,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
 
     words = (*TINY, "epochs=2", f"parallel={'none' if world_size == 1 else 'ddp'}", "optimizer=adamw")
     whole = run(tmp_path / "whole", world_size, *words)
-    monkeypatch.setattr(Trainer, "_step", step_and_signal)
+    monkeypatch.setattr(Trainer, "step", step_and_signal)
     with pytest.raises(RankError, match=r"Preempted"):
         run(tmp_path / "cut", world_size, *words)
     monkeypatch.undo()

@@ -1,13 +1,11 @@
 """Processes on this machine, started by the runner itself with torch.multiprocessing."""
 
-import json
 import multiprocessing
 import os
 import signal
 import socket
 import time
-from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from runner.signals import ASKING
 from runner.train import Preempted
 from runner.world import join
 
+Outcome = dict[str, Any]
 END_TIMEOUT_S = 15.0  # for the other ranks, once one has died
 
 
@@ -56,17 +55,22 @@ class Spawn:
         ]
         # A fork server imports torch once for all ranks of all jobs, and unlike a plain fork it has used no GPU.
         multiprocessing.set_forkserver_preload(["torch._dynamo", "runner.launchers.spawn"])
+        context = mp.get_context("forkserver")
+        ours, theirs = context.Pipe(duplex=False)
         processes = [
-            mp.get_context("forkserver").Process(target=_run_rank, args=(config, request, place)) for place in places
+            context.Process(target=_run_rank, args=(config, request, place, theirs if place.rank == 0 else None))
+            for place in places
         ]
         for process in processes:
             process.start()
-        died = _watch(processes)
-        return _outcome(store, died)
+        theirs.close()
+        outcome, died = _watch(processes, ours)
+        del store  # it has served until here
+        return _conclude(outcome, died)
 
 
-def _run_rank(config: Config, request: Request, place: Place) -> None:
-    """One rank's process; how the job ended goes to the parent by the store."""
+def _run_rank(config: Config, request: Request, place: Place, parent: Connection | None) -> None:
+    """One rank's process; rank 0 tells the parent how the job ended."""
     os.environ |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -77,7 +81,7 @@ def _run_rank(config: Config, request: Request, place: Place) -> None:
     }
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     world = join(place, as_backend(config.backend))
-    outcome: dict[str, Any]
+    outcome: Outcome
     try:
         outcome = {"metrics": run_job(config, request, world)}
     except InputError as error:
@@ -86,12 +90,13 @@ def _run_rank(config: Config, request: Request, place: Place) -> None:
         outcome = {"preempted": str(error)}
     except JobFailed as error:
         outcome = {"failed": str(error)}
-    world.conclude(json.dumps(outcome))
+    if parent is not None:
+        parent.send(outcome)
     world.close()
 
 
-def _watch(processes: list[Any]) -> str | None:
-    """Wait until all have ended, passing signals on. Returns which one died of what, if one did."""
+def _watch(processes: list[Any], from_rank_0: Connection) -> tuple[Outcome | None, str | None]:
+    """Wait until all have ended, passing signals on. Returns what rank 0 said, and which rank died of what."""
 
     def pass_on(number: int, frame: object) -> None:
         # A terminal's Ctrl-C has reached the ranks by itself; as a SIGTERM it is not counted as a second one.
@@ -100,10 +105,15 @@ def _watch(processes: list[Any]) -> str | None:
                 os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
 
     before = {number: signal.signal(number, pass_on) for number in ASKING}
-    died, deadline = None, float("inf")
+    outcome, died, deadline, speaks = None, None, float("inf"), [from_rank_0]
     try:
         while alive := [process for process in processes if process.is_alive()]:
-            wait([process.sentinel for process in alive], timeout=min(max(deadline - time.monotonic(), 0), 60.0))
+            ready = wait(
+                [*(process.sentinel for process in alive), *speaks],
+                timeout=min(max(deadline - time.monotonic(), 0), 60.0),
+            )
+            if from_rank_0 in ready:
+                outcome, speaks = _hear(from_rank_0), []
             dead = [rank for rank, process in enumerate(processes) if process.exitcode]
             if dead and died is None:
                 code = processes[dead[0]].exitcode
@@ -117,15 +127,19 @@ def _watch(processes: list[Any]) -> str | None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return died
+    return outcome or (_hear(from_rank_0) if speaks and from_rank_0.poll() else None), died
 
 
-def _outcome(store: dist.Store, died: str | None) -> dict[str, float]:
+def _hear(connection: Connection) -> Outcome | None:
     try:
-        store.wait(["outcome"], timedelta(milliseconds=100))
-    except RuntimeError:
-        raise JobFailed(died or "rank 0 ended without a word") from None
-    outcome = json.loads(store.get("outcome"))
+        return connection.recv()
+    except EOFError:  # the rank ended without a word
+        return None
+
+
+def _conclude(outcome: Outcome | None, died: str | None) -> dict[str, float]:
+    if outcome is None:
+        raise JobFailed(died or "rank 0 ended without a word")
     if "refused" in outcome:
         raise InputError(*outcome["refused"])
     if "preempted" in outcome:

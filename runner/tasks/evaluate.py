@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 class Evaluate:
     """Evaluate the newest checkpoint of config.run."""
 
+    conducts = False
     reads_run = True
+    needs_experiment = True
+    min_world_size = 1
 
     def __init__(self) -> None:
         pass

@@ -14,8 +14,11 @@ class Task(Protocol):
     """Something to do with an experiment; a file of runner/tasks and a YAML file of conf/task."""
 
     reads_run: bool  # it is about an earlier run, which run= names
+    needs_experiment: bool  # otherwise model, data and the rest are not built, and it gets None
+    min_world_size: int  # a smaller world is refused
+    conducts: bool  # it starts jobs of its own, by a method `conduct`, and is none itself
 
     def run(
-        self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
+        self, config: Config, experiment: Experiment | None, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
         """Do it on this rank. Returns the metrics that result.json keeps. All ranks must call it."""

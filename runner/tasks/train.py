@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 class Train:
     """Train, evaluate, keep checkpoints."""
 
+    conducts = False
     reads_run = False
+    needs_experiment = True
+    min_world_size = 1
 
     def __init__(self) -> None:
         pass
@@ -61,8 +64,9 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     device = str(world.device) if world.device.type == "cpu" else f"{world.device} each"
     ranks = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     batch = f"{config.batch_size} samples per step"
-    if experiment.axes.data_ranks > 1 or config.micro_batches > 1:
-        batch += f" over {experiment.axes.data_ranks} ranks x {config.micro_batches} micro-batches"
+    num_micro_batches = config.micro_batches * experiment.axes.micro_batches
+    if experiment.axes.data_ranks > 1 or num_micro_batches > 1:
+        batch += f" over {experiment.axes.data_ranks} ranks x {num_micro_batches} micro-batches"
     return [
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {config.precision}",
         f"data     {result.data}, {train.sampler.num_samples:,} training and {val.sampler.num_samples:,} validation "

@@ -1,0 +1,61 @@
+"""How many bytes a piece of code has the ranks exchange, by collective."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMES = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "reduce": "reduce",
+}
+
+
+class CommunicationCounter(TorchDispatchMode):
+    """While entered, counts the bytes of this rank's collectives: of a call, the larger of what goes in and comes out.
+
+    Every collective passes the dispatcher, those that DDP calls from C++ too. RPC does not, and is not counted; a
+    receive is counted where it is sent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if "c10d" in function.namespace and (name := _name(function.__name__)):
+            schema = [argument.name for argument in function._schema.arguments]
+            given = dict(zip(schema, args, strict=False))
+            outputs = [value for key, value in given.items() if key.startswith("output")]
+            inputs = [value for key, value in given.items() if not key.startswith("output")]
+            if "functional" in function.namespace:
+                outputs = [result]
+            self.bytes[name] += max(_size(inputs), _size(outputs))
+        return result
+
+
+def _name(function: str) -> str | None:
+    word = function.split(".")[0].strip("_").removesuffix("_")
+    found = [name for name in _NAMES if word.startswith(name)]
+    return _NAMES[max(found, key=len)] if found else None
+
+
+def _size(values: Any) -> int:
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.element_size()
+    if isinstance(values, Iterable) and not isinstance(values, str):
+        return sum(_size(value) for value in values)
+    return 0

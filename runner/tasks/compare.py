@@ -1,0 +1,205 @@
+"""task=compare: the user's own model in every mode that fits, side by side: which one should it be?"""
+
+import csv
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from rich.console import Console
+from rich.table import Table
+
+from runner import checkpoint
+from runner.backend import as_backend
+from runner.config import Config, InputError
+from runner.explain.suggest import did_you_mean
+from runner.job import JobFailed
+from runner.launchers.env import Place
+from runner.progress import available
+from runner.run_dir import CHECKPOINTS, Request, RunDirectory, new_directory
+from runner.terminal import speaking
+from runner.world import World, join
+
+log = logging.getLogger(__name__)
+
+HEADER = ("mode", "ranks", "samples/s", "step ms", "MiB per rank", "exchanged per step", "off none by", "remark")
+
+
+@dataclass
+class Cell:
+    """One mode in one world; `remark` says why it was left out, or how it failed."""
+
+    mode: str
+    world_size: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    difference: float | None = None  # largest of a weight to parallel=none after the same steps
+    remark: str = ""
+
+    def row(self) -> list[str]:
+        """The cell as the table shows it, in the order of HEADER."""
+        if not self.metrics:
+            return [self.mode, str(self.world_size), "", "", "", "", "", self.remark]
+        memory = [value for name, value in self.metrics.items() if name.startswith("memory_mib/")]
+        exchanged = {
+            name.removeprefix("bytes_per_step/"): value
+            for name, value in self.metrics.items()
+            if name.startswith("bytes_per_step/")
+        }
+        return [
+            self.mode,
+            str(self.world_size),
+            f"{self.metrics['samples_per_second']:,.0f}",
+            f"{self.metrics['step_time_s'] * 1000:.1f}",
+            f"{min(memory):.0f}" if len(set(map(round, memory))) == 1 else f"{min(memory):.0f}-{max(memory):.0f}",
+            ", ".join(f"{name} {_bytes(value)}" for name, value in exchanged.items()) or "nothing",
+            "" if self.difference is None else f"{self.difference:.1e}",
+            self.remark,
+        ]
+
+
+class Compare:
+    """Runs task=measure for each mode and world size; the worlds are its own, or the one that it is part of."""
+
+    reads_run = False
+    conducts = True
+
+    def __init__(self) -> None:
+        pass
+
+    def conduct(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+        """Measure every cell, print and keep the table. Returns the samples per second of each. All ranks must call it.
+
+        Raises InputError for a mode or a world size that cannot be.
+        """
+        cells = _cells(config, place)
+        world = join(place, as_backend(config.backend))
+        world.begin_job(as_backend(config.backend))
+        path = Path(world.share("compare", lambda: str(new_directory(config.outputs, config.name))))
+        directory = RunDirectory(path, writes=place.rank == 0)
+        with speaking(place.rank, path):
+            directory.record(config, request, task="compare", model=request.choices["model"], seed=config.seed)
+            log.info("comparing %d cells of %s on %s", len(cells), request.choices["model"], request.choices["data"])
+            for cell in cells:
+                _measure(cell, path, request, place)
+                log.info("%s", "  ".join(word for word in cell.row() if word))
+            if place.rank == 0:
+                _compare_weights(cells, path)
+                log.info("\n%s", _as_text(cells))
+                _write(cells, path)
+            log.info("run directory: %s", path)
+            rates = {
+                f"{cell.mode}/{cell.world_size}": cell.metrics["samples_per_second"] for cell in cells if cell.metrics
+            }
+            directory.result.metrics, directory.result.state = rates, "finished"
+            directory.save_result()
+        return rates
+
+    def run(self, config: Config, experiment: object, world: World, directory: RunDirectory, console: Console) -> None:
+        raise AssertionError("it conducts")
+
+
+def _cells(config: Config, place: Place) -> list[Cell]:
+    known = sorted(GlobalHydra.instance().config_loader().get_group_options("parallel"))
+    modes = config.compare.modes if config.compare.modes is not None else known
+    for mode in modes:
+        if mode not in known:
+            raise InputError(f"compare.modes={modes}: no such mode as {mode}{did_you_mean(mode, known)}")
+    sizes = config.compare.world_sizes if place.world_size == 1 else [place.world_size]
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
+    cells = [Cell(mode, size) for size in sizes for mode in modes]
+    reference = Cell("none", 1)
+    # The reference comes first; a world that exists already cannot be one process, and compares without it.
+    if place.world_size == 1:
+        cells = [reference, *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
+    return cells
+
+
+def _measure(cell: Cell, path: Path, request: Request, place: Place) -> None:
+    from runner.entry import checked, compose
+    from runner.launch import launch
+
+    dropped = ("task", "parallel", "launcher", "compare", "logger", "name", "outputs")
+    kept = [word for word in request.overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in dropped]
+    own = ["launcher=env"]
+    if place.world_size == 1:
+        own = ["launcher=spawn", f"launcher.nproc_per_node={cell.world_size}"]
+    # What was typed for one mode's options holds for that mode.
+    options = [w for w in request.overrides if w.lstrip("+").startswith("parallel.")]
+    if request.choices["parallel"] != cell.mode:
+        options = []
+    search = [f"hydra.searchpath=['file://{request.config_dir}']"] if request.config_dir else []
+    overrides = [*kept, "task=measure", f"parallel={cell.mode}", "logger=none", *own, *options, *search]
+    try:
+        cfg = compose(overrides, RunMode.RUN)
+        config = checked(cfg, overrides)
+        directory = str(path / "cells" / f"{cell.mode}-{cell.world_size}")
+        choices = dict(cfg.hydra.runtime.choices)
+        own_request = Request(tuple(overrides), request.config_dir, request.command, directory, choices)
+        cell.metrics = launch(config, own_request, place)
+    except InputError as error:
+        cell.remark = f"left out: {error.messages[0]}"
+    except JobFailed as error:
+        cell.remark = f"failed: {str(error).strip().splitlines()[-1]}"
+
+
+def _compare_weights(cells: list[Cell], path: Path) -> None:
+    def weights(cell: Cell) -> dict[str, torch.Tensor]:
+        (newest,) = available(path / "cells" / f"{cell.mode}-{cell.world_size}" / CHECKPOINTS)
+        return checkpoint.load(newest)[0]["model"]
+
+    reference = next((cell for cell in cells if (cell.mode, cell.world_size) == ("none", 1) and cell.metrics), None)
+    if reference is None:
+        return
+    expected = weights(reference)
+    for cell in cells:
+        if cell.metrics:
+            found = weights(cell)
+            cell.difference = max(
+                float((found[name].double() - w.double()).abs().max()) for name, w in expected.items()
+            )
+
+
+def _as_text(cells: list[Cell]) -> str:
+    table = Table(*HEADER, box=None, pad_edge=False)
+    for cell in cells:
+        table.add_row(*cell.row())
+    console = Console(width=200, no_color=True)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _write(cells: list[Cell], path: Path) -> None:
+    """The table as Markdown, CSV and in TensorBoard, where world sizes are steps."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    rows = [HEADER, ("---",) * len(HEADER), *(cell.row() for cell in cells)]
+    markdown = "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    (path / "compare.md").write_text(markdown)
+    with (path / "compare.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["mode", "world_size", "difference_to_none", "remark", *_metric_names(cells)])
+        for cell in cells:
+            numbers = [cell.metrics.get(name, "") for name in _metric_names(cells)]
+            writer.writerow([cell.mode, cell.world_size, cell.difference, cell.remark, *numbers])
+    with SummaryWriter(str(path)) as board:
+        board.add_text("compare", markdown)
+        for cell in cells:
+            for name in ("samples_per_second", "step_time_s"):
+                if name in cell.metrics:
+                    board.add_scalar(f"compare_{name}/{cell.mode}", cell.metrics[name], cell.world_size)
+
+
+def _metric_names(cells: list[Cell]) -> list[str]:
+    return sorted({name for cell in cells for name in cell.metrics})
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
