@@ -1,0 +1,77 @@
+"""task=compare: one command, one table."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from runner.communication import CommunicationCounter
+from runner.entry import main
+
+TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=64", "precision=fp64")
+
+
+def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["runner", "task=compare", *TINY, *overrides])
+    return main()
+
+
+def test_modes_are_measured_and_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, sizes = "compare.modes=[allreduce,none,ddp]", "compare.world_sizes=[2]"
+    words = (modes, sizes, "parallel=ddp", "parallel.bucket_cap_mb=1")
+    assert compare(tmp_path, monkeypatch, *words) == 0
+    (path,) = (tmp_path / "outputs" / "run").iterdir()
+    with (path / "compare.csv").open() as file:
+        rows = {(row["mode"], row["world_size"]): row for row in csv.DictReader(file)}
+    assert set(rows) == {("none", "1"), ("allreduce", "2"), ("none", "2"), ("ddp", "2")}
+    for mode in ("allreduce", "ddp"):
+        row = rows[mode, "2"]
+        assert float(row["samples_per_second"]) > 0
+        assert float(row["difference_to_none"]) < 1e-12
+        assert float(row["memory_mib/rank_1"]) > 50
+        # One hidden layer of 16 on 64 inputs, 10 outputs, in float64; the step's loss besides.
+        assert float(row["bytes_per_step/all_reduce"]) == pytest.approx((64 * 16 + 16 + 16 * 10 + 10) * 8, abs=32)
+    assert "parallel=none is for one process" in rows["none", "2"]["remark"]
+    assert (path / "compare.md").read_text().count("\n") == 6
+    assert len(list(path.glob("events.out.tfevents.*"))) == 1
+    result = json.loads((path / "result.json").read_text())
+    assert result["state"] == "finished" and result["task"] == "compare"
+    assert set(result["metrics"]) == {"none/1", "allreduce/2", "ddp/2"}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("compare.modes=[dpp]", "no such mode as dpp; did you mean d"),
+        ("compare.world_sizes=[0]", "must be numbers of processes of at least 1"),
+        ("compare.world_sizes=[]", "must be numbers of processes of at least 1"),
+    ],
+)
+def test_wrong_input_is_refused(
+    word: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(tmp_path, monkeypatch, word) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_counter_counts_what_each_collective_moves() -> None:
+    def of(rank: int, world_size: int) -> dict[str, int]:
+        tensor = torch.ones(100)  # 400 bytes
+        with CommunicationCounter() as counter:
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor)
+            dist.broadcast(tensor, 0)
+            dist.all_gather_into_tensor(torch.empty(100 * world_size), tensor)
+            dist.reduce_scatter_tensor(torch.empty(100 // world_size), tensor)
+            tensor + tensor
+        return dict(counter.bytes)
+
+    expected = {"all_reduce": 800, "broadcast": 400, "all_gather": 800, "reduce_scatter": 400}
+    assert run_ranks(of, 2) == [expected, expected]

@@ -1,0 +1,173 @@
+"""Who a process is, and how ranks agree."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from runner.backend import Backend
+from runner.config import InputError
+from runner.launchers.env import Place, find_place
+from runner.world import World, set_threads
+
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    **BY_HAND,
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+
+def test_place_without_variables_is_a_world_of_one() -> None:
+    assert find_place({}) == Place()
+    assert find_place({"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
+
+
+def test_place_by_hand_is_on_one_machine() -> None:
+    place = find_place(BY_HAND)
+    assert (place.rank, place.local_rank, place.world_size, place.local_world_size) == (1, 1, 4, 4)
+    assert not place.hosts_store
+    assert find_place({**BY_HAND, "RANK": "0"}).hosts_store
+
+
+def test_place_under_torchrun_leaves_the_store_to_the_agent() -> None:
+    place = find_place({**TORCHRUN, "RANK": "0"})
+    assert (place.found, place.local_rank, place.local_world_size, place.restart) == ("torchrun", 0, 2, 2)
+    assert not place.hosts_store
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"RANK": ""}, r"half a world; RANK must be set too"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, r"MASTER_ADDR and MASTER_PORT must be set too"),
+        ({"RANK": "4"}, r"RANK=4 must be at least 0 and below WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "four"}, r"WORLD_SIZE=four must be an integer"),
+    ],
+)
+def test_place_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        find_place({**BY_HAND, **change})
+
+
+def world_of(rank: int, world_size: int, path: Path, timeout_s: float = 30) -> World:
+    place = Place(rank, rank, world_size, world_size, found="test")
+    world = World(place, dist.FileStore(str(path / "agreement"), world_size), Backend(timeout_s=timeout_s))
+    world.begin_job(world.backend)
+    return world
+
+
+def test_all_hear_the_lowest_rank_that_objects(tmp_path: Path) -> None:
+    def ask(rank: int, world_size: int) -> list[list[str]]:
+        world = world_of(rank, world_size, tmp_path)
+        time.sleep(0.1 * (world_size - rank))  # rank 0 is the last to come
+        return [
+            world.agree("nobody", []),
+            world.agree("two", [f"rank {rank}"] if rank in (1, 3) else []),
+        ]
+
+    assert run_ranks(ask, 4) == [[[], ["rank 1"]]] * 4
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    def ask(rank: int, world_size: int) -> str | None:
+        world = world_of(rank, world_size, tmp_path, timeout_s=1)
+        if rank == 0:
+            with pytest.raises(TimeoutError) as caught:
+                world.agree("question", [])
+            return str(caught.value)
+        if rank == 1:
+            with pytest.raises(RuntimeError):
+                world.agree("question", [])
+        return None
+
+    assert "ranks [2] of 3 said nothing (question)" in run_ranks(ask, 3)[0]
+
+
+def test_what_rank_0_makes_is_shared_and_so_is_its_failure(tmp_path: Path) -> None:
+    def ask(rank: int, world_size: int) -> tuple[str, str]:
+        world = world_of(rank, world_size, tmp_path)
+
+        def refuse() -> str:
+            raise OSError(f"no room on {rank}")
+
+        made = world.share("value", lambda: f"made on {rank}")
+        with pytest.raises(ValueError, match="no room") as caught:
+            world.share("trouble", refuse)
+        return made, str(caught.value)
+
+    assert run_ranks(ask, 3) == [("made on 0", "no room on 0")] * 3
+
+
+def test_jobs_of_one_world_do_not_read_each_others_keys(tmp_path: Path) -> None:
+    def ask(rank: int, world_size: int) -> list[str]:
+        world = world_of(rank, world_size, tmp_path)
+        heard = []
+        for job in range(3):
+            world.begin_job(world.backend)
+            heard.append(world.share("value", lambda job=job: str(job)))  # type: ignore[misc]
+        return heard
+
+    assert run_ranks(ask, 2) == [["0", "1", "2"]] * 2
+
+
+def test_one_rank_per_node_goes_first(tmp_path: Path) -> None:
+    def act(rank: int, world_size: int) -> float:
+        local_rank = rank % 2  # two nodes of two ranks
+        place = Place(rank, local_rank, world_size, 2, found="test")
+        world = World(place, dist.FileStore(str(tmp_path / "turns"), world_size), Backend())
+        times: list[float] = []
+
+        def note() -> None:
+            time.sleep(0.05)
+            times.append(time.monotonic())
+
+        world.in_turn("download", note)
+        return times[0]
+
+    first, second, third, fourth = run_ranks(act, 4)
+    assert first < third < min(second, fourth)
+
+
+def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
+    def fail(rank: int, world_size: int) -> str:
+        world = world_of(rank, world_size, tmp_path)
+        dist.barrier()
+        time.sleep(0.2 * (rank != 2))
+        return world.report_failure(f"of {rank}")
+
+    assert run_ranks(fail, 3) == ["of 2"] * 3
+
+
+def test_a_flag_on_any_rank_is_everybodys(tmp_path: Path) -> None:
+    def ask(rank: int, world_size: int) -> list[bool]:
+        world = world_of(rank, world_size, tmp_path)
+        return [world.any_later(rank == 1)(), world.any_later(False)()]
+
+    assert run_ranks(ask, 3) == [[True, False]] * 3
+
+
+def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(*arguments: Any) -> int:
+        set_threads(*arguments)
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+        assert threads(None, 2) == 3
+        assert threads(None, 8) == 1
+        assert threads(2, 1) == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        torch.set_num_threads(4)
+        assert threads(None, 1) == 4, "OMP_NUM_THREADS has been heard by torch itself"
+    finally:
+        torch.set_num_threads(before)
