@@ -1,6 +1,10 @@
-"""The rules that every model checks before it is built."""
+"""The rules that every model checks before it is built, and the type of what it says of itself."""
 
 from collections.abc import Sequence
+from typing import Literal
+
+# How the weights of linear layers are cut, by their names in the order of forward; models/__init__.py says what for.
+Plan = dict[str, Literal["colwise", "rowwise"]]
 
 
 def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
@@ -9,3 +13,20 @@ def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
         raise ValueError(f"sample_shape={list(sample_shape)} must be one or more sizes of at least 1, such as [10]")
     if num_outputs < 1:
         raise ValueError(f"num_outputs={num_outputs} must be at least 1")
+
+
+def check_images(model: str, sample_shape: Sequence[int], num_outputs: int, least: int = 1) -> None:
+    """Raise ValueError as check_sizes, and unless samples are images (C, H, W) of at least `least` pixels each way."""
+    check_sizes(sample_shape, num_outputs)
+    if len(sample_shape) != 3 or min(sample_shape[1:]) < least:
+        raise ValueError(
+            f"{model} needs image samples (channels, height, width) of at least {least} x {least}, but the samples "
+            f"have shape {tuple(sample_shape)}; choose a data set of images, such as digits, or another model, such "
+            "as mlp"
+        )
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise ValueError unless it is the probability of leaving out some units, and not all."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be at least 0 and below 1; try 0.1")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.checks import check_sizes
+from models.checks import Plan, check_images
 
 
 class ConvNet(nn.Module):
@@ -16,12 +16,7 @@ class ConvNet(nn.Module):
 
     def __init__(self, sample_shape: Sequence[int], num_outputs: int, channels: Sequence[int] = (16, 32)) -> None:
         super().__init__()
-        check_sizes(sample_shape, num_outputs)
-        if len(sample_shape) != 3 or min(sample_shape[1:]) < 4:
-            raise ValueError(
-                "convnet needs image samples (channels, height, width) of at least 4 x 4, but the samples have shape "
-                f"{tuple(sample_shape)}; choose a data set of images, such as digits, or another model, such as mlp"
-            )
+        check_images("convnet", sample_shape, num_outputs, least=4)
         if len(channels) != 2 or min(channels) < 1:
             raise ValueError(f"channels={list(channels)} must be two sizes of at least 1; try [16, 32]")
         num_channels, height, width = sample_shape
@@ -33,6 +28,12 @@ class ConvNet(nn.Module):
         features = self.block1(images)  # (N, C, H, W) -> (N, channels[0], H // 2, W // 2)
         features = self.block2(features)  # -> (N, channels[1], H // 4, W // 4)
         return self.head(features.flatten(1))  # -> (N, num_outputs)
+
+    def stages(self) -> list[nn.Module]:
+        return [self.block1, self.block2, nn.Sequential(nn.Flatten(), self.head)]
+
+    def tensor_plan(self) -> Plan:
+        return {"head": "rowwise"}  # the blocks stay whole: torch has no sharded convolution
 
 
 def _block(num_inputs: int, num_outputs: int) -> nn.Sequential:

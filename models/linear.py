@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.checks import check_sizes
+from models.checks import Plan, check_sizes
 
 
 class Linear(nn.Module):
@@ -21,3 +21,9 @@ class Linear(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         return self.head(samples.flatten(1))  # (N, *sample_shape) -> (N, num_outputs)
+
+    def stages(self) -> list[nn.Module]:
+        return [nn.Sequential(nn.Flatten(), self.head)]
+
+    def tensor_plan(self) -> Plan:
+        return {"head": "rowwise"}

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from models.checks import check_sizes
+from models.checks import Plan, check_dropout, check_sizes
 
 
 class MLP(nn.Module):
@@ -28,8 +28,8 @@ class MLP(nn.Module):
         check_sizes(sample_shape, num_outputs)
         if not hidden or min(hidden) < 1:
             raise ValueError(f"hidden={list(hidden)} must be one or more sizes of at least 1; try [256, 128]")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout} must be at least 0 and below 1; try 0.1")
+        check_dropout(dropout)
+        self.batch_norm = batch_norm
         layers: list[nn.Module] = []
         for num_inputs, size in pairwise([math.prod(sample_shape), *hidden]):
             layers.append(nn.Linear(num_inputs, size))
@@ -44,3 +44,20 @@ class MLP(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         features = self.layers(samples.flatten(1))  # (N, *sample_shape) -> (N, hidden[-1])
         return self.head(features)  # (N, hidden[-1]) -> (N, num_outputs)
+
+    def stages(self) -> list[nn.Module]:
+        starts = [index for index, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        groups = [list(self.layers[start:end]) for start, end in pairwise([*starts, len(self.layers)])]
+        first, *others = groups
+        return [nn.Sequential(nn.Flatten(), *first), *(nn.Sequential(*group) for group in others), self.head]
+
+    def tensor_plan(self) -> Plan:
+        """Pairs of a colwise and a rowwise layer, which talk once; the last layer is by itself if their number is odd.
+
+        A BatchNorm between the two has weights and statistics for the whole axis of which it would see a slice. So
+        with batch_norm every layer is by itself, and each BatchNorm sees whole activations.
+        ReLU and Dropout treat each unit by itself and may stand in a pair.
+        """
+        names = [name for name, layer in self.named_modules() if isinstance(layer, nn.Linear)]
+        paired = 0 if self.batch_norm else len(names) - len(names) % 2
+        return {name: "colwise" if i < paired and i % 2 == 0 else "rowwise" for i, name in enumerate(names)}

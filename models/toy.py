@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.checks import check_sizes
+from models.checks import Plan, check_sizes
 
 
 class Toy(nn.Module):
@@ -27,3 +27,9 @@ class Toy(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         features = self.relu(self.hidden(samples.flatten(1)))  # (N, *sample_shape) -> (N, hidden)
         return self.head(features)  # (N, hidden) -> (N, num_outputs)
+
+    def stages(self) -> list[nn.Module]:
+        return [nn.Sequential(nn.Flatten(), self.hidden, self.relu), self.head]
+
+    def tensor_plan(self) -> Plan:
+        return {"hidden": "colwise", "head": "rowwise"}

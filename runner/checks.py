@@ -2,7 +2,7 @@
 
 import torch
 
-from runner.config import GROUPS, Config, check_combination, check_values
+from runner.config import GROUPS, Comparison, Config, check_combination, check_values
 from runner.explain.locate import locate
 from runner.explain.options import check_options
 from runner.world import World
@@ -36,6 +36,12 @@ def _check_task(config: Config) -> list[str]:
         return [f"resume={config.resume} goes on with training; to read a run, type run={config.resume}"]
     if task.reads_run and not config.run:
         return [f"task={task.__name__.lower()} needs the run to read; type run=last, or run=RUN_DIR"]
+    if config.compare != Comparison() and not task.conducts:
+        return ["compare.modes and compare.world_sizes have an effect with task=compare alone; leave them out"]
+    going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
+    if going_on and not (task.needs_experiment or task.reads_run):
+        (key, value), *_ = going_on.items()
+        return [f"{key}={value} has no effect on task={task.__name__.lower()}; drop it"]
     if config.run and not task.reads_run:
         return [f"run={config.run} has no effect on training; to go on with that run, type resume={config.run}"]
     return []

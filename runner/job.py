@@ -11,6 +11,7 @@ from runner.build import Experiment, build, make_task
 from runner.checks import check_fit
 from runner.config import Config, InputError
 from runner.run_dir import Request, RunDirectory, new_directory
+from runner.tasks.protocol import Task
 from runner.terminal import speaking
 from runner.train import Preempted
 from runner.world import World, set_threads
@@ -45,7 +46,7 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
 
 
 def _run(config: Config, request: Request, world: World) -> dict[str, float]:
-    experiment, refused, crashed = _build(config, request, world)
+    task, experiment, refused, crashed = _build(config, request, world)
     if refused := world.agree("refused", refused):
         raise InputError(*refused)
     crashed = world.agree("crashed", crashed)
@@ -70,10 +71,10 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
         try:
             if crashed:
                 raise JobFailed(crashed[0])
-            assert experiment is not None
-            if world.world_size > 1 or experiment.parallel.needs_group:
+            assert task is not None
+            if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
                 world.form_group()
-            metrics = make_task(config).run(config, experiment, world, directory, console)
+            metrics = task.run(config, experiment, world, directory, console)
             directory.result.metrics = metrics
             state = "finished"
             return metrics
@@ -101,16 +102,24 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
         raise JobFailed(text)
 
 
-def _build(config: Config, request: Request, world: World) -> tuple[Experiment | None, list[str], list[str]]:
-    """The experiment, or why the input is refused, or the traceback of what broke while building."""
+def _build(
+    config: Config, request: Request, world: World
+) -> tuple[Task | None, Experiment | None, list[str], list[str]]:
+    """The task and what it needs, or why the input is refused, or the traceback of what broke while building."""
     try:
+        task: Task = make_task(config)
         if messages := world.choose_device() + check_fit(config, world):
-            return None, messages, []
-        return build(config, request.choices, world), [], []
+            raise InputError(*messages)
+        if world.world_size < task.min_world_size:
+            raise InputError(
+                f"task={request.choices['task']} needs at least {task.min_world_size} ranks, and this world has "
+                f"{world.world_size}; try launcher=spawn"
+            )
+        return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
     except InputError as error:
-        return None, error.messages, []
+        return None, None, error.messages, []
     except Exception as error:
-        return None, [], [_traceback(error)]
+        return None, None, [], [_traceback(error)]
 
 
 def _make_directory(config: Config, request: Request) -> str:

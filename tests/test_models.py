@@ -14,10 +14,22 @@ from torch import nn
 from models.convnet import ConvNet
 from models.linear import Linear
 from models.mlp import MLP
+from models.net import Net
+from models.resnet18 import ResNet18
+from models.split import Split
 from models.toy import Toy
+from models.transformer import Transformer
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
-MODELS = {"toy": Toy, "linear": Linear, "mlp": MLP, "convnet": ConvNet}
+MODELS = {
+    "toy": Toy,
+    "linear": Linear,
+    "mlp": MLP,
+    "convnet": ConvNet,
+    "net": Net,
+    "resnet18": ResNet18,
+    "transformer": Transformer,
+}
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -39,10 +51,78 @@ def test_convnet_takes_images_of_any_size_from_4_x_4(sample_shape):
     assert model(torch.rand(2, *sample_shape)).shape == (2, 10)
 
 
+@pytest.mark.parametrize("sample_shape", [(1, 28, 28), (3, 32, 32), (2, 16, 17), (1, 30, 29)])
+def test_net_gives_log_probabilities_for_images_from_16_x_16(sample_shape):
+    outputs = Net(sample_shape, 10)(torch.rand(2, *sample_shape))
+    assert outputs.shape == (2, 10)
+    torch.testing.assert_close(outputs.exp().sum(1), torch.ones(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"patch_size": 7, "dim": 24, "depth": 1, "heads": 3, "mlp_ratio": 0.5}])
+def test_transformer_options(options):
+    model = Transformer([1, 28, 28], 10, **options)
+    sizes = {"patch_size": 4, "dim": 64, "depth": 4, "heads": 4, "mlp_ratio": 4.0} | options
+    assert len(model.blocks) == sizes["depth"]
+    assert model.blocks[0].up.out_features == sizes["dim"] * sizes["mlp_ratio"]
+    assert model.positions.weight.shape == ((28 // sizes["patch_size"]) ** 2, sizes["dim"])
+    assert model.blocks[0].attention.head_dim == sizes["dim"] // sizes["heads"]
+    assert model(torch.rand(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_transformer_cuts_an_image_row_by_row():
+    images = torch.arange(2 * 4 * 6.0).view(1, 2, 4, 6)
+    patches = Transformer([2, 4, 6], 3, patch_size=2).patches(images)
+    assert patches.shape == (1, 6, 8)
+    assert patches[0, 4].tolist() == images[0, :, 2:4, 2:4].flatten().tolist()  # the second of the second row
+
+
+def test_transformer_attends_as_torchs_own_layer():
+    attention = Transformer([1, 8, 8], 3, dim=16).blocks[0].attention
+    layers = [attention.query, attention.key, attention.value]
+    reference = nn.MultiheadAttention(16, 4, batch_first=True)
+    with torch.no_grad():
+        reference.in_proj_weight.copy_(torch.cat([layer.weight for layer in layers]))
+        reference.in_proj_bias.copy_(torch.cat([layer.bias for layer in layers]))
+    reference.out_proj = attention.proj
+    features = torch.randn(2, 5, 16)
+    torch.testing.assert_close(attention(features), reference(features, features, features)[0])
+
+
+@pytest.mark.parametrize(
+    ("sample_shape", "small_images", "kernel", "pixels"),
+    [((1, 28, 28), True, 3, 28), ((3, 64, 32), True, 7, 16), ((3, 28, 28), False, 7, 7)],
+)
+def test_resnet18_keeps_small_images_in_its_stem(sample_shape, small_images, kernel, pixels):
+    model = ResNet18(sample_shape, 10, small_images).eval()
+    assert model.resnet.conv1.in_channels == sample_shape[0]
+    assert model.resnet.conv1.kernel_size == (kernel, kernel)
+    images = torch.rand(1, *sample_shape)
+    assert model.stages()[0](images).shape[1:3] == (64, pixels)
+    assert model(images).shape == (1, 10)
+
+
+def test_resnet18_is_torchvisions():
+    from torchvision.models import resnet18
+
+    torch.manual_seed(3)
+    ours = ResNet18([3, 64, 64], 10)
+    torch.manual_seed(3)
+    theirs = resnet18(weights=None, num_classes=10)
+    images = torch.rand(2, 3, 64, 64)
+    assert torch.equal(ours(images), theirs(images))
+    stem = ResNet18([1, 64, 64], 10).resnet.conv1.weight
+    assert stem.std().item() == pytest.approx(math.sqrt(2 / (7 * 7 * 64)), rel=0.1)  # drawn as the others
+
+
 def test_sizes():
     assert num_parameters(Toy([10], 5)) == 10 * 10 + 10 + 10 * 5 + 5
     assert num_parameters(Linear([20], 1)) == 21
     assert num_parameters(MLP([1, 28, 28], 10)) == 784 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
+    assert num_parameters(Net([1, 28, 28], 10)) == 10 * 25 + 10 + 20 * 10 * 25 + 20 + 320 * 50 + 50 + 50 * 10 + 10
+    assert num_parameters(ResNet18([3, 224, 224], 1000)) == 11_689_512  # torchvision's documentation
+    block = 4 * (64 * 64 + 64) + 2 * 64 * 256 + 256 + 64 + 2 * 2 * 64
+    ends = 16 * 64 + 64 + 49 * 64 + 2 * 64 + 64 * 10 + 10
+    assert num_parameters(Transformer([1, 28, 28], 10)) == 4 * block + ends
     blocks = 1 * 16 * 25 + 16 + 2 * 16 + 16 * 32 * 25 + 32 + 2 * 32
     assert num_parameters(ConvNet([1, 28, 28], 10)) == blocks + 7 * 7 * 32 * 10 + 10
 
@@ -97,9 +177,9 @@ def test_toy_and_linear_learn():
 
 @pytest.mark.parametrize("kind", MODELS.values())
 def test_models_pickle(kind):
-    model = kind([1, 8, 8], 3)
+    model = kind([1, 16, 16], 3)
     copy = pickle.loads(pickle.dumps(model))
-    samples = torch.rand(2, 1, 8, 8)
+    samples = torch.rand(2, 1, 16, 16)
     assert torch.equal(copy.eval()(samples), model.eval()(samples))
 
 
@@ -129,6 +209,15 @@ def test_empty_sizes_are_refused(kind, sample_shape, num_outputs, message):
         (ConvNet, {"channels": [16]}, r"channels=\[16\] must be two sizes of at least 1; try \[16, 32\]"),
         (ConvNet, {"channels": (16, 32, 64)}, r"channels=\[16, 32, 64\] must be two"),
         (ConvNet, {"channels": (16, 0)}, r"channels=\[16, 0\] must be two"),
+        (Net, {"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1; try 0.1"),
+        (Transformer, {"patch_size": 5}, "patch_size=5 must divide the height and width 28 x 28 of the .*; try 4$"),
+        (Transformer, {"patch_size": 29}, "patch_size=29 must divide .*; try 28$"),
+        (Transformer, {"patch_size": 0}, "patch_size=0 must be at least 1"),
+        (Transformer, {"depth": -1}, "depth=-1 must be at least 1"),
+        (Transformer, {"heads": 3}, "heads=3 must divide dim=64; try heads=1, or dim=66"),
+        (Transformer, {"heads": 100}, "heads=100 must divide dim=64; try heads=1, or dim=100"),
+        (Transformer, {"mlp_ratio": 0.001}, "mlp_ratio=0.001 must leave a unit of dim=64; try 4.0"),
+        (Transformer, {"mlp_ratio": math.nan}, "mlp_ratio=nan must leave"),
     ],
 )
 def test_options_out_of_range_are_refused(kind, options, message):
@@ -137,26 +226,35 @@ def test_options_out_of_range_are_refused(kind, options, message):
 
 
 @pytest.mark.parametrize("sample_shape", [(10,), (28, 28), (1, 3, 28), (1, 28, 3), (1, 1, 28, 28)])
-def test_convnet_refuses_what_is_no_image(sample_shape):
+@pytest.mark.parametrize(("name", "least"), [("convnet", 4), ("net", 16), ("resnet18", 1), ("transformer", 1)])
+def test_models_of_images_refuse_what_is_none(name, least, sample_shape):
+    if len(sample_shape) == 3 and least == 1:
+        pytest.skip("this is an image")
     with pytest.raises(ValueError) as raised:
-        ConvNet(sample_shape, 10)
+        MODELS[name](sample_shape, 10)
     assert str(raised.value) == (
-        "convnet needs image samples (channels, height, width) of at least 4 x 4, but the samples have shape "
-        f"{sample_shape}; choose a data set of images, such as digits, or another model, such as mlp"
+        f"{name} needs image samples (channels, height, width) of at least {least} x {least}, but the samples have "
+        f"shape {sample_shape}; choose a data set of images, such as digits, or another model, such as mlp"
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "split"])
 def test_configuration_states_every_option_and_its_default(name):
     text = (CONF / f"{name}.yaml").read_text()
     lines = text.splitlines()
     assert lines[0].startswith("# ") and not lines[0].endswith(".")
-    assert all("  # " in line for line in lines[2:])
     options = yaml.safe_load(text)
+    assert all("  # " in line for line in lines[lines.index(f"_target_: {options['_target_']}") + 1 :])
     module, _, attribute = options.pop("_target_").rpartition(".")
-    assert getattr(importlib.import_module(module), attribute) is MODELS[name]
-    assert options.pop("sample_shape") == "${data.sample_shape}"
-    assert options.pop("num_outputs") == "${data.num_outputs}"
-    parameters = list(inspect.signature(MODELS[name]).parameters.values())[2:]
+    kind = {**MODELS, "split": Split}[name]
+    assert getattr(importlib.import_module(module), attribute) is kind
+    parameters = list(inspect.signature(kind).parameters.values())
+    if name == "split":  # what it splits is another option's node
+        assert options.pop("defaults") == [{"/model@model": "convnet"}, "_self_"]
+        assert parameters.pop(0).name == "model"
+    else:
+        assert [parameters.pop(0).name for _ in range(2)] == ["sample_shape", "num_outputs"]
+        assert options.pop("sample_shape") == "${data.sample_shape}"
+        assert options.pop("num_outputs") == "${data.num_outputs}"
     defaults = {p.name: list(p.default) if isinstance(p.default, tuple) else p.default for p in parameters}
     assert options == defaults

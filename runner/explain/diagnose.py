@@ -115,7 +115,7 @@ def refuse_overrides(overrides: Sequence[str]) -> list[str]:
 
 def given_twice(overrides: Sequence[str]) -> list[str]:
     """Hydra lets the last one win without a word. Only for what was typed at once: resume= types on top of a record."""
-    keys = [_key(line) for line in overrides]
+    keys = [line.lstrip("+~").partition("=")[0] for line in overrides]  # GROUP@PLACE= is another choice than GROUP=
     return [
         f"{line}: {key} is given twice ({overrides[keys.index(key)]}); keep one"
         for position, (key, line) in enumerate(zip(keys, overrides, strict=True))

@@ -97,7 +97,7 @@ class Collectives:
     def run(
         self, config: Config, experiment: None, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
-        where = f"{world.world_size} ranks, {dist.get_backend()}, {world.device.type}"
+        where = f"{world.world_size} ranks over {world.backend.process_group_backend()} on {world.device.type}"
         log.info("collectives of %s", where)
         unsupported: dict[str, str] = {}
         measurements: list[Measurement] = []

@@ -63,6 +63,8 @@ class Compare:
     """Runs task=measure for each mode and world size; the worlds are its own, or the one that it is part of."""
 
     reads_run = False
+    needs_experiment = False
+    min_world_size = 1
     conducts = True
 
     def __init__(self) -> None:

@@ -81,10 +81,10 @@ def all_gather(rank: int, n: int, per_rank: int, device: torch.device) -> Exchan
 
 
 def reduce_scatter(rank: int, n: int, per_rank: int, device: torch.device) -> Exchange:
-    """Rank r gives (r + 1)(s + 1) for rank s, which gets their sum over r."""
-    given = _filled([(rank + 1.0) * (s + 1) for s in range(n)], per_rank, device)
+    """Rank r gives r + 1 + s for rank s, which gets their sum over r."""
+    given = _filled([rank + 1.0 + s for s in range(n)], per_rank, device)
     result = _filled([0], per_rank, device)
-    expected = [n * (n + 1) / 2 * (rank + 1)]
+    expected = [n * (n + 1) / 2 + n * rank]
     return Exchange(lambda: dist.reduce_scatter_tensor(result, given), given.nbytes, result, expected)
 
 
