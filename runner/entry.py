@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra import initialize_config_dir
@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner import CONF
-from runner.config import KEYS, Config, InputError, as_config
-from runner.explain.diagnose import explain, given_twice, refuse_overrides, three_lines, unknown_keys
+from runner.config import GROUPS, KEYS, Config, InputError, as_config, check_types
+from runner.explain.diagnose import explain, given_twice, refuse_overrides, three_lines, unchosen, unknown_keys
 from runner.explain.help import render_help
 from runner.going_on import Typed, check_going_on, go_on
 from runner.launchers.env import Place, find_place
@@ -33,34 +33,50 @@ FINISHED, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 143
 
 def main() -> int:
     """Run what sys.argv asks for. Returns the exit status."""
-    args = get_args_parser().parse_args()
-    if args.config_dir:
-        # A user's own model lies beside its YAML file; behind everything else, so that it hides nothing.
-        sys.path.append(os.path.abspath(args.config_dir))
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # the console script finds what `python -m` finds
-    if args.help:
-        folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
-        print(render_help(folders))
-        return FINISHED
     try:
+        args = _read_flags()
+        if args.help:
+            folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
+            print(render_help(folders))
+            return FINISHED
         place = find_place()
-    except InputError as error:
-        return _refuse(error.messages)
-    try:
-        if args.config_dir and not os.path.isdir(args.config_dir):
-            raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one with your model/*.yaml")
         refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
         if refuse:
             raise InputError(*refuse)
         typed = go_on(args.overrides, args.config_dir, args.multirun)
+        if typed.config_dir:
+            # A user's own model lies beside its YAML file; behind everything else, so that it hides nothing.
+            sys.path.append(typed.config_dir)
         _register_plugins()
         with initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"):
             if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
                 return _ask_hydra(args, typed)
             return _run(typed, args.multirun, place)
     except InputError as error:
-        return _refuse_everywhere(error.messages, place)
+        return _refuse_everywhere(error.messages)
+
+
+def _read_flags() -> Namespace:
+    """Hydra's flags. Raises InputError for those that do not exist, and for those that would do nothing here."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(f"{message}; --help lists the flags")
+
+    parser.error = refuse  # type: ignore[method-assign]  # its own prints the usage in eight lines
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        raise InputError(f"{unknown[0]}: no such flag; " + (f"type {key}={value}" if value else "--help lists them"))
+    for name in ("config_name", "config_path", "experimental_rerun"):
+        if value := getattr(args, name):
+            flag = f"--{name.replace('_', '-')}={value}"
+            raise InputError(f"{flag}: the runner has one configuration of its own; type --config-dir=DIR to add yours")
+    if args.config_dir and not os.path.isdir(args.config_dir):
+        raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one with your model/*.yaml")
+    return args
 
 
 def _run(typed: Typed, multirun: bool, place: Place) -> int:
@@ -99,12 +115,14 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """The typed and resolved configuration. Raises InputError with every value that is wrong by itself."""
     from runner.checks import check_input
 
-    if messages := unknown_keys(cfg, (*KEYS, "hydra"), list(overrides)):
+    if messages := unknown_keys(cfg, (*KEYS, "hydra"), list(overrides)) + unchosen(cfg, GROUPS, list(overrides)):
         raise InputError(*messages)
     try:
         container: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(KEYS)), resolve=True)
     except OmegaConfBaseException as error:
         raise InputError(str(error).splitlines()[0]) from None
+    if messages := check_types(container):
+        raise InputError(*messages)
     config = as_config(container)
     if messages := check_input(config) + check_going_on(config):
         raise InputError(*messages)
@@ -130,7 +148,21 @@ def _ask_hydra(args: Namespace, typed: Typed) -> int:
     return FINISHED
 
 
-def _refuse(messages: list[str]) -> int:
+def _refuse_everywhere(messages: list[str]) -> int:
+    """Tell the user once, by rank 0, before any rank exits."""
+    try:
+        place = find_place()
+        if place.world_size > 1:
+            from runner.backend import Backend
+            from runner.world import join
+
+            world = join(place, Backend())
+            agreed = world.agree("composed", messages)
+            world.speak(lambda: _print(agreed))
+            world.close()
+            return REFUSED
+    except InputError as error:  # there is no such world
+        messages = error.messages
     _print(messages)
     return REFUSED
 
@@ -138,20 +170,3 @@ def _refuse(messages: list[str]) -> int:
 def _print(messages: list[str]) -> None:
     for line in three_lines(messages):
         print(line, file=sys.stderr, flush=True)
-
-
-def _refuse_everywhere(messages: list[str], place: Place) -> int:
-    """Tell the user once, by rank 0, before any rank exits."""
-    if place.world_size == 1:
-        return _refuse(messages)
-    from runner.backend import Backend
-    from runner.world import join
-
-    try:
-        world = join(place, Backend())
-        agreed = world.agree("composed", messages)
-    except InputError as error:
-        return _refuse(error.messages)
-    world.speak(lambda: _print(agreed))
-    world.close()
-    return REFUSED
