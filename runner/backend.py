@@ -14,6 +14,7 @@ class Backend:
     init: str = "env"
     timeout_s: float = 300.0
     join_timeout_s: float = 120.0
+    devices_per_rank: int = 1
 
     @property
     def timeout(self) -> timedelta:
@@ -56,6 +57,8 @@ class Backend:
             messages.append("backend=nccl runs on GPUs only, and the device is cpu; try backend=gloo")
         if not self.init.startswith(("file:///", "tcp://")) and self.init != "env":
             messages.append(f"backend.init={self.init} must be env, file:///PATH or tcp://HOST:PORT")
+        if self.devices_per_rank < 1:
+            messages.append(f"backend.devices_per_rank={self.devices_per_rank} must be at least 1")
         for key in ("timeout_s", "join_timeout_s"):
             if getattr(self, key) <= 0:
                 messages.append(f"backend.{key}={getattr(self, key)} must be above 0 seconds; try 300")

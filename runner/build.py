@@ -1,5 +1,6 @@
 """The one place where the configuration becomes objects, in order. Ranks talk here only to share a download."""
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -12,10 +13,13 @@ from hydra.utils import instantiate
 from torch import nn
 
 from runner.config import Config, InputError, check_batch
+from runner.deferred import Deferred, probe
+from runner.launchers.protocol import Launcher
 from runner.loader import Loader
 from runner.loggers.protocol import Logger
 from runner.losses import Auto, are_log_probabilities
 from runner.norm import has_batch_norm, synchronize_batch_norm
+from runner.parallel.parts import place_parts
 from runner.parallel.protocol import Axes, Parallel, Recipe
 from runner.precision import Precision
 from runner.sampler import Sampler
@@ -37,6 +41,7 @@ class Experiment:
     logger: Logger
     num_parameters: int
     classifies: bool  # the targets are classes, so that accuracy means something
+    warnings: list[str]  # what the user should know before it starts
 
 
 def build(config: Config, choices: Mapping[str, str], world: World) -> Experiment:
@@ -47,26 +52,25 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     make = functools.partial(_make, choices)
     parallel: Parallel = make("parallel", config.parallel)
     train_data, val_data = _load_data(config, make, world)
-    axes, messages = Axes(), []
-    try:
-        axes = parallel.axes(world.world_size)
-    except ValueError as error:
-        messages.append(str(error))
-    if axes.size == world.world_size:
-        messages += check_batch(config, axes.data_ranks)
-    if messages:
-        raise InputError(*messages)
+    _lay_out(config, parallel, world)  # what cannot be is told before a large model is built
 
     torch.manual_seed(config.seed)
-    module: nn.Module = make("model", config.model)
+    # A mode that shards need not hold the whole model in memory: it makes the weights part by part.
+    deferred = Deferred() if getattr(parallel, "meta_init", False) else None
+    with deferred or contextlib.nullcontext():
+        module: nn.Module = make("model", config.model)
     loss = make("loss", config.loss)
     loss = _fit(config, module, loss, train_data)
     precision = Precision(config.precision, world.device)
-    module.to(device=world.device, dtype=precision.parameter_dtype)
+    if deferred is not None:
+        deferred.keep(module)
+    module.to(device=None if deferred else world.device, dtype=precision.parameter_dtype)
     memory_format = _memory_format(config.memory_format, module)
     module.to(memory_format=memory_format)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
+    warnings = place_parts(module, choices, getattr(parallel, "spans_devices", False), world)
+    axes = _lay_out(config, parallel, world)  # which check may have fitted to the model
     if _synchronizes(config, module, axes):
         try:
             synchronize_batch_norm(module)
@@ -97,22 +101,40 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             memory_format=memory_format,
         )
 
+    sample = precision.cast(train_data[0][0][None].to(world.device))
     return Experiment(
         parallel=parallel,
         axes=axes,
-        recipe=Recipe(module, make_optimizer, loss, precision, config.clip_grad_norm, world.device),
-        train_loader=loader(train_data, {"micro_batches": config.micro_batches}),
+        recipe=Recipe(
+            module,
+            make_optimizer,
+            loss,
+            precision,
+            config.clip_grad_norm,
+            world.device,
+            sample,
+            materialize=functools.partial(deferred.materialize, device=world.device)
+            if deferred
+            else lambda parts: None,
+        ),
+        train_loader=loader(train_data, {"micro_batches": config.micro_batches * axes.micro_batches}),
         val_loader=loader(val_data, {}, shuffle=False, drop_last=False),
         schedule=make("scheduler", config.scheduler),
         logger=make("logger", config.logger),
         num_parameters=sum(p.numel() for p in module.parameters()),
         classifies=not torch.as_tensor(train_data[0][1]).is_floating_point(),
+        warnings=warnings,
     )
 
 
 def make_task(config: Config) -> Any:
-    """What to do with an experiment: a runner.tasks.protocol.Task."""
-    return instantiate(config.task, _convert_="all")
+    """What to do: a runner.tasks.protocol.Task. Raises InputError for an option that it refuses."""
+    return _make({}, "task", config.task)
+
+
+def make_launcher(config: Config) -> Launcher:
+    """How the processes come to be. Raises InputError for an option that it refuses."""
+    return _make({}, "launcher", config.launcher)
 
 
 def _make(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
@@ -177,6 +199,17 @@ def _load_data(config: Config, make: Callable[..., Any], world: World) -> tuple[
     return loaded[0]
 
 
+def _lay_out(config: Config, parallel: Parallel, world: World) -> Axes:
+    """The mode's mesh of this world. Raises InputError where there is none, or not a sample for each of its ranks."""
+    try:
+        axes = parallel.axes(world.world_size)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if messages := check_batch(config, axes.data_ranks, axes.micro_batches):
+        raise InputError(*messages)
+    return axes
+
+
 def _fit(config: Config, module: nn.Module, loss: Any, train_data: Any) -> nn.Module:
     """Try model and loss on one sample, before anything is written. Returns the loss; Auto is replaced by one.
 
@@ -191,7 +224,7 @@ def _fit(config: Config, module: nn.Module, loss: Any, train_data: Any) -> nn.Mo
     module.eval()
     try:
         with torch.no_grad():
-            outputs = module(inputs)
+            outputs = probe(module, inputs)
             if isinstance(loss, Auto):
                 loss = loss.choose(targets, outputs)
             if isinstance(loss, nn.NLLLoss) and not are_log_probabilities(outputs):

@@ -4,12 +4,14 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+
+from runner.explain.annotations import describe, show, suits
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
@@ -31,6 +33,14 @@ class Checkpoints:
     every_epochs: int = 1
     every_steps: int | None = None
     keep: int = 2
+
+
+@dataclass
+class Comparison:
+    """What task=compare measures."""
+
+    modes: list[str] | None = None
+    world_sizes: list[int] = field(default_factory=lambda: [1, 2])
 
 
 @dataclass
@@ -63,6 +73,7 @@ class Config:
     log_every: int = 1
     eval_every: int = 1
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    compare: Comparison = field(default_factory=Comparison)
     resume: str | None = None
     run: str | None = None
     outputs: str = "outputs"
@@ -72,6 +83,18 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
+
+
+def check_types(container: Mapping[str, Any]) -> list[str]:
+    """Top-level values of a type that is not the key's; only a reference can bring one, as name=${model}."""
+    types = get_type_hints(Config)
+    return [
+        f"{key}={show(container[key])} must be {describe(types[key])}"
+        for key in KEYS
+        if types[key] is not Any
+        and not is_dataclass(types[key])
+        and (isinstance(container[key], Mapping) or not suits(types[key], container[key]))
+    ]
 
 
 def check_values(config: Config) -> list[str]:
@@ -127,14 +150,17 @@ def check_combination(config: Config, uses_gpu: bool) -> list[str]:
     return messages
 
 
-def check_batch(config: Config, data_ranks: int) -> list[str]:
-    """Every rank must have a sample in each micro-batch of a full step."""
-    least = data_ranks * config.micro_batches
+def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:
+    """Every rank must have a sample in each micro-batch of a full step, of which the mode may make several."""
+    factors = {"data ranks": data_ranks, "micro_batches": config.micro_batches}
+    if parallel_micro_batches > 1:
+        factors["parallel.micro_batches"] = parallel_micro_batches
+    least = math.prod(factors.values())
     if config.batch_size >= least:
         return []
     return [
-        f"batch_size={config.batch_size} must be at least data ranks x micro_batches = "
-        f"{data_ranks} x {config.micro_batches} = {least}; try batch_size={least}"
+        f"batch_size={config.batch_size} must be at least {' x '.join(factors)} = "
+        f"{' x '.join(map(str, factors.values()))} = {least}; try batch_size={least}"
     ]
 
 
@@ -174,4 +200,6 @@ def _unwritable(path: Path) -> str | None:
 def as_config(container: Mapping[str, Any]) -> Config:
     """The typed configuration of a composed and resolved container."""
     values = {key: container[key] for key in KEYS}
-    return Config(**{**values, "checkpoint": Checkpoints(**values["checkpoint"])})
+    values["checkpoint"] = Checkpoints(**values["checkpoint"])
+    values["compare"] = Comparison(**values["compare"])
+    return Config(**values)

@@ -84,7 +84,7 @@ def _run(typed: Typed, multirun: bool, place: Place) -> int:
         from runner.sweeps.sweep import run_sweep
 
         return run_sweep(typed, place)
-    cfg = compose(typed.overrides, RunMode.RUN)
+    cfg = compose(typed.overrides)
     config = checked(cfg, typed.overrides)
     request = Request(
         overrides=tuple(typed.recorded),
@@ -98,7 +98,7 @@ def _run(typed: Typed, multirun: bool, place: Place) -> int:
     return launch_and_tell(config, request, place)
 
 
-def compose(overrides: Sequence[str], mode: RunMode) -> DictConfig:
+def compose(overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
     """The configuration with Hydra's own node. Raises InputError that explains every wrong override."""
     owner = GlobalHydra.instance().hydra
     assert owner is not None
@@ -109,6 +109,11 @@ def compose(overrides: Sequence[str], mode: RunMode) -> DictConfig:
     except Exception as error:  # Hydra's own kinds, and ValueError or YAMLError where it did not look
         raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None
     return cfg
+
+
+def options_of(group: str) -> list[str]:
+    """What can be chosen for the group."""
+    return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
 
 
 def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
@@ -141,7 +146,7 @@ def _register_plugins() -> None:
 def _ask_hydra(args: Namespace, typed: Typed) -> int:
     """Let Hydra answer --cfg, --info, --hydra-help and shell completion; it reads sys.argv by itself."""
     if args.cfg:
-        compose(typed.overrides, RunMode.RUN)  # Hydra's own report of an error is long and ends with status 1
+        compose(typed.overrides)  # Hydra's own report of an error is long and ends with status 1
     GlobalHydra.instance().clear()
     setup_globals()
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()

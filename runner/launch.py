@@ -2,15 +2,12 @@
 
 import sys
 
-from hydra.utils import instantiate
-
 from runner.backend import as_backend
-from runner.build import make_task
+from runner.build import make_launcher, make_task
 from runner.config import Config, InputError
 from runner.explain.diagnose import three_lines
 from runner.job import JobFailed
 from runner.launchers.env import Place
-from runner.launchers.protocol import Launcher
 from runner.run_dir import Request
 from runner.train import Preempted
 from runner.world import join
@@ -24,7 +21,7 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
     task = make_task(config)
     if task.conducts:
         return task.conduct(config, request, place)
-    launcher: Launcher = instantiate(config.launcher, _convert_="all")
+    launcher = make_launcher(config)
     if launcher.starts_processes and place.found != "one process":
         raise InputError(
             f"launcher={request.choices['launcher']} starts processes itself, but {place.found} has started this one "

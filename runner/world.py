@@ -31,7 +31,8 @@ class World:
         self.rank, self.world_size = place.rank, place.world_size
         self.local_rank = place.local_rank
         self.backend = backend
-        self.device = torch.device("cpu")
+        self.device = torch.device("cpu")  # where the samples are
+        self.devices = [self.device]  # all that are this rank's own
         self.connection = connection
         # A restarted world must not read what the one before it left in an agent's store (pytorch issue 135712).
         self._root = None if connection is None else dist.PrefixStore(f"attempt{place.restart}", connection)
@@ -85,18 +86,22 @@ class World:
         return dist.HashStore() if self._store is None else dist.PrefixStore(topic, self._store)
 
     def choose_device(self) -> list[str]:
-        """Take this rank's device; what is wrong with it, one message each."""
+        """Take this rank's devices; what is wrong with them, one message each."""
         if messages := self.backend.check():
             return messages
         if self.backend.device_type() == "cpu":
             self.device = torch.device("cpu")
+            self.devices = [self.device] * self.backend.devices_per_rank
             return []
-        if self.local_rank >= torch.cuda.device_count():
+        each, num_ranks = self.backend.devices_per_rank, self.place.local_world_size
+        if (self.local_rank + 1) * each > torch.cuda.device_count():
+            need = "a GPU each" if each == 1 else f"{each} GPUs each, {num_ranks * each} together"
             return [
-                f"{self.place.local_world_size} ranks on this machine need a GPU each, but there are "
-                f"{torch.cuda.device_count()}; start fewer, or try backend=gloo"
+                f"{num_ranks} ranks on this machine need {need}, but there are {torch.cuda.device_count()}; "
+                "start fewer, or try backend=gloo"
             ]
-        self.device = torch.device("cuda", self.local_rank)
+        self.devices = [torch.device("cuda", self.local_rank * each + number) for number in range(each)]
+        self.device = self.devices[0]
         return []
 
     # -- agreement through the store, before there is a process group ----------------------------------------------

@@ -98,6 +98,16 @@ def unknown_keys(cfg: DictConfig, allowed: Collection[str], overrides: Sequence[
     ]
 
 
+def unchosen(cfg: DictConfig, groups: Collection[str], overrides: Sequence[str]) -> list[str]:
+    """Groups without an option of their own: Hydra merges the options of a list, and then none is chosen."""
+    lines = {_key(line): line for line in overrides}
+    return [
+        f"{lines.get(group, group)} must be one option; to run several type -m {group}=ONE,OTHER"
+        for group in groups
+        if group not in cfg.hydra.runtime.choices
+    ]
+
+
 def refuse_overrides(overrides: Sequence[str]) -> list[str]:
     """Overrides that Hydra would obey, to no good."""
     messages = []

@@ -1,7 +1,9 @@
 """The world that the environment describes: torchrun's variables, the same set by hand, or one process alone."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from runner.backend import as_backend
@@ -67,6 +69,20 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
         master_port=port,
         hosts_store=rank == 0 and not agent,
     )
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let what gloo and TensorPipe open meanwhile listen on this machine's loopback alone."""
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(dict.fromkeys(names, "lo0" if sys.platform == "darwin" else "lo"))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _integer(environ: Mapping[str, str], key: str, default: int | None = None) -> int:

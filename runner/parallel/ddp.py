@@ -1,10 +1,12 @@
 """DistributedDataParallel: a replica per rank; gradients are averaged bucket by bucket while backward runs."""
 
 import inspect
+import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.config import Config
@@ -12,11 +14,17 @@ from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
 from runner.world import World
 
+log = logging.getLogger(__name__)
+
 
 class DDP:
-    """parallel=ddp; the options are DistributedDataParallel's."""
+    """parallel=ddp; the options are DistributedDataParallel's, and what its gradients are compressed by on their way.
+
+    With a comm_hook the numbers are no longer those of parallel=none.
+    """
 
     needs_group = True
+    spans_devices = True
 
     def __init__(
         self,
@@ -25,10 +33,16 @@ class DDP:
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
+        comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none",
+        powersgd_rank: int = 1,
     ):
         if bucket_cap_mb <= 0:
             raise ValueError(f"parallel.bucket_cap_mb={bucket_cap_mb} must be above 0; try 25")
-        self.static_graph = static_graph
+        if powersgd_rank < 1:
+            raise ValueError(f"powersgd_rank={powersgd_rank} must be at least 1; try 1")
+        if powersgd_rank != 1 and comm_hook != "powersgd":
+            raise ValueError(f"powersgd_rank={powersgd_rank} has no effect; try parallel.comm_hook=powersgd with it")
+        self.static_graph, self.comm_hook, self.powersgd_rank = static_graph, comm_hook, powersgd_rank
         # torch 2.15 deprecates the old name.
         known = inspect.signature(DistributedDataParallel).parameters
         broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -47,8 +61,10 @@ class DDP:
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
-        device_ids = [recipe.device] if recipe.device.type == "cuda" else None
+        devices = {parameter.device for parameter in recipe.module.parameters()}
+        device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
         wrapped = DistributedDataParallel(recipe.module, device_ids=device_ids, **self.options)
+        self._compress(wrapped)
         optimizer = recipe.make_optimizer(recipe.module.parameters())
         first_backward = self.static_graph
 
@@ -71,3 +87,22 @@ class DDP:
             loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
             without_sync=without_sync,
         )
+
+    def _compress(self, wrapped: DistributedDataParallel) -> None:
+        if self.comm_hook == "fp16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.comm_hook == "bf16":
+            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif self.comm_hook == "powersgd":
+            # Vogels, Karimireddy, Jaggi, "PowerSGD", 2019. Two steps go uncompressed, because DDP cuts its buckets anew
+            # after the first. What one step left out is added to the next, per rank and bucket: no checkpoint has it.
+            log.warning(
+                "parallel.comm_hook=powersgd begins anew on resume: the numbers are not those of a run in one go"
+            )
+            state = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=self.powersgd_rank,
+                start_powerSGD_iter=2,
+                orthogonalization_epsilon=1e-8,  # a layer without gradient (dead units) would divide by zero
+            )
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

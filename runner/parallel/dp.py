@@ -48,4 +48,11 @@ class DP:
             recipe.precision,
             recipe.clip_grad_norm,
             forward=nn.DataParallel(module),
+            before_state=_tell_memory if num_devices > 1 else lambda: None,
         )
+
+
+def _tell_memory() -> None:
+    """The first GPU gathers all outputs and gradients: here it shows."""
+    peaks = [torch.cuda.max_memory_allocated(number) / 2**20 for number in range(torch.cuda.device_count())]
+    log.info("peak memory %s", "  ".join(f"cuda:{number} {peak:,.0f} MiB" for number, peak in enumerate(peaks)))

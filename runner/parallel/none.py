@@ -12,6 +12,7 @@ class NoParallel:
     """parallel=none."""
 
     needs_group = False
+    spans_devices = True
 
     def __init__(self) -> None:
         pass

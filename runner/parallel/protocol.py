@@ -22,6 +22,7 @@ class Axes:
     stage: int = 1
     tensor: int = 1
     servers: int = 0  # the lowest ranks, beside the mesh: they read no samples
+    micro_batches: int = 1  # into which the mode cuts each of the configuration's micro-batches
 
     @property
     def size(self) -> int:
@@ -46,6 +47,9 @@ class Recipe:
     precision: Precision
     clip_grad_norm: float | None
     device: torch.device
+    sample: torch.Tensor  # (1, *sample_shape), one of the training data's on the device
+    # Gives parts of a module that was built without memory their initial weights, on the device; see runner.deferred.
+    materialize: Callable[[Iterable[nn.Module]], None] = lambda parts: None
 
 
 class Spread(Protocol):
@@ -66,9 +70,14 @@ class Parallel(Protocol):
     """One way of spreading a model; a file of runner/parallel and a YAML file of conf/parallel."""
 
     needs_group: bool  # also in a world of one
+    # What a mode may leave out: meta_init (true: the model is built without memory, see Recipe.materialize) and
+    # spans_devices (true: a model may be on several devices of one rank).
 
     def axes(self, world_size: int) -> Axes:
-        """The mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit."""
+        """The mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit.
+
+        It is asked before the model is built and again after `check`, which may have fitted it to the model.
+        """
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         """Why this mode cannot do what else is chosen for this model, a message each."""

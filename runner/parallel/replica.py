@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from runner.loader import StepBatch
@@ -30,6 +31,7 @@ class Replica:
     reduce: combines the parameters' gradients over the ranks after the last backward.
     duplicates: how many ranks compute the very same share of the loss; each returns its part of it.
     after_step: called when the parameters are updated.
+    before_state: called when a checkpoint is taken.
     """
 
     def __init__(
@@ -46,12 +48,13 @@ class Replica:
         reduce: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
         duplicates: int = 1,
         after_step: Callable[[], None] = lambda: None,
+        before_state: Callable[[], None] = lambda: None,
     ):
         self.module, self.optimizer, self.loss, self.precision = module, optimizer, loss, precision
         self.clip_grad_norm = clip_grad_norm
         self._forward = forward or module
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
-        self._duplicates, self._after_step = duplicates, after_step
+        self._duplicates, self._after_step, self._before_state = duplicates, after_step, before_state
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
@@ -74,15 +77,14 @@ class Replica:
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * lr_factor
         self.precision.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        with_gradient = by_mesh(p for p in self.module.parameters() if p.grad is not None)
         norm = None
         if want_norm or self.clip_grad_norm is not None:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            if isinstance(norm, DTensor):  # sharded gradients: each rank has its part of the sum
-                norm = norm.full_tensor()
+            norm = _total_norm(with_gradient)
         if self.clip_grad_norm is not None:
             assert norm is not None
-            torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip_grad_norm, norm)
+            for parameters in with_gradient:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad_norm, norm)
         self.precision.scaler.step(self.optimizer)
         self.precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -100,6 +102,7 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """Everything that decides the future, by full names, on the CPU. All ranks must call it."""
+        self._before_state()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return {
             "model": get_model_state_dict(self.module, options=options),
@@ -113,8 +116,25 @@ class Replica:
         set_model_state_dict(self.module, state["model"], options=options)
         # The state brings its own learning rate, momentum and so on; those of this run's configuration hold.
         configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
+        # torch raises where either side has nothing, as SGD without momentum does.
+        if state["optimizer"]["state"] and get_optimizer_state_dict(self.module, self.optimizer)["state"]:
+            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
         for group, hyperparameters in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(hyperparameters)
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in groups of one mesh each, or of none: one foreach operator takes no others together."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+def _total_norm(groups: list[list[nn.Parameter]]) -> torch.Tensor:
+    """The norm of the whole gradient, on every rank, (). All ranks that share a mesh must call it."""
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]  # each rank had its shards'
+    return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())

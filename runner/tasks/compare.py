@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 from rich.console import Console
 from rich.table import Table
 
@@ -103,7 +101,9 @@ class Compare:
 
 
 def _cells(config: Config, place: Place) -> list[Cell]:
-    known = sorted(GlobalHydra.instance().config_loader().get_group_options("parallel"))
+    from runner.entry import options_of  # the entry imports the tasks
+
+    known = options_of("parallel")
     modes = config.compare.modes if config.compare.modes is not None else known
     for mode in modes:
         if mode not in known:
@@ -135,7 +135,7 @@ def _measure(cell: Cell, path: Path, request: Request, place: Place) -> None:
     search = [f"hydra.searchpath=['file://{request.config_dir}']"] if request.config_dir else []
     overrides = [*kept, "task=measure", f"parallel={cell.mode}", "logger=none", *own, *options, *search]
     try:
-        cfg = compose(overrides, RunMode.RUN)
+        cfg = compose(overrides)
         config = checked(cfg, overrides)
         directory = str(path / "cells" / f"{cell.mode}-{cell.world_size}")
         choices = dict(cfg.hydra.runtime.choices)

@@ -32,6 +32,8 @@ class Train:
     ) -> dict[str, float]:
         for line in describe(config, experiment, world, directory):
             log.info("%s", line)
+        for line in experiment.warnings:
+            log.warning("%s", line)
         spread = experiment.parallel.prepare(experiment.recipe, world)
         progress = Progress(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if available(directory.checkpoints):
@@ -61,7 +63,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     """What is about to happen, a line each."""
     result, train, val = directory.result, experiment.train_loader, experiment.val_loader
     num_steps = count_steps(config, train.sampler.steps_per_epoch)
-    device = str(world.device) if world.device.type == "cpu" else f"{world.device} each"
+    device = " + ".join(map(str, dict.fromkeys(world.devices))) + (" each" if world.device.type != "cpu" else "")
     ranks = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     batch = f"{config.batch_size} samples per step"
     num_micro_batches = config.micro_batches * experiment.axes.micro_batches

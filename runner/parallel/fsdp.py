@@ -1,0 +1,141 @@
+"""Fully sharded data parallel: each rank keeps a shard of every parameter and gathers a block's when it is needed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.config import Config
+from runner.parallel.protocol import Axes, Recipe
+from runner.parallel.replica import Replica
+from runner.world import World
+
+
+class FSDP:
+    """parallel=fsdp: torch's fully_shard (FSDP2) over each of the model's stages, then over what is left.
+
+    replicate: hybrid sharding: the world is this many copies of the model, each sharded over the other ranks.
+    reshard_after_forward: drop the gathered parameters after forward, and gather them again in backward.
+    mixed_precision: gather the parameters in bfloat16 and reduce the gradients in float32.
+    meta_init: no rank holds the whole model, at the start neither; build.py reads it.
+    """
+
+    needs_group = True
+
+    def __init__(
+        self,
+        replicate: int = 1,
+        reshard_after_forward: bool = True,
+        mixed_precision: bool = False,
+        meta_init: bool = True,
+    ):
+        if replicate < 1:
+            raise ValueError(f"parallel.replicate={replicate} must be at least 1")
+        self.replicate, self.reshard_after_forward = replicate, reshard_after_forward
+        self.mixed_precision, self.meta_init = mixed_precision, meta_init
+
+    def axes(self, world_size: int) -> Axes:
+        check_divides("parallel.replicate", self.replicate, world_size)
+        return Axes(replicate=self.replicate, shard=world_size // self.replicate)
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        if self.mixed_precision and config.precision != "bf16":
+            # Another precision says that products are computed in another type, and they would not be.
+            return [
+                f"parallel.mixed_precision=true computes in bfloat16, but precision={config.precision} does not; "
+                "try precision=bf16"
+            ]
+        return []
+
+    def prepare(self, recipe: Recipe, world: World) -> Replica:
+        axes = self.axes(world.world_size)
+        mesh = world.mesh(replicate=axes.replicate, shard=axes.shard)
+        mesh = mesh if axes.replicate > 1 else mesh["shard"]
+        options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
+        if self.mixed_precision:
+            for layer in [part for part in recipe.module.modules() if isinstance(part, _BatchNorm)]:
+                # Its statistics are float32, and with those it takes no weights in bfloat16.
+                recipe.materialize([layer])
+                fully_shard(layer, mesh=mesh, **options)
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        shard(recipe.module, mesh, recipe.materialize, **options)
+        optimizer = recipe.make_optimizer(recipe.module.parameters())
+        return Replica(
+            recipe.module,
+            optimizer,
+            recipe.loss,
+            recipe.precision,
+            recipe.clip_grad_norm,
+            loss_scale=axes.data_ranks,  # FSDP averages over the ranks, the loss is summed over them
+            without_sync=lambda: without_sync(recipe.module),
+        )
+
+
+def check_divides(key: str, size: int, world_size: int) -> None:
+    """Raises ValueError unless an axis of this size fits the world."""
+    if world_size % size == 0:
+        return
+    fitting = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    nearest = sorted(sorted(fitting, key=lambda number: abs(number - size))[:2])
+    ranks = f"{world_size} rank" + "s" * (world_size > 1)
+    raise ValueError(f"{key}={size} must divide the world of {ranks}; try {' or '.join(map(str, nearest))}")
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, materialize: Callable[[Iterable[nn.Module]], None], **options: Any
+) -> None:
+    """Shard the model over the mesh, unit by unit: a unit is whole in memory while it is made, gathered or reduced.
+
+    All ranks must call it.
+    """
+    # fully_shard takes no channels_last parameter. Activations stay so: the inputs are, and convolutions go by them.
+    model.to(memory_format=torch.contiguous_format)
+    for unit in _units(model):
+        materialize(unit)
+        fully_shard(unit, mesh=mesh, **options)
+    materialize([model])
+    fully_shard(model, mesh=mesh, **options)
+
+
+@contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    """Let backward add up unsharded gradients on this rank; the next one outside reduces them too."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules to gather together: those of a stage, or each child where the model offers no stages.
+
+    They are modules that the forward calls, for it is before and after a call that parameters are gathered and dropped.
+    A stage may be made for the occasion, around the model's own modules; a ModuleList is never called. What shares
+    parameters with others is left to the root, whose are whole as long as the model runs.
+    """
+    own = set(model.modules()) - {model}
+    offers: Any = model
+    stages: list[nn.Module] = offers.stages() if hasattr(model, "stages") else list(model.children())
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in own | {model}:
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(module)
+    for stage in stages:
+        unit = [part for part in _called(stage, own) if any(True for _ in part.parameters())]
+        inside = {module for part in unit for module in part.modules()}
+        if unit and all(owners[parameter] <= inside for part in unit for parameter in part.parameters()):
+            yield unit
+
+
+def _called(part: nn.Module, own: set[nn.Module]) -> list[nn.Module]:
+    """The outermost of the model's own modules in a part that can be called."""
+    if part in own and type(part).forward is not nn.Module.forward:
+        return [part]
+    return [called for child in part.children() for called in _called(child, own)]

@@ -1,0 +1,242 @@
+"""Local SGD: ranks step alone on their own samples; every few steps their weights are averaged, weighted by samples."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from runner.config import Config
+from runner.loader import StepBatch
+from runner.norm import use_group
+from runner.parallel.protocol import Axes, Recipe
+from runner.parallel.replica import Replica
+from runner.world import World
+
+
+class LocalSGD:
+    """parallel=local_sgd (Stich, "Local SGD Converges Fast and Communicates Little", 2019).
+
+    With an outer learning rate and momentum it is DiLoCo (Douillard et al. 2023): the move from the last average to
+    the new one is the gradient of an outer SGD. Not the numbers of parallel=none, except with every=1, SGD without
+    momentum and no BatchNorm.
+    """
+
+    needs_group = False
+
+    def __init__(
+        self,
+        every: int = 4,
+        warmup_steps: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = False,
+    ):
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1; try 4")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps} must be at least 0")
+        if outer_lr <= 0:
+            raise ValueError(f"outer_lr={outer_lr} must be above 0; try 1.0")
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(f"outer_momentum={outer_momentum} must be at least 0 and below 1; try 0.9")
+        if nesterov and outer_momentum == 0:
+            raise ValueError("nesterov=true has no effect without momentum; try parallel.outer_momentum=0.9")
+        self.every, self.warmup_steps = every, warmup_steps
+        self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
+
+    def axes(self, world_size: int) -> Axes:
+        return Axes(replicate=world_size)
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        if config.sync_batchnorm is True:
+            return [
+                "sync_batchnorm=true: under parallel=local_sgd no rank waits for another within a step; try "
+                "sync_batchnorm=auto, which averages the running statistics with the weights"
+            ]
+        return []
+
+    def prepare(self, recipe: Recipe, world: World) -> "LocalReplica":
+        if world.world_size > 1:
+            use_group(recipe.module, dist.new_subgroups(1)[0])  # BatchNorm sees this rank's batch alone
+            for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
+                dist.broadcast(tensor.data, src=0)
+        return LocalReplica(recipe, world, self)
+
+
+class LocalReplica:
+    """One rank's model between two averagings.
+
+    A round is `every` local steps. In a local step the gradient is that of the mean over this rank's samples, and a
+    rank without a sample does not step. The round's end averages parameters and floating-point buffers, each rank
+    weighted by its samples of the round, and the outer step follows. Optimizer states stay each rank's own. The
+    model that is evaluated and saved is, in mid-round, the average that would be taken now, without outer step;
+    training goes on from the ranks' own. Gradients are clipped by, and the norm told is, that of a rank's own.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, mode: LocalSGD):
+        self._world, self._mode = world, mode
+        self._module, self._optimizer = recipe.module, recipe.make_optimizer(recipe.module.parameters())
+        self._replica = Replica(
+            recipe.module, self._optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, reduce=self._reduce
+        )
+        self._parameters = list(recipe.module.parameters())
+        self._buffers = list(recipe.module.buffers())
+        self._anchor = [p.detach().clone() for p in self._parameters]  # where the round began
+        self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
+        self._own: list[torch.Tensor] = []  # this rank's tensors while the module holds the average of a mid-round
+        self._steps = 0  # of the whole run
+        self._round_steps = 0
+        self._round_samples = 0  # of this rank
+        self._step_samples = 0
+        self._refused = ""
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        """Add up the step's gradients. Returns this rank's share of the global batch's mean loss, detached, ()."""
+        if self._refused:
+            raise ValueError(self._refused)
+        self._hide_average()
+        present = [m for m in batch.micro_batches if len(m.inputs)]
+        self._step_samples = sum(len(m.inputs) for m in present)
+        if self._warms_up:
+            return self._replica.forward_backward(StepBatch(present, batch.num_samples, batch.wait_s))
+        mean = self._replica.forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
+        return mean * (self._step_samples / batch.num_samples)
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Update this rank's parameters; in warm-up and at a round's end all ranks must call it."""
+        norm: float | None = 0.0 if want_norm else None
+        if self._warms_up or self._step_samples:
+            norm = self._replica.step(lr_factor, want_norm)
+        self._round_samples += self._step_samples
+        if self._warms_up:
+            self._average(self._buffers)
+            self._begin_round()
+        else:
+            self._round_steps += 1
+            if self._round_steps >= self._mode.every:
+                self._average(self._parameters + self._buffers)
+                self._step_outer()
+                self._begin_round()
+        self._steps += 1
+        return norm
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The average's outputs. All ranks must call it equally often, one whose part of the data is empty too."""
+        self._show_average()
+        return self._replica.predict(inputs)
+
+    def state(self) -> dict[str, Any]:
+        """As Replica.state, of the average; besides, what each rank needs to go on exactly. All ranks must call it."""
+        self._hide_average()
+        options = StateDictOptions(cpu_offload=True)
+        own: dict[str, Any] = {
+            "optimizer": get_optimizer_state_dict(self._module, self._optimizer, options=options),
+            "scaler": self._replica.precision.scaler.state_dict(),
+            "round_samples": self._round_samples,
+        }
+        if self._round_steps:
+            own["model"] = get_model_state_dict(self._module, options=options)
+        ranks: list[Any] = [own]
+        if self._world.world_size > 1:
+            ranks *= self._world.world_size
+            dist.gather_object(own, ranks if self._world.rank == 0 else None, dst=0)
+        self._show_average()
+        local = {
+            "steps": self._steps,
+            "round_steps": self._round_steps,
+            "anchor": [tensor.cpu() for tensor in self._anchor],
+            "outer": self._outer.state_dict()["state"],
+            "ranks": ranks,
+        }
+        return self._replica.state() | {"local_sgd": local}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on exactly on as many ranks; on another number from the average, with rank 0's optimizer state.
+
+        In mid-round another number of ranks can evaluate, but the next step raises ValueError. A checkpoint of another
+        mode begins with the warm-up. All ranks must call it.
+        """
+        self._own, self._refused = [], ""
+        local = state.get("local_sgd")
+        world_size = self._world.world_size
+        if local is None:
+            self._replica.load_state(state)
+            self._begin_round()
+            self._steps = 0
+            return
+        same = len(local["ranks"]) == world_size
+        self._replica.load_state(state | local["ranks"][self._world.rank] if same else state)
+        self._begin_round()
+        self._steps = local["steps"]
+        groups = self._outer.state_dict()["param_groups"]
+        self._outer.load_state_dict({"state": local["outer"], "param_groups": groups})
+        if same:
+            self._round_steps = local["round_steps"]
+            self._round_samples = local["ranks"][self._world.rank]["round_samples"]
+            for anchor, saved in zip(self._anchor, local["anchor"], strict=True):
+                anchor.copy_(saved)
+        elif local["round_steps"]:
+            self._refused = (
+                f"the checkpoint of {len(local['ranks'])} local_sgd ranks was taken {local['round_steps']} steps after "
+                f"an averaging, and {world_size} ranks cannot share them out; resume on {len(local['ranks'])} ranks"
+            )
+
+    @property
+    def _warms_up(self) -> bool:
+        return self._steps < self._mode.warmup_steps
+
+    def _begin_round(self) -> None:
+        self._round_steps = self._round_samples = 0
+        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
+            anchor.copy_(parameter.detach())
+
+    @torch.no_grad()
+    def _step_outer(self) -> None:
+        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
+            anchor.grad = anchor - parameter
+        self._outer.step()
+        self._outer.zero_grad()
+        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
+            parameter.copy_(anchor)
+
+    def _reduce(self, parameters: Any) -> None:
+        """In warm-up, sum the gradients over the ranks. All ranks must call it."""
+        if not self._warms_up:
+            return
+        trained = [p for p in parameters if p.requires_grad]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trained]
+        flat = self._world.sum(_flatten_dense_tensors(gradients))
+        for parameter, gradient in zip(trained, _unflatten_dense_tensors(flat, gradients), strict=True):
+            parameter.grad = gradient
+
+    @torch.no_grad()
+    def _average(self, tensors: list[Any]) -> None:
+        """Average in place, weighted by the ranks' samples of the round. All ranks must call it."""
+        if self._world.world_size == 1:
+            return
+        device = self._parameters[0].device
+        samples = self._world.sum(torch.tensor(float(self._round_samples), dtype=torch.float64, device=device))
+        weight = self._round_samples / samples.item()
+        for dtype in dict.fromkeys(t.dtype for t in tensors if t.is_floating_point()):
+            alike = [t for t in tensors if t.dtype == dtype]
+            flat = self._world.sum(_flatten_dense_tensors(alike) * weight)
+            for tensor, average in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
+                tensor.copy_(average)
+        for tensor in tensors:
+            if not tensor.is_floating_point():  # a count, of batches seen
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+    def _show_average(self) -> None:
+        if self._round_steps and not self._own:
+            tensors = self._parameters + self._buffers
+            self._own = [tensor.detach().clone() for tensor in tensors]
+            self._average(tensors)
+
+    @torch.no_grad()
+    def _hide_average(self) -> None:
+        for tensor, own in zip(self._parameters + self._buffers, self._own, strict=bool(self._own)):
+            tensor.copy_(own)
+        self._own = []

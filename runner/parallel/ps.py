@@ -1,0 +1,227 @@
+"""A parameter server: rank 0 keeps the weights and the optimizer, the other ranks compute gradients for it."""
+
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed import rpc
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from runner.config import Config
+from runner.loader import StepBatch
+from runner.losses import batch_loss
+from runner.norm import has_batch_norm, use_group
+from runner.parallel import ps_server
+from runner.parallel.protocol import Axes, Recipe, Spread
+from runner.parallel.ps_server import SERVER, Server, join_rpc
+from runner.parallel.replica import Replica
+from runner.world import World
+
+
+class ParameterServer:
+    """parallel=ps (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014).
+
+    updates=sync gives the numbers of parallel=none. With async each trainer's share of the global gradient is an
+    update of its own, at weights that the others may have changed since they were fetched; no trainer gets more than
+    one step ahead of another, as the loop asks all ranks after each step whether to stop. Dropout under forward=remote
+    draws its masks on the server, in the order in which trainers call.
+    """
+
+    needs_group = True
+
+    def __init__(
+        self,
+        updates: Literal["sync", "async"] = "sync",
+        forward: Literal["local", "remote"] = "local",
+        allow_network: bool = False,
+    ):
+        self.updates, self.forward, self.allow_network = updates, forward, allow_network
+
+    def axes(self, world_size: int) -> Axes:
+        if world_size < 2:
+            raise ValueError(
+                f"parallel=ps needs at least 2 ranks, a server and a trainer, but the world has {world_size}; "
+                "try launcher=spawn launcher.nproc_per_node=2"
+            )
+        return Axes(replicate=world_size - 1, servers=1)
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        messages = []
+        if config.precision == "fp16":
+            messages.append("precision=fp16: parallel=ps has no loss scale that server and trainers share; try bf16")
+        if self.updates == "async" and config.clip_grad_norm is not None:
+            messages.append(
+                f"clip_grad_norm={config.clip_grad_norm}: parallel.updates=async never has the whole gradient; "
+                "try parallel.updates=sync"
+            )
+        if self.forward == "remote" and has_batch_norm(module):
+            messages.append(
+                "parallel.forward=remote: BatchNorm on the server would see one trainer's samples at a time; "
+                "try parallel.forward=local"
+            )
+        if self.forward == "remote" and config.compile:
+            messages.append(
+                "compile=true: parallel.forward=remote replaces the model's weights at each call; "
+                "try parallel.forward=local"
+            )
+        return messages
+
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
+        if not self.allow_network and world.place.local_world_size < world.world_size:
+            raise ValueError(
+                f"parallel.allow_network=false: {world.world_size} ranks on several machines, but RPC runs whatever "
+                "reaches it; in a network that you trust set parallel.allow_network=true"
+            )
+        for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
+            dist.broadcast(tensor.data, src=0)
+        trainers = dist.new_group(list(range(1, world.world_size)))
+        server = Server(recipe, world.world_size - 1, world.backend.timeout_s) if world.rank == 0 else None
+        join_rpc(world, server, self.allow_network)
+        if server is not None:
+            return Serving(server, world, self)
+        assert isinstance(trainers, dist.ProcessGroup)
+        use_group(recipe.module, trainers)  # SyncBatchNorm: the server calls no forward
+        return Training(recipe, world, self)
+
+
+class Serving:
+    """Rank 0 in the loop: without samples, its step is where the trainers' updates happen."""
+
+    def __init__(self, server: Server, world: World, mode: ParameterServer):
+        self._server, self._world, self._mode = server, world, mode
+        self._settled = True
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        return torch.zeros((), dtype=_loss_dtype(self._server.replica), device=self._world.device)
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        self._settled = False
+        step = self._server.step_together if self._mode.updates == "sync" else self._server.step_apart
+        return step(lr_factor, want_norm)
+
+    def predict(self, inputs: torch.Tensor) -> None:
+        """All ranks must call it as often after a step."""
+        self._settled = _settle(self._world, self._settled)
+
+    def state(self) -> dict[str, Any]:
+        _share_buffers(self._server.module, self._mode)
+        return self._server.replica.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._server.replica.load_state(state)
+        _settle(self._world, False)
+
+
+class Training:
+    """A trainer in the loop."""
+
+    def __init__(self, recipe: Recipe, world: World, mode: ParameterServer):
+        self._recipe, self._world, self._mode = recipe, world, mode
+        # The optimizer is never stepped here and so holds nothing.
+        optimizer = recipe.make_optimizer(recipe.module.parameters())
+        self._replica = Replica(recipe.module, optimizer, recipe.loss, recipe.precision)
+        self._trained = [p for p in recipe.module.parameters() if p.requires_grad]
+        self._fetched: torch.Tensor | None = None  # whose gradient reaches the server
+        self._context: int | None = None  # of distributed autograd, from forward_backward to step
+        self._contexts = ExitStack()
+        self._num_samples = 0  # of this step on this rank
+        self._fresh = self._settled = True
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        """Compute this rank's gradients. Returns its share of the global batch's mean loss, detached, ()."""
+        self._num_samples = sum(len(m.inputs) for m in batch.micro_batches)
+        if self._mode.forward == "remote" or self._mode.updates == "async":
+            self._context = self._contexts.enter_context(dist_autograd.context())
+        if self._mode.forward == "remote":
+            assert self._context is not None
+            return self._forward_remotely(batch, self._context)
+        if self._context is not None:
+            self._fetched = rpc.rpc_sync(SERVER, ps_server.weights, args=(True,))
+            self._set_weights(self._fetched)
+        return self._replica.forward_backward(batch)
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Send the gradients. The norm is told to the server, and here only where the server's reply has it."""
+        context = self._context if self._num_samples else None  # RPC told the server of it only if it was used
+        norm: float | None = 0.0 if want_norm else None
+        if self._mode.updates == "async":
+            if context is not None and self._fetched is not None:
+                # dist_autograd takes a scalar: this one's gradient by the fetched weights is the gradient computed.
+                dist_autograd.backward(context, [torch.dot(self._fetched, self._take_gradient())])
+            rpc.rpc_sync(SERVER, ps_server.apply, args=(context,))
+        else:
+            if self._mode.forward == "remote":
+                weights, norm = rpc.rpc_sync(SERVER, ps_server.push_context, args=(self._world.rank, context))
+            else:
+                args = (self._world.rank, self._take_gradient())
+                weights, norm = rpc.rpc_sync(SERVER, ps_server.push, args=args)
+            self._set_weights(weights)
+        self._recipe.module.zero_grad(set_to_none=True)
+        self._fetched = self._context = None
+        self._contexts.close()
+        self._fresh = self._mode.updates == "sync"
+        self._settled = False
+        return norm
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs of the server's weights. All ranks must call it as often after a step."""
+        self._settled = _settle(self._world, self._settled)
+        if not self._fresh:
+            self._set_weights(rpc.rpc_sync(SERVER, ps_server.weights, args=(False,)))
+            self._fresh = True
+        return self._replica.predict(inputs)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: the server has it all but for the buffers. All ranks must call it."""
+        _share_buffers(self._recipe.module, self._mode)
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self._recipe.module, state["model"], options=StateDictOptions(full_state_dict=True))
+        self._fresh = True
+        _settle(self._world, False)
+
+    def _forward_remotely(self, batch: StepBatch, context: int) -> torch.Tensor:
+        """The server's forward and backward. Its activations of all micro-batches wait for the one backward."""
+        total = torch.zeros((), dtype=_loss_dtype(self._replica), device=self._recipe.device)
+        for micro_batch in batch.micro_batches:
+            if len(micro_batch.inputs):
+                outputs = rpc.rpc_sync(SERVER, ps_server.forward, args=(micro_batch.inputs.cpu(),))
+                with self._recipe.precision.autocast():
+                    mean = batch_loss(self._recipe.loss, outputs.to(self._recipe.device), micro_batch.targets)
+                total = total + mean * (len(micro_batch.inputs) / batch.num_samples)
+        if self._num_samples:
+            # One per context: a second one would wait for gradients of all that the context has ever sent.
+            dist_autograd.backward(context, [total])
+        return total.detach()
+
+    def _take_gradient(self) -> torch.Tensor:
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
+        return _flatten_dense_tensors(gradients).cpu()
+
+    @torch.no_grad()
+    def _set_weights(self, flat: torch.Tensor) -> None:
+        weights = _unflatten_dense_tensors(flat.detach().to(self._recipe.device), self._trained)
+        for parameter, weight in zip(self._trained, weights, strict=True):
+            parameter.copy_(weight)
+
+
+def _settle(world: World, settled: bool) -> bool:
+    """Once after a step, wait until all ranks' updates are applied. All ranks must call it."""
+    if not settled:
+        world.sum(torch.zeros(1, device=world.device))
+    return True
+
+
+def _share_buffers(module: nn.Module, mode: ParameterServer) -> None:
+    """The first trainer's buffers (BatchNorm's statistics) to all; remote forwards leave them on the server."""
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=1 if mode.forward == "local" else 0)
+
+
+def _loss_dtype(replica: Replica) -> torch.dtype:
+    return torch.float64 if replica.precision.name == "fp64" else torch.float32

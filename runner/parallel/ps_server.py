@@ -1,0 +1,222 @@
+"""The parameter server: what trainers call on it by RPC, and how its loop waits for them."""
+
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+
+import torch
+import torch.distributed.autograd as dist_autograd
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from runner.launchers.env import on_loopback
+from runner.parallel.protocol import Recipe
+from runner.parallel.replica import Replica
+from runner.world import World
+
+SERVER = "rank0"
+Reply = tuple[torch.Tensor, float | None]  # the weights after a step, flat, and the norm of its gradient
+
+
+class Server:
+    """Weights and optimizer, and what trainers sent. RPC threads and the loop's thread meet in it."""
+
+    def __init__(self, recipe: Recipe, num_trainers: int, timeout_s: float):
+        optimizer = recipe.make_optimizer(recipe.module.parameters())
+        self.replica = Replica(recipe.module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm)
+        self.module, self.optimizer, self.device = recipe.module, optimizer, recipe.device
+        self.trained = [p for p in recipe.module.parameters() if p.requires_grad]
+        self.num_trainers, self.timeout_s = num_trainers, timeout_s
+        self.distributed: DistributedOptimizer | None = None
+        self.update_lock = threading.Lock()  # no reader sees half an update
+        self._changed = threading.Condition()
+        self._closed = False
+        self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
+        self._lrs = [group["lr"] for group in optimizer.param_groups]
+        self._allowed = self._taken = self._applied = 0  # asynchronous updates
+        self._wants_norm, self._norm = False, 0.0
+        self._num_threads = torch.get_num_threads()
+
+    # -- in the loop's thread --------------------------------------------------------------------------------------
+
+    def step_together(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Wait for all trainers' gradients, make one update of their sum, and send the weights to all."""
+        with self._changed:
+            self._wait(lambda: len(self._arrived) == self.num_trainers, "a gradient of every trainer")
+            arrived, self._arrived = self._arrived, {}
+        # In the order of ranks, whatever that of arrival was: the sum is the same to the bit.
+        gradients = [gradient for _, (gradient, _) in sorted(arrived.items()) if gradient is not None]
+        self._set_gradients(functools.reduce(torch.add, gradients))
+        norm = self.replica.step(lr_factor, want_norm)
+        reply = self.weights().detach(), norm
+        for _, future in arrived.values():
+            future.set_result(reply)
+        return norm
+
+    def step_apart(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Let as many updates happen as there are trainers. Returns the norm of the last one's gradient."""
+        with self._changed:
+            for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=True):
+                group["lr"] = lr * lr_factor
+            self._wants_norm = want_norm
+            self._allowed += self.num_trainers
+            self._changed.notify_all()
+            self._wait(lambda: self._applied == self._allowed, "an update of every trainer")
+        return self._norm if want_norm else None
+
+    def close(self) -> None:
+        """Let no RPC thread wait any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.distributed = None
+
+    # -- in RPC threads --------------------------------------------------------------------------------------------
+
+    def receive(self, rank: int, gradient: torch.Tensor | None) -> torch.futures.Future[Reply]:
+        future: torch.futures.Future[Reply] = torch.futures.Future()
+        with self._changed:
+            self._arrived[rank] = gradient, future
+            self._changed.notify_all()
+        return future
+
+    def apply(self, context: int | None) -> None:
+        """Update by the gradients of a distributed autograd context; without one, only count."""
+        with self._changed:  # the learning rate is that of the loop's step
+            self._wait(lambda: self._taken < self._allowed, "the server's next step")
+            self._taken += 1
+        if context is not None:
+            assert self.distributed is not None
+            self.distributed.step(context)
+        with self._changed:
+            self._applied += 1
+            self._changed.notify_all()
+
+    def step(self) -> None:
+        """What DistributedOptimizer calls when it has put a context's gradients in place, one at a time."""
+        with self.update_lock:
+            if self._wants_norm:
+                self._norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None]).item()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def weights(self) -> torch.Tensor:
+        """A copy of what is trained, flat, on the CPU; gradients of it reach the parameters."""
+        with self.update_lock:
+            return torch.cat([parameter.reshape(-1) for parameter in self.trained]).cpu()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        torch.set_num_threads(self._num_threads)  # each thread has its own number
+        with self.update_lock, self.replica.precision.autocast():
+            # Of a copy: another trainer's update may come before this one's backward, which needs these weights.
+            copies = {name: parameter.clone() for name, parameter in self.module.named_parameters()}
+            return torch.func.functional_call(self.module, copies, (inputs.to(self.device),)).cpu()
+
+    def gradients(self, context: int) -> torch.Tensor:
+        """Of what is trained, flat."""
+        found = dist_autograd.get_gradients(context)
+        return _flatten_dense_tensors([found.get(p, torch.zeros_like(p)) for p in self.trained])
+
+    def _set_gradients(self, flat: torch.Tensor) -> None:
+        gradients = _unflatten_dense_tensors(flat.to(self.device), self.trained)
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _wait(self, holds: Callable[[], bool], what: str) -> None:
+        if not self._changed.wait_for(lambda: self._closed or holds(), self.timeout_s):
+            raise TimeoutError(f"{what} did not come within backend.timeout_s={self.timeout_s:g}")
+        if self._closed:
+            raise RuntimeError("the parameter server has left")
+
+
+# -- what trainers call: RPC finds functions by name, so this process's server has one ---------------------------------
+
+_servers: list[Server] = []
+_stores: list[torch.distributed.Store] = []
+
+
+@rpc.functions.async_execution
+def push(rank: int, gradient: torch.Tensor | None) -> torch.futures.Future[Reply]:
+    """Hand in a trainer's gradient. The reply comes when the server has made its step."""
+    return _servers[0].receive(rank, gradient)
+
+
+@rpc.functions.async_execution
+def push_context(rank: int, context: int | None) -> torch.futures.Future[Reply]:
+    """As `push`, the gradient being on the server already."""
+    return _servers[0].receive(rank, None if context is None else _servers[0].gradients(context))
+
+
+def apply(context: int | None) -> None:
+    _servers[0].apply(context)
+
+
+def weights(with_gradient: bool) -> torch.Tensor:
+    flat = _servers[0].weights()
+    return flat if with_gradient else flat.detach()
+
+
+def forward(inputs: torch.Tensor) -> torch.Tensor:
+    return _servers[0].forward(inputs)
+
+
+def _the_server(parameters: list[nn.Parameter]) -> Server:
+    """In the place of an optimizer's class: the one optimizer of all trainers."""
+    return _servers[0]
+
+
+# -- the RPC world -----------------------------------------------------------------------------------------------------
+
+
+def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
+    """Connect the ranks for the rest of the job; this rank is the server if it has one. All ranks must call it."""
+    _servers[:], _stores[:] = [server] if server else [], [world.store("rpc")]
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method="runner://",  # its own store would listen on all interfaces
+        rpc_timeout=world.backend.timeout_s,
+        num_worker_threads=max(16, 2 * world.world_size),  # a trainer's update may wait in one, and needs another
+    )
+    with nullcontext() if allow_network else on_loopback(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch does, inside
+        rpc.init_rpc(f"rank{world.rank}", rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
+    world.at_leave(functools.partial(_leave_rpc, timeout_s=world.backend.timeout_s))
+    if server is not None:
+        # It stays on the server: a second job in this process could pass no reference to a remote object around,
+        # because torch binds those to the first job's agent.
+        with _quiet("torch.distributed.optim.optimizer"):
+            references = [rpc.RRef(parameter) for parameter in server.trained]
+            server.distributed = DistributedOptimizer(_the_server, references)
+
+
+def _leave_rpc(went_well: bool, timeout_s: float) -> None:
+    for server in _servers:
+        server.close()
+    with suppress(RuntimeError):  # a peer is gone; what there is on this rank is shut down all the same
+        rpc.shutdown(graceful=went_well, timeout=timeout_s)
+    _servers.clear()
+    _stores.clear()
+
+
+def _rendezvous(url: str, **options: object) -> Iterator[tuple[torch.distributed.Store, int, int]]:
+    yield _stores[0], -1, -1  # init_rpc knows rank and world_size
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Without the advice to use TorchScript's optimizers, which are deprecated."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+register_rendezvous_handler("runner", _rendezvous)

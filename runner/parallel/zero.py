@@ -1,0 +1,92 @@
+"""ZeRO stage 1: a replica per rank under DDP, and each rank keeps and applies the optimizer of its own parameters."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from runner.config import Config
+from runner.loader import StepBatch
+from runner.parallel.protocol import Axes, Recipe
+from runner.parallel.replica import Replica
+from runner.world import World
+
+
+class Zero:
+    """parallel=zero (Rajbhandari et al., "ZeRO", 2020); the option is ZeroRedundancyOptimizer's."""
+
+    needs_group = True
+
+    def __init__(self, parameters_as_bucket_view: bool = False):
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+
+    def axes(self, world_size: int) -> Axes:
+        return Axes(replicate=world_size)
+
+    def check(self, config: Config, module: torch.nn.Module) -> list[str]:
+        return []
+
+    def prepare(self, recipe: Recipe, world: World) -> "ShardedOptimizer":
+        optimizer = ZeroRedundancyOptimizer(
+            recipe.module.parameters(),
+            # All that is asked of the class is to make an optimizer of parameter groups, options included.
+            optimizer_class=recipe.make_optimizer,  # type: ignore[arg-type]
+            parameters_as_bucket_view=self.parameters_as_bucket_view,
+        )
+        # After the optimizer, whose buckets make channels_last parameters contiguous: DDP's gradients follow them.
+        device_ids = [recipe.device] if recipe.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(recipe.module, device_ids=device_ids, gradient_as_bucket_view=True)
+        replica = Replica(
+            recipe.module,
+            optimizer,
+            recipe.loss,
+            recipe.precision,
+            recipe.clip_grad_norm,
+            forward=wrapped,
+            loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
+            without_sync=wrapped.no_sync,
+        )
+        return ShardedOptimizer(replica, optimizer, recipe)
+
+
+class ShardedOptimizer:
+    """A replica whose optimizer state is whole on no rank, except on its way to and from a checkpoint.
+
+    torch.distributed.checkpoint.state_dict does not know ZeroRedundancyOptimizer: it takes it for one without state,
+    and steps it once to make some. So the state goes through a plain optimizer of the same parameters.
+    """
+
+    def __init__(self, replica: Replica, optimizer: ZeroRedundancyOptimizer, recipe: Recipe):
+        self._replica, self._optimizer, self._recipe = replica, optimizer, recipe
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        return self._replica.forward_backward(batch)
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        return self._replica.step(lr_factor, want_norm)
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._replica.predict(inputs)
+
+    def state(self) -> dict[str, Any]:
+        """As Replica.state, whole on rank 0 alone. All ranks must call it."""
+        self._optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() != 0:
+            return {}
+        plain, replica = self._plain()
+        plain.load_state_dict(self._optimizer.state_dict())
+        self._optimizer._all_state_dicts.clear()  # type: ignore[attr-defined]  # the other ranks' state need not stay
+        return replica.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        plain, replica = self._plain()
+        replica.load_state(state)
+        self._optimizer.load_state_dict(plain.state_dict())
+        self._optimizer.state.clear()  # what a rank needs is in its local optimizer now
+
+    def _plain(self) -> tuple[torch.optim.Optimizer, Replica]:
+        recipe = self._recipe
+        plain = recipe.make_optimizer(recipe.module.parameters())
+        return plain, Replica(recipe.module, plain, recipe.loss, recipe.precision)

@@ -1,0 +1,212 @@
+"""Wrong input: status 2, at most three lines that say what to type, once over all ranks, and nothing written."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import Commands
+from hydra.core.global_hydra import GlobalHydra
+
+from runner.entry import main
+
+# A user's folder with everything that can be wrong in one.
+MINE = {
+    "mine/model/broken.yaml": "_target_: mine_net.Net\nsizes: [1\n",
+    "mine/model/absent.yaml": "_target_: mine_nett.Net\n",
+    "mine/model/importing.yaml": "_target_: mine_broken.Net\n",
+    "mine/model/misnamed.yaml": "_target_: mine_net.Nett\n",
+    "mine/model/picky.yaml": "_target_: mine_net.Picky\nsize: 3\n",
+    "mine/model/dangling.yaml": "_target_: mine_net.Picky\nsize: ${data.sizes}\n",
+    "mine/experiment/typo.yaml": "# @package _global_\nepoch: 3\n",
+    "mine/mine_net.py": "class Picky:\n def __init__(self, size):\n  raise ValueError('size=3 fails')\n",
+    "mine/mine_broken.py": "import no_such_library\n",
+    "file": "",
+    "empty/nothing.txt": "",
+}
+# What is typed, and what is said: parts of the lines in their order, `...` between them.
+TABLE = {
+    # a name that is not there
+    "model=convnt": "model=convnt: no such model; did you mean convnet? (",
+    "modle=toy": "modle=toy: no such key; did you mean model?",
+    "parallel=fspd": "parallel=fspd: no such parallel; ... ddp",
+    "logger=tensorbord": "logger=tensorbord: no such logger; did you mean tensorboard?",
+    "experiment=nothing": "experiment=nothing: no such experiment",
+    "optimizer.lrr=0.1": "optimizer.lrr=0.1: no such key; did you mean optimizer.lr?",
+    "checkpoint.every=3": "checkpoint.every=3: no such key; did you mean checkpoint.every_",
+    "+typo=1": "+typo=1: no such key",
+    "++epoch=3": "++epoch=3: no such key; did you mean epochs?",
+    "+model.typo=1": "model.typo=1: ConvNet has no option typo; choose among: ... channels",
+    "loss._target_=torch.nn.CrossEntropyLos": "torch.nn has no CrossEntropyLos; did you mean CrossEntropyLoss?",
+    "model._target_=models.convnet": "is a module, not a class ... did you mean models.convnet.ConvNet?",
+    # a word that is no key=value, or more than one
+    "convnet": "convnet: no value; did you mean model=convnet?",
+    "epochs": "epochs: no value; type epochs=VALUE",
+    "run=a=b": "run=a=b: a value with = in it must be quoted; type 'run=\"a=b\"'",
+    "model.channels=[16": "model.channels=[16: a bracket is not closed",
+    "epochs=1 epochs=2": "epochs=2: epochs is given twice (epochs=1); keep one",
+    "--epochs=3": "--epochs=3: no such flag; type epochs=3",
+    "--cfg=jobb": "--cfg ... jobb ... job",
+    "--config-name=mine": "--config-name=mine: the runner has one configuration of its own; type --config-dir=DIR",
+    # a value of the wrong type, or out of range
+    "epochs=abc": "epochs=abc must be an integer (int); for example 10",
+    "epochs=1.5": "epochs=1.5 must be an integer",
+    "epochs=0": "epochs=0 must be at least 1",
+    "batch_size=-3": "batch_size=-3 must be at least 1",
+    "max_steps=0 log_every=0 eval_every=0": "max_steps=0 must ... log_every=0 must ... eval_every=0 must",
+    "epochs=0 seed=-1 threads=0 max_steps=0": "epochs=0 must ... and 2 more",
+    "seed=99999999999999999999": "seed=99999999999999999999 must be below 2**63",
+    "optimizer.lr=fast": "optimizer.lr=fast must be a number (float)",
+    "optimizer.lr=-1": "optimizer.lr=-1: Invalid learning rate",
+    "model=mlp model.hidden=0": "model.hidden=0 must be a list of integers",
+    "model=mlp model.hidden=[0]": "model.hidden=[0] must be one or more sizes of at least 1; try [256, 128]",
+    "model=mlp model.dropout=2": "model.dropout=2 must be at least 0 and below 1; try 0.1",
+    "precision=fp8": "precision=fp8 must be one of fp64, fp32, bf16, fp16",
+    "memory_format=channel_last": "must be one of ... did you mean channels_last?",
+    "clip_grad_norm=nan": "clip_grad_norm=nan must be above 0 and finite",
+    "compile=maybe": "compile=maybe must be true or false",
+    "loader.shuffle=2": "loader.shuffle=2 must be true or false",
+    "loader.num_workers=-1": "loader.num_workers=-1 must be at least 0",
+    "scheduler=cosine scheduler.warmup_steps=-1": "scheduler.warmup_steps=-1 must be at least 0",
+    "data=toy data.noise=-1": "data.noise=-1 must be at least 0",
+    "name=a/b": "name=a/b must be 1 to 64 letters ... try name=a-b",
+    "name=../up": "name=../up must be",
+    "name=${model}": "name={_target_: ... must be text (str)",
+    "checkpoint.keep=0": "checkpoint.keep=0 must be at least 1",
+    "launcher=spawn launcher.nproc_per_node=0": "launcher.nproc_per_node=0 must be at least 1; try 2",
+    # sound values that do not fit together
+    "model=[toy,mlp]": "model=[toy,mlp] must be one option; to run several type -m model=",
+    "batch_size=2 micro_batches=4": "batch_size=2 must be at least data ranks x micro_batches = 1 x 4 = 4",
+    "model=convnet data=toy": "convnet needs image samples ... (10,); choose ... digits ... mlp",
+    "data.sample_shape=[3,28,28]": "data.sample_shape=[3, 28, 28] must ... try [1, 28, 28]",
+    "loss=mse": "loss=mse compares numbers of one shape ... try loss=auto",
+    "loss=nll": "loss=nll needs a model that ends in log_softmax; try loss=cross_entropy",
+    "memory_format=channels_last model=mlp": "has no effect on a model without Conv2d; try memory_format=auto",
+    "sync_batchnorm=true model=mlp": "has no effect on a model without BatchNorm; try sync_batchnorm=auto",
+    "precision=fp16 backend=gloo": "precision=fp16 needs a GPU ... try precision=bf16",
+    "loader.prefetch=2": "loader.prefetch=2 needs worker processes; try loader.num_workers=2",
+    "loader.drop_last=true batch_size=9999": "leaves no step of the data's 1437 samples; try batch_size=1437",
+    # where runs are kept, and which is meant
+    "outputs=file": "outputs=file must be a folder, but ... is a file; name another",
+    "outputs=": "outputs= must be the path of a folder; try outputs=outputs",
+    "hydra.run.dir=elsewhere": "outputs and name decide the directory; type outputs=DIR or name=NAME",
+    "resume=last": "resume=last: there is no run under ... outputs/run",
+    "resume=empty": "resume=empty is no run directory (it has no overrides.yaml)",
+    "run=nowhere": "run=nowhere is no directory; name one under outputs/, or run=last",
+    "task=evaluate": "task=evaluate needs the run to read; type run=last",
+    "data=mnist data.download=false": "data.root=datasets has no MNIST ... data.download is off",
+    # the two launchers, and sweeps
+    "hydra/launcher=spawn": "starts the processes of one run: type launcher=spawn",
+    "launcher=basic": "decides where the jobs of a sweep run: type hydra/launcher=basic",
+    "hydra.launcher=spawn": "type launcher=spawn for how ... hydra/launcher=spawn for where",
+    "model=toy,mlp": "model=toy,mlp: a sweep needs -m",
+    "-m model=toy,convnt": "model=convnt: no such model; did you mean convnet?",
+    "-m optimizer.lr=0.1,fast epochs=0,1": "epochs=0 must be at least 1",
+    "-m optimizer.lr=0.1,fast": "optimizer.lr=fast must be a number",
+    "-m ~epochs": "every run needs epochs; leave this out",
+    # a user's own folder
+    "--config-dir nowhere model=mine": "--config-dir=nowhere is not a folder",
+    "--config-dir mine model=pikcy": "model=pikcy: no such model; did you mean picky?",
+    "--config-dir mine model=broken": "model=broken: ... broken.yaml",
+    "--config-dir mine model=absent": "there is no module mine_nett; did you mean mine_net?",
+    "--config-dir mine model=importing": "importing mine_broken failed at ... mine_broken.py:1: ModuleNotFoundError",
+    "--config-dir mine model=misnamed": "mine_net has no Nett; did you mean Net?",
+    "--config-dir mine model=picky": "model.size=3 fails",
+    "--config-dir mine model=dangling": "data.sizes",
+    "--config-dir mine experiment=typo": "experiment/typo.yaml sets epoch ... did you mean epochs?",
+}
+WORLDS = {
+    "RANK=0": "RANK=0: half a world; WORLD_SIZE and MASTER_ADDR and MASTER_PORT must be set too",
+    "WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1": "half a world; RANK must be set too",
+    "RANK=2 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1": "RANK=2 must be at least 0 and below WORLD_SIZE=2",
+    "RANK=one WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1": "RANK=one must be an integer",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=http": "MASTER_PORT=http must be an integer",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with the user's folder in it and whatever an earlier command changed set back."""
+    for name, text in MINE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # importing from the user's folder writes nothing there
+    yield tmp_path
+    GlobalHydra.instance().clear()
+    for name in [name for name in sys.modules if name.startswith("mine_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("line", TABLE)
+def test_what_is_typed(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["runner", *shlex.split(line)])
+    before = listing(folder)
+    status = main()
+    assert_refused(TABLE[line], status, *capfd.readouterr())
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize("line", WORLDS)
+def test_half_a_world(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for word in line.split():
+        monkeypatch.setenv(*word.split("="))
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    before = listing(folder)
+    status = main()
+    assert_refused(WORLDS[line], status, *capfd.readouterr())
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize("line", ["model=convnt", "outputs=file", "-m optimizer.lr=0.1,fast"])
+def test_real_command(line: str, folder: Path, commands: Commands) -> None:
+    before = listing(folder)
+    done = commands.runner(*shlex.split(line))
+    assert_refused(TABLE[line], done.returncode, done.stdout, done.stderr)
+    assert listing(folder) == before
+
+
+ONE_PROCESS = "parallel=none is for one process, but the world has 2; try parallel=ddp"
+
+
+def test_ranks_that_the_runner_started_say_it_once(folder: Path, commands: Commands) -> None:
+    before = listing(folder)
+    done = commands.runner("launcher=spawn", "parallel=none")
+    assert_refused(ONE_PROCESS, done.returncode, done.stdout, done.stderr)
+    assert done.stderr.count("\n") == 1
+    assert listing(folder) == before
+
+
+# The first is found before the ranks know of each other, the second when they have met.
+@pytest.mark.parametrize(("line", "words"), [("model=convnt", TABLE["model=convnt"]), ("parallel=none", ONE_PROCESS)])
+def test_ranks_of_torchrun_say_it_once(line: str, words: str, folder: Path, commands: Commands) -> None:
+    """Though rank 0 comes last: torchrun ends every rank as soon as the first one has."""
+    (folder / "site").mkdir()
+    late = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
+    (folder / "site" / "sitecustomize.py").write_text(late)
+    before = listing(folder)
+    done = commands.torchrun(2, line, env=commands.with_path(folder / "site"))
+    assert done.returncode == 1  # torchrun's own, and its report follows
+    own = [text for text in done.stderr.splitlines(keepends=True) if text.startswith(line)]
+    assert_refused(words, 2, done.stdout, "".join(own))
+    assert len(own) == 1
+    assert listing(folder) == before
+
+
+def assert_refused(words: str, status: int, out: str, err: str) -> None:
+    assert (status, out) == (2, "")
+    assert 1 <= err.count("\n") <= 3 and err.endswith("\n") and "Traceback" not in err
+    place = 0
+    for part in words.split(" ... "):
+        assert part in err[place:], f"{part!r} in {err[place:]!r}"
+        place = err.index(part, place) + len(part)
+
+
+def listing(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_mtime_ns) for path in (folder, *folder.rglob("*")))

@@ -1,0 +1,134 @@
+"""Every file under conf/ composes, names options that its constructor takes, and makes what it says."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from runner import CONF
+from runner.checks import DESCRIBED, PROVIDED, check_input
+from runner.config import GROUPS, as_config
+from runner.explain.locate import locate
+from runner.explain.options import check_options
+from runner.loader import Loader
+from runner.precision import Precision
+from runner.sampler import Sampler
+
+CPU = torch.device("cpu")
+ANY_SAMPLES = ("linear", "mlp", "toy")  # the other models are for images
+EMBEDDED = ("counting", "digits", "random", "toy")  # the other data sets are read from files
+
+
+def options(group: str) -> list[str]:
+    found = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    assert found
+    return found
+
+
+CHOICES = [(group, option) for group in GROUPS for option in options(group)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def composing() -> Iterator[None]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+@functools.cache
+def composed(*overrides: str) -> DictConfig:
+    return compose("config", list(overrides))
+
+
+def resolved(cfg: DictConfig) -> dict[str, Any]:
+    container: Any = OmegaConf.to_container(cfg, resolve=True)
+    return container
+
+
+def node_of(group: str, option: str) -> dict[str, Any]:
+    return resolved(composed(f"{group}={option}"))[group]
+
+
+def test_every_folder_is_a_group() -> None:
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, "experiment", "hydra"}
+
+
+@pytest.mark.parametrize(("group", "option"), CHOICES)
+def test_an_option_holds_what_its_constructor_takes(group: str, option: str) -> None:
+    node = node_of(group, option)
+    assert check_options(group, node, PROVIDED.get(group, ()), DESCRIBED.get(group, ())) == []
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_a_preset_is_a_configuration_without_fault(name: str) -> None:
+    assert check_input(as_config(resolved(composed(f"experiment={name}")))) == []
+
+
+@pytest.mark.parametrize("option", options("hydra/sweeper"))
+def test_a_sweeper_is_there(option: str) -> None:
+    cfg = compose("config", [f"hydra/sweeper={option}"], return_hydra_config=True)
+    assert callable(locate(cfg.hydra.sweeper._target_))
+
+
+@pytest.mark.parametrize(
+    ("group", "option"), [each for each in CHOICES if each[0] not in ("model", "data", "optimizer", "loader")]
+)
+def test_an_option_makes_its_object(group: str, option: str) -> None:
+    assert instantiate(node_of(group, option), _convert_="all") is not None
+
+
+@pytest.mark.parametrize("option", options("optimizer"))
+def test_an_optimizer_steps(option: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    make = instantiate({**node_of("optimizer", option), "_partial_": True}, _convert_="all")
+    optimizer = make([weight])
+    weight.sum().backward()
+    optimizer.step()
+    assert (weight < 1).all()
+
+
+@pytest.mark.parametrize("option", options("loader"))
+def test_a_loader_reads(option: str) -> None:
+    dataset = instantiate({**node_of("data", "random"), "num_train": 4}, _convert_="all", train=True)
+    make = instantiate({**node_of("loader", option), "_partial_": True}, _convert_="all")
+    loader: Loader = make(dataset=dataset, sampler=Sampler(4, 2), precision=Precision("fp32", CPU), device=CPU)
+    assert [batch.micro_batches[0].inputs.shape for batch in loader.steps(0)] == [(2, 20)] * 2
+
+
+@pytest.mark.parametrize("option", options("data"))
+def test_data_are_what_their_file_says(option: str, tmp_path: Path) -> None:
+    node = node_of("data", option)
+    make = instantiate({**node, "_partial_": True}, _convert_="all")
+    if option not in EMBEDDED:
+        provided = {"root": str(tmp_path), **({"download": False} if "download" in node else {})}
+        with pytest.raises(ValueError, match="root"):
+            make(train=True, **provided)
+        return
+    for train in (True, False):
+        sample, target = make(train=train)[0]
+        assert list(sample.shape) == node["sample_shape"]
+        if torch.is_floating_point(target):
+            assert target.shape == (node["num_outputs"],)
+        else:
+            assert 0 <= int(target) < node["num_outputs"]
+
+
+@pytest.mark.parametrize("data", options("data"))
+@pytest.mark.parametrize("model", options("model"))
+def test_a_model_takes_the_samples_of_a_data_set(model: str, data: str) -> None:
+    described = composed(f"data={data}").data
+    node = resolved(OmegaConf.create({"model": composed(f"model={model}").model, "data": described}))["model"]
+    with torch.device("meta"):  # shapes alone
+        if len(described.sample_shape) != 3 and model not in ANY_SAMPLES:
+            with pytest.raises(InstantiationException, match="needs image samples"):
+                instantiate(node, _convert_="all")
+            return
+        outputs = instantiate(node, _convert_="all").eval()(torch.zeros(2, *described.sample_shape))
+    assert outputs.shape == (2, described.num_outputs)

@@ -1,0 +1,88 @@
+"""A model built without memory gets, part by part, the very weights that its constructor would have given it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from models.convnet import ConvNet
+from models.transformer import Transformer
+from runner.deferred import Deferred, probe
+
+CPU = torch.device("cpu")
+
+
+class Odd(nn.Module):
+    """What constructors do besides calling reset_parameters in the order of modules()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(7, 5, dtype=torch.float64)
+        self.embed = nn.Embedding(11, 7)
+        self.tied = nn.Linear(7, 11)
+        self.tied.weight = self.embed.weight
+        self.attention = nn.MultiheadAttention(8, 2)
+        generator = torch.Generator().manual_seed(3)
+        self.own = nn.Parameter(torch.rand(4, generator=generator))
+        self.other = nn.Parameter(torch.empty(4).uniform_(generator=generator), requires_grad=False)
+        self.register_buffer("waves", torch.outer(torch.arange(4.0), 1 / torch.tensor(10.0) ** torch.arange(3)).sin())
+        nn.init.orthogonal_(self.tied.weight)  # does nothing for a tensor on the meta device
+        nn.init.trunc_normal_(self.embed.weight, std=0.02)  # may draw until it has looked at what it drew
+        with torch.no_grad():
+            self.attention.in_proj_weight[:8].normal_()
+            torch._foreach_mul_([self.own, self.other], 2.0)
+            self.late.weight.div_(self.late.weight.norm())
+            if self.late.weight[0, 0] > 0:  # needs the value
+                self.late.bias[2:4] = self.late.bias.max().item()
+        self.copied = nn.Parameter(self.late.weight.detach().clone().T)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ConvNet((1, 8, 8), 10),
+        lambda: Transformer((1, 8, 8), 10, dim=8, depth=2, heads=2),
+        lambda: torchvision.models.resnet18(width_per_group=64, zero_init_residual=True),
+        lambda: nn.LSTM(4, 5),
+        Odd,
+    ],
+    ids=["convnet", "transformer", "resnet18", "lstm", "odd"],
+)
+def test_weights_are_those_of_the_constructor(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    expected = make()
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    deferred = Deferred()
+    with deferred:
+        model = make()
+    deferred.keep(model)
+    assert torch.equal(torch.rand(1), drawn)  # what follows draws as it would have, too
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+    for each in (expected, model):
+        each.to(torch.float64).to(memory_format=torch.channels_last)
+    parts = [] if isinstance(model, Odd) else list(model.children())  # its parts share a weight
+    state = torch.get_rng_state()
+    for part in reversed(parts):
+        deferred.materialize([part], CPU)
+        assert not any(parameter.is_meta for parameter in part.parameters())
+    deferred.materialize([model], CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for (name, one), (same, other) in zip(kind(expected), kind(model), strict=True):  # type: ignore[operator]
+            assert name == same
+            assert torch.equal(one, other), name
+            assert (one.dtype, one.stride(), one.requires_grad) == (other.dtype, other.stride(), other.requires_grad)
+    if isinstance(model, Odd):
+        assert model.tied.weight is model.embed.weight
+
+
+def test_probe_needs_no_weights() -> None:
+    model = nn.Sequential(ConvNet((1, 8, 8), 3), nn.LogSoftmax(dim=-1)).to("meta").eval()
+    with torch.no_grad():
+        outputs = probe(model, torch.zeros(2, 1, 8, 8))
+    torch.testing.assert_close(outputs, torch.full((2, 3), 1 / 3).log())
+    assert all(parameter.is_meta for parameter in model.parameters())

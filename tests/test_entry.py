@@ -1,0 +1,359 @@
+"""Commands as users type them: what they leave behind, what they say, and how they end."""
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import yaml
+from commands import Commands, is_loopback, listening, wait_until
+from worlds import Run, run
+
+from runner import run_dir
+from runner.config import KEYS
+
+# 32 steps of two samples: enough for a steady state, whose speed is known only after the first 20
+STEPS = ("data=toy", "data.num_train=64", "data.num_val=16", "batch_size=2", "epochs=1")
+TINY = ("model=toy", *STEPS)
+FILES = {"config.yaml", "overrides.yaml", "result.json", "metrics.jsonl", "log.txt"}
+FILES |= {f"checkpoints/step_32/{name}" for name in ("manifest.json", "progress.json", "state.pt")}
+RESULT = {
+    "state": str,
+    "task": str,
+    "metrics": dict,
+    "step": int,
+    "epoch": int,
+    "world_size": int,
+    "parallel": str,
+    "model": str,
+    "data": str,
+    "seed": int,
+    "samples_per_second": float,
+    "seconds": float,
+    "weights_sha256": str,
+    "git": dict,
+    "versions": dict,
+    "command": list,
+    "error": type(None),
+}
+# A user's own model: the toy that does something else besides in its training steps.
+MODULE = """\
+import os
+import time
+
+from models.toy import Toy
+
+
+class Model(Toy):
+    def __init__(self, sample_shape, num_outputs, hidden=10, fails=True):
+        super().__init__(sample_shape, num_outputs, hidden)
+        self.fails = fails
+        self.calls = 0
+
+    def forward(self, samples):
+        self.calls += self.training
+        if self.training:
+            self.act(os.environ.get("RANK", "1"))
+        return super().forward(samples)
+
+    def act(self, rank):
+"""
+RAISES = """\
+        if self.calls == 3 and self.fails and rank == "1":
+            raise ArithmeticError("lost on rank 1")
+"""
+WAITS = """\
+        if self.calls == 5:
+            open(f"ready-{rank}", "w").close()
+            while not os.path.exists("go"):
+                time.sleep(0.02)
+"""
+# The clock of rank 1 is decades off.
+CLOCK = """\
+import os
+import time
+
+if os.environ["RANK"] == "1":
+    strftime = time.strftime
+    time.strftime = lambda form, moment=None: strftime(form, moment or time.localtime(1e9))
+"""
+OPTIONS = "_target_: mine.Model\nsample_shape: ${data.sample_shape}\nnum_outputs: ${data.num_outputs}\nfails: true\n"
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Callable[[str], tuple[str, ...]]:
+    """Writes the model, in a folder of its own, and returns the words that choose it."""
+
+    def write(act: str) -> tuple[str, ...]:
+        (tmp_path / "mine" / "model").mkdir(parents=True)
+        (tmp_path / "mine" / "mine.py").write_text(MODULE + act)
+        (tmp_path / "mine" / "model" / "mine.yaml").write_text(OPTIONS)
+        return ("--config-dir", "mine", *STEPS, "model=mine", "logger=none")
+
+    return write
+
+
+def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_path: Path) -> None:
+    done = commands.runner(*TINY)
+    assert (done.returncode, done.stderr) == (0, "")
+    one = only_run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    events = [name for name in files(one.path) if name.startswith("events.out.tfevents.")]
+    assert len(events) == 1 and files(one.path) - set(events) == FILES
+    assert done.stdout == (one.path / "log.txt").read_text()
+    assert f"run directory: {one.path}\n" in done.stdout
+
+    assert {name: type(value) for name, value in one.result.items()} == RESULT
+    assert (one.result["state"], one.result["step"], one.result["epoch"]) == ("finished", 32, 1)
+    assert one.result["command"][-len(TINY) - 2 :] == ["-m", "runner", *TINY]
+    assert one.result["metrics"].keys() == {"train/loss", "val/loss"}
+    assert re.fullmatch("[0-9a-f]{64}", one.result["weights_sha256"])
+    assert one.result["git"].keys() == {"commit", "dirty"} and "torch" in one.result["versions"]
+    assert yaml.safe_load((one.path / "overrides.yaml").read_text()) == list(TINY)
+    recorded = yaml.safe_load((one.path / "config.yaml").read_text())
+    assert recorded.keys() == set(KEYS) and recorded["model"]["sample_shape"] == [10]
+    assert sorted(one.losses) == list(range(1, 33))
+    assert one.lines[-1] == {"step": 32, "epoch": 1, "val/loss": one.result["metrics"]["val/loss"]}
+
+
+def test_ranks_of_torchrun_share_one_directory(commands: Commands, tmp_path: Path) -> None:
+    done = commands.torchrun(2, *TINY, "logger=none", "parallel=ddp")
+    assert done.returncode == 0, done.stderr
+    one = only_run(tmp_path)
+    assert files(one.path) == FILES
+    assert one.result["world_size"] == 2
+    assert done.stdout == (one.path / "log.txt").read_text()
+
+
+def test_ranks_started_by_hand_agree_though_their_clocks_do_not(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
+    env = commands.with_path(tmp_path / "site")
+    first, second = commands.by_hand(2, *TINY, "logger=none", "parallel=ddp", delay_s=3, env=env)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    one = only_run(tmp_path)
+    assert files(one.path) == FILES
+    assert "environment variables" in first.stdout
+    assert second.stdout + second.stderr == ""
+
+
+def test_half_a_world_is_refused(commands: Commands) -> None:
+    done = commands.runner(env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert done.returncode == 2
+    assert done.stderr == (
+        "RANK=0, WORLD_SIZE=2: half a world; MASTER_ADDR and MASTER_PORT must be set too, or none of them\n"
+    )
+
+
+def test_one_process_listens_nowhere(commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]) -> None:
+    process = commands.start("-m", "runner", *mine(WAITS))
+    wait_until((tmp_path / "ready-1").exists, process)
+    assert len(commands.living(process)) == 1
+    assert listening(commands.living(process)) == []
+    (tmp_path / "go").touch()
+    assert commands.finish(process).returncode == 0
+
+
+def test_spawn_listens_on_loopback_and_leaves_no_process(
+    commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
+) -> None:
+    process = commands.start("-m", "runner", *mine(WAITS), "parallel=ddp", "launcher=spawn")
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), process)
+    assert len(commands.living(process)) >= 3
+    addresses = listening(commands.living(process))
+    assert addresses and all(map(is_loopback, addresses)), addresses
+    (tmp_path / "go").touch()
+    done = commands.finish(process)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: commands.living(process) == [], timeout_s=5)  # multiprocessing's own servers end after it
+    one = only_run(tmp_path)
+    assert files(one.path) == FILES
+    assert (one.result["world_size"], done.stdout) == (2, (one.path / "log.txt").read_text())
+
+
+def test_spawn_hands_back_the_metrics_of_rank_0(commands: Commands, tmp_path: Path) -> None:
+    """A sweep's table shows what the launcher returned, result.json what rank 0 computed."""
+    done = commands.runner("-m", *TINY, "logger=none", "parallel=ddp", "launcher=spawn", "seed=0,1")
+    assert done.returncode == 0, done.stderr
+    rows = table(done.stdout)
+    assert len(rows) == 2
+    for run_path in sweep_jobs(tmp_path):
+        assert rows[run_path.name] == ["finished", f"{Run(run_path).result['metrics']['val/loss']:.4f}"]
+
+
+@pytest.mark.parametrize("launched", ["torchrun", "spawn"])
+def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
+    launched: str, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
+) -> None:
+    words = (*mine(RAISES), "parallel=ddp")
+    done = commands.torchrun(2, *words) if launched == "torchrun" else commands.runner(*words, "launcher=spawn")
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert said.count("ArithmeticError: lost on rank 1\n") == 1
+    assert said.count("in act") == said.count("error: rank") == 1  # and nothing of rank 0, which lost a peer
+    result = only_run(tmp_path).result
+    assert (result["state"], result["step"]) == ("failed", 2)
+    assert result["error"].startswith("rank 1 on ") and result["error"].endswith("lost on rank 1\n")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
+    num_ranks: int, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
+) -> None:
+    spread = ("parallel=ddp", "launcher=spawn") if num_ranks == 2 else ()
+    whole = run(tmp_path / "whole", num_ranks, *TINY, "logger=none", *spread[:1])
+
+    process = commands.start("-m", "runner", *mine(WAITS), *spread)
+    ready = [f"ready-{rank}" for rank in range(num_ranks)] if spread else ["ready-1"]
+    wait_until(lambda: all((tmp_path / name).exists() for name in ready), process)
+    assert only_run(tmp_path).result["state"] == "running"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)  # the signal goes from the command to its ranks, all of which wait in their fifth step
+    (tmp_path / "go").touch()
+    stopped = commands.finish(process)
+    assert stopped.returncode == 143, stopped.stderr
+    one = only_run(tmp_path)
+    assert one.result["state"] == "preempted"
+    assert 5 <= one.result["step"] < 32 and one.result["epoch"] == 0
+    assert f"go on with resume={one.path}\n" in stopped.stdout
+
+    went_on = commands.runner("resume=last")
+    assert (went_on.returncode, went_on.stderr) == (0, "")
+    assert only_run(tmp_path).path == one.path
+    assert one.result["state"] == "finished"
+    assert one.result["weights_sha256"] == whole.result["weights_sha256"]
+    assert one.losses == whole.losses
+
+
+def test_evaluate_gives_the_metrics_of_training(commands: Commands, tmp_path: Path) -> None:
+    trained = run(tmp_path / "outputs", 1, "model=mlp", "model.hidden=[16]", "epochs=1", "logger=none")
+    done = commands.runner("task=evaluate", "run=last")
+    assert (done.returncode, done.stderr) == (0, "")
+    (evaluated,) = (Run(path) for path in (tmp_path / "outputs" / "run").iterdir() if path != trained.path)
+    expected = {name: value for name, value in trained.result["metrics"].items() if name.startswith("val/")}
+    assert expected.keys() == {"val/loss", "val/accuracy"}
+    assert evaluated.result["metrics"] == pytest.approx(expected, rel=1e-6)
+    assert (evaluated.result["task"], evaluated.result["step"]) == ("evaluate", trained.result["step"])
+
+
+def in_one_process(commands: Commands, *words: str) -> CompletedProcess[str]:
+    return commands.runner(*words)
+
+
+def under_torchrun(commands: Commands, *words: str) -> CompletedProcess[str]:
+    return commands.torchrun(2, *words, "parallel=ddp")
+
+
+LAUNCHED = pytest.mark.parametrize("launched", [in_one_process, under_torchrun])
+
+
+@LAUNCHED
+def test_a_sweep_runs_all_of_its_jobs(
+    launched: Callable[..., CompletedProcess[str]], commands: Commands, tmp_path: Path
+) -> None:
+    done = launched(commands, "-m", *STEPS, "logger=none", "name=grid", "model=toy,linear", "optimizer.lr=0.1,0.01")
+    assert done.returncode == 0, done.stderr
+    jobs = sweep_jobs(tmp_path, "grid")
+    models = ("toy", "linear")
+    labels = [f"{n}-model-{m}_lr-{lr}" for n, (m, lr) in enumerate((m, lr) for m in models for lr in ("0.1", "0.01"))]
+    assert [path.name for path in jobs] == labels
+    for path, model in zip(jobs, ("toy", "toy", "linear", "linear"), strict=True):
+        assert files(path) == FILES
+        result = Run(path).result
+        assert (result["state"], result["model"], result["step"]) == ("finished", model, 32)
+    assert len({Run(path).result["weights_sha256"] for path in jobs}) == 4
+    assert table(done.stdout).keys() == set(labels)
+    assert done.stdout.endswith(f"4 of 4 jobs finished: {jobs[0].parent}\n")
+
+
+@LAUNCHED
+def test_a_job_that_raises_does_not_take_the_next_ones_along(
+    launched: Callable[..., CompletedProcess[str]],
+    commands: Commands,
+    tmp_path: Path,
+    mine: Callable[..., Sequence[str]],
+) -> None:
+    done = launched(commands, "-m", *mine(RAISES), "model.fails=true,false", "seed=0,1")
+    assert done.returncode == 1
+    states = [Run(path).result["state"] for path in sweep_jobs(tmp_path)]
+    assert states == ["failed", "failed", "finished", "finished"]
+    rows = table(done.stdout)
+    assert [words[0] for words in rows.values()] == states
+    assert rows["0-fails-True_seed-0"][1:] == ["ArithmeticError:", "lost", "on", "rank", "1"]
+    assert "2 of 4 jobs finished" in done.stdout
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir.time, "strftime", lambda form: "20300101-000000")
+    start = threading.Barrier(5)
+    made = []
+
+    def make() -> None:
+        start.wait(timeout=10)
+        made.append(run_dir.new_directory(str(tmp_path), "run"))
+
+    threads = [threading.Thread(target=make) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert len(set(made)) == 5 and set(made) == set((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("words", [("--cfg", "job"), ("--help",)], ids=lambda words: words[0])
+def test_what_runs_nothing_imports_no_torch(words: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
+    done = commands.finish(commands.start("-X", "importtime", "-m", "runner", *words))
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "hydra" in imported  # the list is one
+    assert not imported & {"torch", "torchvision", "numpy", "sklearn", "optuna", "tensorboard"}
+    assert "convnet" in done.stdout.lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_shows_what_a_run_would_use(commands: Commands) -> None:
+    done = commands.runner("--cfg", "job", "--resolve", "model=toy", "data=toy", "optimizer.lr=0.3")
+    shown = yaml.safe_load(done.stdout)
+    assert shown.keys() == set(KEYS)
+    assert shown["model"]["sample_shape"] == [10] and shown["optimizer"]["lr"] == 0.3
+
+
+def test_cfg_refuses_what_a_run_would_refuse(commands: Commands) -> None:
+    done = commands.runner("--cfg", "job", "model=convnt")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "model=convnt: no such model; did you mean convnet? (" + done.stderr.partition("(")[2]
+
+
+def test_the_shell_completes_groups_options_and_keys(commands: Commands) -> None:
+    def complete(line: str) -> set[str]:
+        done = commands.runner("-sc", "query=bash", env={"COMP_LINE": line, "COMP_POINT": str(len(line))})
+        assert (done.returncode, done.stderr) == (0, "")
+        return set(done.stdout.split())
+
+    assert {"model=toy", "model=convnet"} <= complete("runner model=")
+    assert complete("runner optimizer.l") == {"optimizer.lr="}
+
+
+def only_run(folder: Path) -> Run:
+    (path,) = (folder / "outputs" / "run").iterdir()
+    return Run(path)
+
+
+def sweep_jobs(folder: Path, name: str = "run") -> list[Path]:
+    (sweep,) = (folder / "outputs" / name).iterdir()
+    assert sweep.name.startswith("sweep-") and (sweep / "sweep.json").is_file()
+    return sorted(path for path in sweep.iterdir() if path.is_dir())
+
+
+def table(said: str) -> dict[str, list[str]]:
+    """The rows of a sweep's table by the job's label, the empty cells left out."""
+    lines = said[said.index("\njob  ") :].strip().splitlines()[1:]
+    return {words[0]: words[1:] for words in map(str.split, lines[: lines.index("")])}
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,113 @@
+"""A model in parts on several devices of a rank: the parts change no number, with one process and under DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError
+from torch import nn
+from worlds import Run, run
+
+from runner.backend import Backend
+from runner.config import InputError
+from runner.launchers.env import Place
+from runner.parallel.parts import place_parts
+from runner.world import World
+
+COMMON = ("precision=fp64", "optimizer.lr=0.01", "epochs=9", "max_steps=4", "logger=none", "batch_size=90")
+EXPERIMENTS = {
+    "toy": ("data=toy", "data.num_train=200"),
+    "mlp": ("data.sample_shape=[1,8,8]", "batch_size=700"),
+    "convnet": ("data.sample_shape=[1,8,8]", "batch_size=700"),
+}
+OPTIONS = {"toy": (), "mlp": ("hidden=[16]", "batch_norm=true"), "convnet": ("channels=[4,8]",)}
+
+
+def train(folder: Path, world_size: int, model: str, split: bool, *words: str) -> Run:
+    chosen = ("model=split", f"model@model.model={model}") if split else (f"model={model}",)
+    prefix = "model.model." if split else "model."
+    options = [prefix + option for option in OPTIONS[model]]
+    return run(folder, world_size, *COMMON, *EXPERIMENTS[model], *chosen, *options, *words)
+
+
+@pytest.mark.parametrize("model", EXPERIMENTS)
+def test_parts_change_no_number(model: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 1, model, False)
+    for world_size, mode in ((1, "none"), (2, "ddp")):
+        words = (f"parallel={mode}", "backend.devices_per_rank=2")
+        parts = train(tmp_path / f"{mode}{world_size}", world_size, model, True, *words)
+        assert parts.losses == pytest.approx(whole.losses, rel=1e-9)
+        assert parts.weights.keys() == whole.weights.keys()
+        for name, tensor in whole.weights.items():
+            torch.testing.assert_close(parts.weights[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+        assert parts.result["metrics"] == pytest.approx(whole.result["metrics"], rel=1e-9)
+        assert "model=split: all parts are on the CPU" in (parts.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model=toy", "backend.devices_per_rank=2"), "backend.devices_per_rank=2 has no effect on model=toy"),
+        (("model=split", "model@model.model=toy", "backend.devices_per_rank=3"), "devices_per_rank=3: .* one per part"),
+        (("model=toy", "backend.devices_per_rank=0"), "backend.devices_per_rank=0 must be at least 1"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=message):
+        run(tmp_path, 1, "data=toy", "logger=none", *words)
+
+
+class Parts(nn.Module):
+    """Two parts, which note where they are put."""
+
+    def __init__(self, devices: list[str] | None = None) -> None:
+        super().__init__()
+        self.devices = None if devices is None else [torch.device(device) for device in devices]
+
+    def place(self, devices: list[torch.device]) -> None:
+        self.devices = devices
+
+
+def gpu_world(monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, each: int) -> tuple[World, list[str]]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    backend = Backend(device="cuda", devices_per_rank=each)
+    world = World(Place(local_rank, local_rank, 2, 2, found="test"), None, backend)
+    return world, world.choose_device()
+
+
+def test_rank_takes_the_devices_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, messages = gpu_world(monkeypatch, 4, 1, 2)
+    assert messages == []
+    assert world.devices == [torch.device("cuda:2"), torch.device("cuda:3")] and world.device == world.devices[0]
+    module = Parts()
+    assert place_parts(module, {}, True, world) == []
+    assert module.devices == world.devices
+    _, (message,) = gpu_world(monkeypatch, 3, 1, 2)
+    assert message.startswith("2 ranks on this machine need 2 GPUs each, 4 together, but there are 3; start fewer")
+
+
+@pytest.mark.parametrize(
+    ("named", "each", "spans", "message"),
+    [
+        (None, 2, False, "parallel=tp has one device per rank; try parallel=ddp"),
+        (["cuda:0", "cuda:1"], 2, True, "exclude each other"),
+        (["cuda:0", "cuda:1"], 1, True, "would be those of all 2 ranks .* backend.devices_per_rank=2"),
+        (["cpu", "cpu"], 1, True, "must begin with cuda:1"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(
+    named: list[str] | None, each: int, spans: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, _ = gpu_world(monkeypatch, 4, 1, each)
+    with pytest.raises(InputError, match=message):
+        place_parts(Parts(named), {"parallel": "tp", "model": "split"}, spans, world)
+
+
+def test_all_parts_on_one_gpu_are_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = gpu_world(monkeypatch, 4, 1, 1)
+    choices: dict[str, Any] = {"model": "split"}
+    assert place_parts(Parts(), choices, True, world) == [
+        "model=split: all parts are on cuda:1; try backend.devices_per_rank=2"
+    ]
