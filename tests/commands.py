@@ -56,8 +56,7 @@ class Commands:
             pytest.fail(f"{process.args} still ran after {timeout_s} s\n{out}\n{err}")
         return CompletedProcess(process.args, process.returncode, out, err)
 
-    def runner(
-    ) -> CompletedProcess[str]:
+    def runner(self, *words: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
         """`python -m runner WORDS`, to its end."""
         return self.finish(self.start("-m", "runner", *words, env=env))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
+from ranks import run_ranks
 from torch import nn
 
 from models.convnet import ConvNet
@@ -51,6 +52,11 @@ class Odd(nn.Module):
     ids=["convnet", "transformer", "resnet18", "lstm", "odd"],
 )
 def test_weights_are_those_of_the_constructor(make: Callable[[], nn.Module]) -> None:
+    # In a process of its own: one that has computed with several threads cannot fork any that will.
+    run_ranks(compare_weights, 1, make)
+
+
+def compare_weights(rank: int, world_size: int, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     expected = make()
     drawn = torch.rand(1)
@@ -81,6 +87,10 @@ def test_weights_are_those_of_the_constructor(make: Callable[[], nn.Module]) -> 
 
 
 def test_probe_needs_no_weights() -> None:
+    run_ranks(run_probe, 1)
+
+
+def run_probe(rank: int, world_size: int) -> None:
     model = nn.Sequential(ConvNet((1, 8, 8), 3), nn.LogSoftmax(dim=-1)).to("meta").eval()
     with torch.no_grad():
         outputs = probe(model, torch.zeros(2, 1, 8, 8))

@@ -122,7 +122,7 @@ def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_pat
 
 def test_ranks_of_torchrun_share_one_directory(commands: Commands, tmp_path: Path) -> None:
     done = commands.torchrun(2, *TINY, "logger=none", "parallel=ddp")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     one = only_run(tmp_path)
     assert files(one.path) == FILES
     assert one.result["world_size"] == 2
@@ -178,7 +178,7 @@ def test_spawn_listens_on_loopback_and_leaves_no_process(
 def test_spawn_hands_back_the_metrics_of_rank_0(commands: Commands, tmp_path: Path) -> None:
     """A sweep's table shows what the launcher returned, result.json what rank 0 computed."""
     done = commands.runner("-m", *TINY, "logger=none", "parallel=ddp", "launcher=spawn", "seed=0,1")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     rows = table(done.stdout)
     assert len(rows) == 2
     for run_path in sweep_jobs(tmp_path):
@@ -256,7 +256,7 @@ def test_a_sweep_runs_all_of_its_jobs(
     launched: Callable[..., CompletedProcess[str]], commands: Commands, tmp_path: Path
 ) -> None:
     done = launched(commands, "-m", *STEPS, "logger=none", "name=grid", "model=toy,linear", "optimizer.lr=0.1,0.01")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     jobs = sweep_jobs(tmp_path, "grid")
     models = ("toy", "linear")
     labels = [f"{n}-model-{m}_lr-{lr}" for n, (m, lr) in enumerate((m, lr) for m in models for lr in ("0.1", "0.01"))]

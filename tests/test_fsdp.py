@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from ranks import RankError
+from ranks import RankError, run_ranks
 from test_parity import COMMON, EXPERIMENTS, assert_equal
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from worlds import Run, configure, run
 
+from runner.backend import as_backend
 from runner.build import build
 from runner.launchers.env import Place
 from runner.parallel.fsdp import FSDP, _units
@@ -29,7 +30,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     "options",
     [
         ("parallel.replicate=2",),
-        ("parallel.replicate=4",),
         ("parallel.reshard_after_forward=false", "parallel.meta_init=false"),
     ],
     ids=lambda options: options[0],
@@ -73,11 +73,16 @@ def test_bf16_stays_near_one_process(mixed: str, tmp_path: Path) -> None:
 
 
 def test_no_rank_builds_the_whole_model() -> None:
-    world = World(Place(0, 0, 1, 1, found="test"), None, configure()[0].backend)
     config, request = configure(*CONVNET, "parallel=fsdp")
-    experiment = build(config, request.choices, world)
-    assert all(parameter.is_meta for parameter in experiment.recipe.module.parameters())
-    assert experiment.num_parameters == 1266
+
+    def build_alone(rank: int, world_size: int) -> None:
+        experiment = build(
+            config, request.choices, World(Place(0, 0, 1, 1, found="test"), None, as_backend(config.backend))
+        )
+        assert all(parameter.is_meta for parameter in experiment.recipe.module.parameters())
+        assert experiment.num_parameters == 1266
+
+    run_ranks(build_alone, 1)
 
 
 def test_units_are_modules_that_forward_calls() -> None:

@@ -15,6 +15,14 @@ EXPERIMENTS = {
     "toy": ("model=toy", "data=toy", "data.num_train=350", "batch_size=90"),
     "mlp": ("model=mlp", "model.hidden=[16]", "model.batch_norm=true", "data.sample_shape=[1,8,8]", "batch_size=350"),
     "convnet": ("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=350"),
+    "transformer": (
+        "model=transformer",
+        "model.dim=16",
+        "model.depth=2",
+        "model.patch_size=4",
+        "data.sample_shape=[1,8,8]",
+        "batch_size=350",
+    ),
 }
 COMMON = ("precision=fp64", "optimizer.lr=0.01", "epochs=9", "max_steps=10", "logger=none")
 MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))

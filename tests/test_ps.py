@@ -89,7 +89,7 @@ def test_checkpoints_go_to_and_from_other_modes(tmp_path: Path) -> None:
     assert evaluated.result["metrics"]["val/loss"] == pytest.approx(whole.result["metrics"]["val/loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("options", [(), (ASYNC,), (ASYNC, REMOTE)], ids=["sync", "async", "async-remote"])
+@pytest.mark.parametrize("options", [(), (ASYNC, REMOTE)], ids=["sync", "async-remote"])
 def test_a_process_can_run_one_job_after_another(options: tuple[str, ...], tmp_path: Path) -> None:
     config, request = configure(*TOY, "max_steps=5", "parallel=ps", *options, f"outputs={tmp_path}", "name=twice")
 

@@ -15,7 +15,7 @@ from runner.parallel.tp import TP
 CONVNET = (*EXPERIMENTS["convnet"], *COMMON)
 MLP = ("model=mlp", "model.hidden=[16,12]", "data.sample_shape=[1,8,8]", "batch_size=350", *COMMON)
 STEADY = ("micro_batches=3", "clip_grad_norm=0.1")
-TRANSFORMER = ("model=transformer", "model.dim=16", "model.depth=2", "model.heads=4", *CONVNET[2:])
+TRANSFORMER = ("model=transformer", "model.dim=16", "model.depth=1", "model.heads=4", *CONVNET[2:])
 
 
 @pytest.fixture(scope="module")

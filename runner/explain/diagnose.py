@@ -100,6 +100,8 @@ def unknown_keys(cfg: DictConfig, allowed: Collection[str], overrides: Sequence[
 
 def unchosen(cfg: DictConfig, groups: Collection[str], overrides: Sequence[str]) -> list[str]:
     """Groups without an option of their own: Hydra merges the options of a list, and then none is chosen."""
+    if "hydra" not in cfg:
+        return []  # a job as Hydra hands it over; it was asked about when the sweep was opened
     lines = {_key(line): line for line in overrides}
     return [
         f"{lines.get(group, group)} must be one option; to run several type -m {group}=ONE,OTHER"

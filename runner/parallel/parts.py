@@ -21,8 +21,8 @@ def place_parts(module: nn.Module, choices: Mapping[str, str], spans_devices: bo
     if not hasattr(module, "place"):
         if count > 1:
             raise InputError(
-                f"backend.devices_per_rank={count} has no effect on model={choices.get('model')}, which is in one part; try "
-                "model=split, or backend.devices_per_rank=1"
+                f"backend.devices_per_rank={count} has no effect on model={choices.get('model')}, which has one part; "
+                "try model=split, or backend.devices_per_rank=1"
             )
         return []
     named: list[torch.device] | None = parts.devices

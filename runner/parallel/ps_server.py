@@ -48,7 +48,11 @@ class Server:
     def step_together(self, lr_factor: float, want_norm: bool) -> float | None:
         """Wait for all trainers' gradients, make one update of their sum, and send the weights to all."""
         with self._changed:
-            self._wait(lambda: len(self._arrived) == self.num_trainers, "a gradient of every trainer")
+            trainers = range(1, self.num_trainers + 1)
+            self._wait(
+                lambda: len(self._arrived) == self.num_trainers,
+                lambda: f"a gradient of ranks {[rank for rank in trainers if rank not in self._arrived]}",
+            )
             arrived, self._arrived = self._arrived, {}
         # In the order of ranks, whatever that of arrival was: the sum is the same to the bit.
         gradients = [gradient for _, (gradient, _) in sorted(arrived.items()) if gradient is not None]
@@ -67,7 +71,7 @@ class Server:
             self._wants_norm = want_norm
             self._allowed += self.num_trainers
             self._changed.notify_all()
-            self._wait(lambda: self._applied == self._allowed, "an update of every trainer")
+            self._wait(lambda: self._applied == self._allowed, lambda: "an update of every trainer")
         return self._norm if want_norm else None
 
     def close(self) -> None:
@@ -89,7 +93,7 @@ class Server:
     def apply(self, context: int | None) -> None:
         """Update by the gradients of a distributed autograd context; without one, only count."""
         with self._changed:  # the learning rate is that of the loop's step
-            self._wait(lambda: self._taken < self._allowed, "the server's next step")
+            self._wait(lambda: self._taken < self._allowed, lambda: "the server's next step")
             self._taken += 1
         if context is not None:
             assert self.distributed is not None
@@ -128,9 +132,9 @@ class Server:
         for parameter, gradient in zip(self.trained, gradients, strict=True):
             parameter.grad = gradient
 
-    def _wait(self, holds: Callable[[], bool], what: str) -> None:
+    def _wait(self, holds: Callable[[], bool], what: Callable[[], str]) -> None:
         if not self._changed.wait_for(lambda: self._closed or holds(), self.timeout_s):
-            raise TimeoutError(f"{what} did not come within backend.timeout_s={self.timeout_s:g}")
+            raise TimeoutError(f"{what()} did not come within backend.timeout_s={self.timeout_s:g}")
         if self._closed:
             raise RuntimeError("the parameter server has left")
 
