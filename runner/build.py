@@ -73,7 +73,8 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     axes = _lay_out(config, parallel, world)  # which check may have fitted to the model
     if _synchronizes(config, module, axes):
         try:
-            synchronize_batch_norm(module)
+            # A deferred model lies on no device yet.
+            synchronize_batch_norm(module, device=world.device if deferred else None)
         except ValueError as error:
             raise InputError(f"sync_batchnorm={config.sync_batchnorm}: {error}") from None
     if config.compile:

@@ -14,7 +14,9 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def synchronize_batch_norm(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+def synchronize_batch_norm(
+    model: nn.Module, process_group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> nn.Module:
     """Make each nn.BatchNorm1d, 2d and 3d of `model` normalise over the group's whole batch; return `model`.
 
     A layer on CUDA or XPU becomes torch's nn.SyncBatchNorm, any other one the SyncBatchNorm below. It stays the same
@@ -35,9 +37,10 @@ def synchronize_batch_norm(model: nn.Module, process_group: dist.ProcessGroup | 
             )
         layers.append(module)
     for layer in layers:
-        # A layer that holds no tensor is where the rest of the model is.
+        # A layer that holds no tensor is where the rest of the model is, unless it is said where that will be.
         tensors = (*layer.parameters(), *layer.buffers(), *model.parameters(), *model.buffers())
-        is_accelerated = bool(tensors) and tensors[0].device.type in ("cuda", "xpu")
+        kind = device.type if device is not None else tensors[0].device.type if tensors else "cpu"
+        is_accelerated = kind in ("cuda", "xpu")
         layer.__class__ = nn.SyncBatchNorm if is_accelerated else SyncBatchNorm
         layer.process_group = process_group
     return model

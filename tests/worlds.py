@@ -1,5 +1,6 @@
 """Run a job of the runner on several ranks from inside one test, without starting Python anew."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from runner.launchers.env import Place
 from runner.progress import available
 from runner.run_dir import Request
 from runner.world import World
+
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,18 @@ def configure(*overrides: str) -> tuple[Config, Request]:
 
 def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 60) -> Run:
     """Run what the overrides say on this many forked ranks; what it raises is raised here."""
-    words = overrides if any(o.startswith("outputs=") for o in overrides) else (f"outputs={outputs}", *overrides)
+    # One thread: OpenMP's workers do not survive a fork, and a later test forks from what this one leaves behind.
+    words = [*overrides, "threads=1"]
+    if not any(word.startswith("outputs=") for word in overrides):
+        words.append(f"outputs={outputs}")
     config, request = configure(*words)
+    agreement = outputs / f"store-{next(_numbers)}"  # a used one would be read as this world's
     before = _runs(Path(config.outputs) / config.name)
 
     def rank_of(rank: int, world_size: int) -> None:
         dist.destroy_process_group()  # the job forms its own
         place = Place(rank, rank, world_size, world_size, found="test")
-        store = dist.FileStore(str(outputs / f"store-{len(before)}-{config.name}"), world_size)
+        store = dist.FileStore(str(agreement), world_size)
         run_job(config, request, World(place, store if world_size > 1 else None, as_backend(config.backend)))
 
     outputs.mkdir(exist_ok=True)

@@ -72,7 +72,8 @@ class Part(nn.Module):
         with self.precision.autocast():
             outputs = self.layers(inputs if self.is_first else received[: len(inputs)])
         # Always a copy: the schedules detach what they have sent, which a view (of Flatten, say) does not allow.
-        return torch.cat([outputs, outputs.new_zeros(self.num_samples - len(outputs), *outputs.shape[1:])])
+        padding = outputs.new_zeros(self.num_samples - len(outputs), *outputs.shape[1:])
+        return torch.cat([outputs, padding]).contiguous()  # nor can channels_last be sent
 
 
 class Pipelined:
@@ -130,7 +131,7 @@ class Pipelined:
             self._feed[:] = batch.micro_batches[start : start + count]
             for part in self._parts.values():
                 part.position = 0
-            inputs = (numbers,) if 0 in self._parts else ()
+            inputs = (numbers.to(self._recipe.device),) if 0 in self._parts else ()
             target = numbers if len(self._owners) - 1 in self._parts else None
             self._schedule.step(*inputs, target=target, return_outputs=False)
         self._feed.clear()
