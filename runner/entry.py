@@ -35,13 +35,15 @@ def main() -> int:
     """Run what sys.argv asks for. Returns the exit status."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # the console script finds what `python -m` finds
+    init = "env"
     try:
         args = _read_flags()
+        init = _typed_init(args.overrides)
         if args.help:
             folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
             print(render_help(folders))
             return FINISHED
-        place = find_place()
+        place = find_place(init)
         refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
         if refuse:
             raise InputError(*refuse)
@@ -55,7 +57,7 @@ def main() -> int:
                 return _ask_hydra(args, typed)
             return _run(typed, args.multirun, place)
     except InputError as error:
-        return _refuse_everywhere(error.messages)
+        return _refuse_everywhere(error.messages, init)
 
 
 def _read_flags() -> Namespace:
@@ -153,15 +155,21 @@ def _ask_hydra(args: Namespace, typed: Typed) -> int:
     return FINISHED
 
 
-def _refuse_everywhere(messages: list[str]) -> int:
+def _typed_init(overrides: Sequence[str]) -> str:
+    """How ranks find each other, as typed: it is needed before there is a configuration, to tell all of them of it."""
+    typed = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("backend.init=")]
+    return typed[-1] if typed else "env"
+
+
+def _refuse_everywhere(messages: list[str], init: str) -> int:
     """Tell the user once, by rank 0, before any rank exits."""
     try:
-        place = find_place()
+        place = find_place(init)
         if place.world_size > 1:
             from runner.backend import Backend
             from runner.world import join
 
-            world = join(place, Backend())
+            world = join(place, Backend(init=init))
             agreed = world.agree("composed", messages)
             world.speak(lambda: _print(agreed))
             world.close()

@@ -164,7 +164,7 @@ def test_half_a_world(
     assert listing(folder) == before
 
 
-@pytest.mark.parametrize("line", ["model=convnt", "outputs=file", "-m optimizer.lr=0.1,fast"])
+@pytest.mark.parametrize("line", ["model=convnt", "outputs=file"])
 def test_real_command(line: str, folder: Path, commands: Commands) -> None:
     before = listing(folder)
     done = commands.runner(*shlex.split(line))

@@ -158,10 +158,10 @@ def test_one_process_listens_nowhere(commands: Commands, tmp_path: Path, mine: C
     assert commands.finish(process).returncode == 0
 
 
-def test_spawn_listens_on_loopback_and_leaves_no_process(
+def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
     commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
-    process = commands.start("-m", "runner", *mine(WAITS), "parallel=ddp", "launcher=spawn")
+    process = commands.start("-m", "runner", "-m", *mine(WAITS), "parallel=ddp", "launcher=spawn", "seed=0,1")
     wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), process)
     assert len(commands.living(process)) >= 3
     addresses = listening(commands.living(process))
@@ -170,19 +170,15 @@ def test_spawn_listens_on_loopback_and_leaves_no_process(
     done = commands.finish(process)
     assert (done.returncode, done.stderr) == (0, "")
     wait_until(lambda: commands.living(process) == [], timeout_s=5)  # multiprocessing's own servers end after it
-    one = only_run(tmp_path)
-    assert files(one.path) == FILES
-    assert (one.result["world_size"], done.stdout) == (2, (one.path / "log.txt").read_text())
-
-
-def test_spawn_hands_back_the_metrics_of_rank_0(commands: Commands, tmp_path: Path) -> None:
-    """A sweep's table shows what the launcher returned, result.json what rank 0 computed."""
-    done = commands.runner("-m", *TINY, "logger=none", "parallel=ddp", "launcher=spawn", "seed=0,1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    # The table shows what the launcher handed back, result.json what rank 0 computed.
     rows = table(done.stdout)
-    assert len(rows) == 2
-    for run_path in sweep_jobs(tmp_path):
-        assert rows[run_path.name] == ["finished", f"{Run(run_path).result['metrics']['val/loss']:.4f}"]
+    jobs = sweep_jobs(tmp_path)
+    assert len(jobs) == len(rows) == 2
+    for path in jobs:
+        assert files(path) == FILES
+        result = Run(path).result
+        assert result["world_size"] == 2
+        assert rows[path.name] == ["finished", f"{result['metrics']['val/loss']:.4f}"]
 
 
 @pytest.mark.parametrize("launched", ["torchrun", "spawn"])

@@ -17,8 +17,6 @@ from torch.distributed import rpc
 from worlds import Run, configure, run
 
 from runner.backend import as_backend
-from runner.build import build
-from runner.config import InputError
 from runner.job import JobFailed, run_job
 from runner.launchers.env import Place
 from runner.parallel.ps import ParameterServer, Serving, Training
@@ -183,16 +181,18 @@ def test_the_command_ends_cleanly(commands: Commands) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("mode", "words", "message"),
     [
-        (("clip_grad_norm=1.0", ASYNC), "clip_grad_norm=1.0: parallel.updates=async never has the whole gradient"),
-        (("model=convnet", REMOTE), "parallel.forward=remote: BatchNorm on the server would see one trainer's samples"),
+        (ParameterServer(updates="async"), ("clip_grad_norm=1.0",), "clip_grad_norm=1.0: parallel.updates=async never"),
+        (ParameterServer(forward="remote"), (), "parallel.forward=remote: BatchNorm on the server would see one"),
+        (ParameterServer(forward="remote"), ("compile=true",), "compile=true: parallel.forward=remote replaces"),
+        (ParameterServer(), ("precision=fp16",), "precision=fp16: parallel=ps has no loss scale"),
     ],
 )
-def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None:
-    config, request = configure(*words, "parallel=ps")
-    with pytest.raises(InputError, match=re.escape(message)):
-        build(config, request.choices, World(Place(1, 1, 3, 3), None, as_backend(config.backend)))
+def test_what_cannot_be_is_refused(mode: ParameterServer, words: tuple[str, ...], message: str) -> None:
+    config, _ = configure(*words)
+    assert any(told.startswith(message) for told in mode.check(config, torch.nn.BatchNorm1d(3)))
+    assert not ParameterServer().check(configure()[0], torch.nn.BatchNorm1d(3))
 
 
 def test_it_needs_a_server_and_a_trainer() -> None:

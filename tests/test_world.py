@@ -26,21 +26,28 @@ TORCHRUN = {
 
 
 def test_place_without_variables_is_a_world_of_one() -> None:
-    assert find_place({}) == Place()
-    assert find_place({"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
+    assert find_place(environ={}) == Place()
+    assert find_place(environ={"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
 
 
 def test_place_by_hand_is_on_one_machine() -> None:
-    place = find_place(BY_HAND)
+    place = find_place(environ=BY_HAND)
     assert (place.rank, place.local_rank, place.world_size, place.local_world_size) == (1, 1, 4, 4)
     assert not place.hosts_store
-    assert find_place({**BY_HAND, "RANK": "0"}).hosts_store
+    assert find_place(environ={**BY_HAND, "RANK": "0"}).hosts_store
 
 
 def test_place_under_torchrun_leaves_the_store_to_the_agent() -> None:
-    place = find_place({**TORCHRUN, "RANK": "0"})
+    place = find_place(environ={**TORCHRUN, "RANK": "0"})
     assert (place.found, place.local_rank, place.local_world_size, place.restart) == ("torchrun", 0, 2, 2)
     assert not place.hosts_store
+
+
+def test_place_needs_no_master_where_ranks_meet_elsewhere() -> None:
+    place = find_place("file:///tmp/meeting", {"RANK": "1", "WORLD_SIZE": "2"})
+    assert (place.rank, place.world_size) == (1, 2)
+    with pytest.raises(InputError, match="RANK=1: half a world; WORLD_SIZE must be set too"):
+        find_place("file:///tmp/meeting", {"RANK": "1"})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,7 @@ def test_place_under_torchrun_leaves_the_store_to_the_agent() -> None:
 )
 def test_place_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        find_place({**BY_HAND, **change})
+        find_place(environ={**BY_HAND, **change})
 
 
 def world_of(rank: int, world_size: int, path: Path, timeout_s: float = 30) -> World:

@@ -23,7 +23,6 @@ from runner.progress import available
 from runner.run_dir import Request
 from runner.world import World
 
-
 _numbers = itertools.count()
 
 

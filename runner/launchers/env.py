@@ -41,19 +41,20 @@ class Env:
         return run_job(config, request, join(place, as_backend(config.backend)))
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> Place:
+def find_place(init: str = "env", environ: Mapping[str, str] = os.environ) -> Place:
     """Read this process's place from the environment.
 
-    Raises InputError when only some of the variables are set, or when their values cannot be.
+    init: as Backend's; other than env, it says by itself where the ranks meet, and no MASTER_ADDR is needed. Raises
+    InputError when only some of the variables are set, or when their values cannot be.
     """
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if init == "env" else ()))
     missing = [key for key in needed if not environ.get(key)]
     if "RANK" in missing and "WORLD_SIZE" in missing:
         return Place()  # MASTER_ADDR alone is often left over in a shell and describes no world
     if missing:
         given = ", ".join(f"{key}={environ[key]}" for key in needed if key not in missing)
         raise InputError(f"{given}: half a world; {' and '.join(missing)} must be set too, or none of them")
-    rank, world_size, port = (_integer(environ, key) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise InputError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -65,8 +66,8 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", world_size),
         restart=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         found="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment variables",
-        master_addr=environ["MASTER_ADDR"],
-        master_port=port,
+        master_addr=environ.get("MASTER_ADDR", ""),
+        master_port=_integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and not agent,
     )
 

@@ -1,0 +1,44 @@
+"""How ranks that were started by hand find each other: by a file, or by an address."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import free_port
+
+TINY = ("model=toy", "data=toy", "max_steps=3", "parallel=ddp", "logger=none")
+
+
+def start(folder: Path, rank: int, *words: str) -> subprocess.Popen[str]:
+    import os
+
+    outer = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
+    env = {**outer, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "runner", *words]
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_both(folder: Path, *words: str) -> list[tuple[int, str, str]]:
+    ranks = [start(folder, rank, *words) for rank in (1, 0)]
+    try:
+        ended = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, ended, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_meet_without_a_master_in_the_environment(kind: str, tmp_path: Path) -> None:
+    init = f"file://{tmp_path / 'meeting'}" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    second, first = run_both(tmp_path, *TINY, f"backend.init={init}")
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "2 processes" in first[1] and second[1] == ""
+    assert len(list((tmp_path / "outputs" / "run").iterdir())) == 1
+
+
+def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
+    second, first = run_both(tmp_path, *TINY, "model.hiden=3", f"backend.init=tcp://127.0.0.1:{free_port()}")
+    assert (first[0], second[0]) == (2, 2)
+    assert "model.hiden=3: no such key; did you mean model.hidden?" in first[2] and second[2] == ""
