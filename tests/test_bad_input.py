@@ -183,13 +183,23 @@ def test_ranks_that_the_runner_started_say_it_once(folder: Path, commands: Comma
     assert listing(folder) == before
 
 
+# Rank 0 starts late, and speaks as slowly.
+LATE = """\
+import os, sys, time
+
+if os.environ.get("RANK") == "0":
+    time.sleep(2)
+    write = sys.stderr.write
+    sys.stderr.write = lambda text: (time.sleep(2 * (text != "\\n")), write(text))[1]
+"""
+
+
 # The first is found before the ranks know of each other, the second when they have met.
 @pytest.mark.parametrize(("line", "words"), [("model=convnt", TABLE["model=convnt"]), ("parallel=none", ONE_PROCESS)])
 def test_ranks_of_torchrun_say_it_once(line: str, words: str, folder: Path, commands: Commands) -> None:
     """Though rank 0 comes last: torchrun ends every rank as soon as the first one has."""
     (folder / "site").mkdir()
-    late = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
-    (folder / "site" / "sitecustomize.py").write_text(late)
+    (folder / "site" / "sitecustomize.py").write_text(LATE)
     before = listing(folder)
     done = commands.torchrun(2, line, env=commands.with_path(folder / "site"))
     assert done.returncode == 1  # torchrun's own, and its report follows

@@ -108,8 +108,11 @@ class Serving:
         self._settled = _settle(self._world, self._settled)
 
     def state(self) -> dict[str, Any]:
+        """As Replica.state, with the trainers' buffers. All ranks must call it."""
         _share_buffers(self._server.module, self._mode)
-        return self._server.replica.state()
+        state = self._server.replica.state()
+        _settle(self._world, False)  # else the next remote forward would put its copies in the module meanwhile
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._server.replica.load_state(state)
@@ -178,6 +181,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Nothing: the server has it all but for the buffers. All ranks must call it."""
         _share_buffers(self._recipe.module, self._mode)
+        _settle(self._world, False)
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -211,7 +215,7 @@ class Training:
 
 
 def _settle(world: World, settled: bool) -> bool:
-    """Once after a step, wait until all ranks' updates are applied. All ranks must call it."""
+    """Unless it was done, wait until all ranks are here, their updates applied. All ranks must call it."""
     if not settled:
         world.sum(torch.zeros(1, device=world.device))
     return True
