@@ -78,7 +78,11 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 60) 
         dist.destroy_process_group()  # the job forms its own
         place = Place(rank, rank, world_size, world_size, found="test")
         store = dist.FileStore(str(agreement), world_size)
-        run_job(config, request, World(place, store if world_size > 1 else None, as_backend(config.backend)))
+        world = World(place, store if world_size > 1 else None, as_backend(config.backend))
+        try:
+            run_job(config, request, world)
+        finally:
+            world.speak(lambda: None)  # as the entry does: a rank that fails is not gone before rank 0 has told
 
     outputs.mkdir(exist_ok=True)
     run_ranks(rank_of, world_size, timeout_s=timeout_s)
