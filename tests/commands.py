@@ -17,7 +17,7 @@ import pytest
 
 TORCHRUN = ("-m", "torch.distributed.run")  # what the script torchrun calls
 WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-MARK = "RUNNER_TEST_COMMAND"  # all processes of a command inherit it; torchrun gives each rank a session of its own
+MARK = "RUNNER_TEST_COMMAND"  # all processes of a command inherit it, whatever group they move to
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Commands:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a Ctrl-C of the tests is not one of the command
+            process_group=0,  # a Ctrl-C of the tests is not one of the command
         )
         self.started.append(process)
         self.marks[process.pid] = mark

@@ -201,7 +201,7 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     num_ranks: int, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
     spread = ("parallel=ddp", "launcher=spawn") if num_ranks == 2 else ()
-    whole = run(tmp_path / "whole", num_ranks, *TINY, "logger=none", *spread[:1])
+    whole = run(tmp_path / "whole", num_ranks, *TINY, "backend=gloo", "logger=none", *spread[:1])
 
     process = commands.start("-m", "runner", *mine(WAITS), *spread)
     ready = [f"ready-{rank}" for rank in range(num_ranks)] if spread else ["ready-1"]
@@ -226,7 +226,7 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
 
 
 def test_evaluate_gives_the_metrics_of_training(commands: Commands, tmp_path: Path) -> None:
-    trained = run(tmp_path / "outputs", 1, "model=mlp", "model.hidden=[16]", "epochs=1", "logger=none")
+    trained = run(tmp_path / "outputs", 1, "model=mlp", "epochs=1", "backend=gloo", "logger=none")
     done = commands.runner("task=evaluate", "run=last")
     assert (done.returncode, done.stderr) == (0, "")
     (evaluated,) = (Run(path) for path in (tmp_path / "outputs" / "run").iterdir() if path != trained.path)

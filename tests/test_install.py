@@ -23,7 +23,7 @@ FOLDERS = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a wheel of the project, built from a copy of it, is unpacked in."""
     copy, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
