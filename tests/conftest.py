@@ -3,8 +3,24 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import parity_table
 import pytest
 from commands import Commands
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity-table", metavar="FILE", help="write what test_parity.py measures into this file")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    file = config.getoption("--parity-table")
+    passed = terminalreporter.getreports("passed") if file else []
+    cells = [value for report in passed for name, value in report.user_properties if name == "parity"]
+    if cells:
+        table = parity_table.render(cells)
+        parity_table.write(Path(file), table)
+        terminalreporter.section("parity matrix")
+        terminalreporter.write(table)
 
 
 @pytest.fixture

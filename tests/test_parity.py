@@ -1,11 +1,13 @@
 """Every mode, at every world size, gives the numbers of one process: in float64, where no wrong formula can hide."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+import parity_table
 import pytest
-import torch
+from ranks import RankError
 from worlds import Run, run
 
 from runner import CONF
@@ -25,13 +27,53 @@ EXPERIMENTS = {
     ),
 }
 COMMON = ("precision=fp64", "optimizer.lr=0.01", "epochs=9", "max_steps=10", "logger=none")
+MODELS = tuple(EXPERIMENTS)
 MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
 # What the one process is told besides: pipeline cuts a micro-batch into four, and BatchNorm sees each by itself.
 REFERENCE = {"pipeline": ("micro_batches=4",)}
-# What may be absent from the matrix, by name: these run on one process by definition, or never on one.
-ABSENT = {*((mode, world_size) for mode in ("none", "dp") for world_size in (2, 4)), ("ps", 1)}
-# By definition not the numbers of one process; test_local_sgd.py has a simulation of its ranks.
-INEXACT = {("local_sgd", 2), ("local_sgd", 4)}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mode with options; `miss` is how far its weights may end from none's, as a share of how far those moved."""
+
+    name: str
+    words: tuple[str, ...]
+    world_sizes: tuple[int, ...] = (1, 2, 4)
+    miss: float = 0.0
+    misses_on: tuple[int, ...] = (1, 2, 4)
+
+
+# A mode is in the matrix by having a YAML file. Where its defaults do not give none's numbers:
+LOSSY = {
+    # Replicas step alone between averagings, each by its own samples' gradient and, under BatchNorm, statistics; what
+    # these have of noise is averaged away and bends the way little in rounds of four steps of lr 0.01.
+    "local_sgd": Way("local_sgd", ("parallel=local_sgd",), miss=0.2, misses_on=(2, 4)),
+}
+WAYS = [LOSSY.get(mode, Way(mode, (f"parallel={mode}",))) for mode in MODES] + [
+    Way("fsdp 2 x 2", ("parallel=fsdp", "parallel.replicate=2"), (4,)),
+    Way("tp 2 x 2, rest=fsdp", ("parallel=tp", "parallel.rest=fsdp"), (4,)),
+    Way("tp 4", ("parallel=tp", "parallel.tensor=4"), (4,)),
+    Way("pipeline 2 x 2", ("parallel=pipeline", "parallel.stages=2"), (4,)),
+    Way("pipeline 4", ("parallel=pipeline", "parallel.stages=4"), (4,)),
+    # Gradients are rounded to a relative 2^-11 or 2^-8 by each rank, and their sum once more; test_comm_hooks.py.
+    Way("ddp fp16", ("parallel=ddp", "parallel.comm_hook=fp16"), (2,), miss=4 * 2**-11),
+    Way("ddp bf16", ("parallel=ddp", "parallel.comm_hook=bf16"), (2,), miss=4 * 2**-8),
+    # Of ten steps the last eight send a matrix of rank 1 for each layer, and at worst all of their move comes late.
+    Way("ddp powersgd", ("parallel=ddp", "parallel.comm_hook=powersgd"), (2,), miss=0.8),
+    # Each of three trainers' updates moves the weights at which the others' gradients were taken, and momentum forgets
+    # by the update, three times a step: the way is shorter, but not turned round. test_ps.py has it without momentum.
+    Way("ps async", ("parallel=ps", "parallel.updates=async"), (4,), miss=1.0),
+]
+# What may be absent from the matrix, by name; each is refused. None and dp are one process by definition, a parameter
+# server is never alone, toy's hidden layer of 10 cannot be cut in 4, and these models have fewer stages than 4.
+ABSENT = {
+    *((mode, model, world_size) for mode in ("none", "dp") for model in MODELS for world_size in (2, 4)),
+    *(("ps", model, 1) for model in MODELS),
+    ("tp 4", "toy", 4),
+    *(("pipeline 4", model, 4) for model in ("toy", "mlp", "convnet")),
+}
+CELLS = [(way, model, world_size) for way in WAYS for model in MODELS for world_size in way.world_sizes]
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +85,53 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     return of
 
 
+def distance(one: Run, other: Run, names: Iterable[str]) -> float:
+    return max((one.weights[name].double() - other.weights[name].double()).abs().max().item() for name in names)
+
+
 def assert_equal(one: Run, reference: Run, tolerance: float = 1e-9) -> None:
     assert one.losses.keys() == reference.losses.keys() == set(range(1, 11))
     for step, loss in reference.losses.items():
         assert one.losses[step] == pytest.approx(loss, rel=tolerance)
-    weights, expected = one.weights, reference.weights
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+    assert one.weights.keys() == reference.weights.keys()
+    for name in reference.weights:
+        assert distance(one, reference, [name]) <= tolerance, name
     assert one.result["metrics"] == pytest.approx(reference.result["metrics"], rel=tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("model", EXPERIMENTS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("way", "model", "world_size"),
+    [pytest.param(*cell, id=f"{cell[0].name}-{cell[1]}-{cell[2]}") for cell in CELLS],
+)
 def test_mode_equals_one_process(
-    mode: str, model: str, world_size: int, reference: Callable[..., Run], tmp_path: Path
+    way: Way,
+    model: str,
+    world_size: int,
+    reference: Callable[..., Run],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    if (mode, world_size) in ABSENT:
-        pytest.skip(f"parallel={mode} does not run on {world_size} ranks")
-    if (mode, world_size) in INEXACT:
-        pytest.skip(f"parallel={mode} has other numbers on {world_size} ranks")
+    words = (*EXPERIMENTS[model], *COMMON, *way.words)
+    if (way.name, model, world_size) in ABSENT:
+        with pytest.raises(RankError, match="InputError: parallel"):
+            run(tmp_path, world_size, *words)
+        return
+    mode = way.words[0].removeprefix("parallel=")
     expected = reference(model, *REFERENCE.get(mode, ()))
-    assert_equal(run(tmp_path, world_size, *EXPERIMENTS[model], *COMMON, f"parallel={mode}"), expected)
+    spread = run(tmp_path, world_size, *words)
+    weights = distance(spread, expected, expected.weights)
+    if way.miss and world_size in way.misses_on:
+        # Of what is trained: BatchNorm's statistics follow, in units of their own.
+        trained = [name for group in expected.state["optimizer"]["param_groups"] for name in group["params"]]
+        start = reference(model, "max_steps=1", "optimizer.lr=1e-12")
+        weights, gone = distance(spread, expected, trained), distance(expected, start, trained)
+        assert 1e-9 < weights < way.miss * gone
+        assert spread.losses[10] < spread.losses[1]
+    else:
+        assert_equal(spread, expected)
+    losses = max(abs(spread.losses[step] - loss) for step, loss in expected.losses.items())
+    record_property("parity", parity_table.Cell(way.name, model, world_size, weights, losses, way.miss))
 
 
 @pytest.mark.parametrize(
