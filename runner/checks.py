@@ -2,7 +2,7 @@
 
 import torch
 
-from runner.config import GROUPS, Comparison, Config, check_combination, check_values
+from runner.config import GROUPS, Comparison, Config, Reporting, check_combination, check_values
 from runner.explain.locate import locate
 from runner.explain.options import check_options
 from runner.world import World
@@ -34,10 +34,12 @@ def _check_task(config: Config) -> list[str]:
     task = locate(config.task["_target_"])
     if task.reads_run and config.resume:
         return [f"resume={config.resume} goes on with training; to read a run, type run={config.resume}"]
-    if task.reads_run and not config.run:
+    if task.reads_run and not config.run and not config.report.runs:
         return [f"task={task.__name__.lower()} needs the run to read; type run=last, or run=RUN_DIR"]
-    if config.compare != Comparison() and not task.conducts:
-        return ["compare.modes and compare.world_sizes have an effect with task=compare alone; leave them out"]
+    for section, default in (("compare", Comparison()), ("report", Reporting())):
+        if (given := getattr(config, section)) != default and task.section != section:
+            names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
+            return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
     going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
     if going_on and not (task.needs_experiment or task.reads_run):
         (key, value), *_ = going_on.items()

@@ -44,6 +44,16 @@ class Comparison:
 
 
 @dataclass
+class Reporting:
+    """What task=report reads, sorts by and writes."""
+
+    runs: list[str] = field(default_factory=list)
+    metric: str | None = None
+    direction: str | None = None
+    output: str | None = None
+
+
+@dataclass
 class Config:
     """One experiment. The groups are nodes with a `_target_`, whose constructor's signature types them."""
 
@@ -74,6 +84,7 @@ class Config:
     eval_every: int = 1
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     compare: Comparison = field(default_factory=Comparison)
+    report: Reporting = field(default_factory=Reporting)
     resume: str | None = None
     run: str | None = None
     outputs: str = "outputs"
@@ -123,6 +134,8 @@ def check_values(config: Config) -> list[str]:
         messages.append(f"clip_grad_norm={config.clip_grad_norm} must be above 0 and finite, or null; try 1.0")
     messages += _choice("precision", config.precision, PRECISIONS)
     messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
+    if config.report.direction is not None:
+        messages += _choice("report.direction", config.report.direction, ("max", "min"))
     messages += _choice("sync_batchnorm", config.sync_batchnorm, ("auto", True, False))
     if not NAME.fullmatch(config.name):
         messages.append(
@@ -202,4 +215,5 @@ def as_config(container: Mapping[str, Any]) -> Config:
     values = {key: container[key] for key in KEYS}
     values["checkpoint"] = Checkpoints(**values["checkpoint"])
     values["compare"] = Comparison(**values["compare"])
+    values["report"] = Reporting(**values["report"])
     return Config(**values)

@@ -9,8 +9,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from runner.config import Config, InputError
+from runner.explain.locate import locate
 from runner.progress import available, read_progress
+from runner.report.records import last_of
 from runner.run_dir import CHECKPOINTS, OVERRIDES, read_result
+
+READ_ALONE = ("report",)  # tasks that read directories as they are: nothing recorded there is composed
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,14 @@ def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed
     if not named or multirun:
         return _with_search_path(Typed(overrides, overrides, _absolute(config_dir)))
     key, override = next(iter(named.items()))
+    if _task(typed) in READ_ALONE and key == "run":
+        if override.value() != "last":
+            return _with_search_path(Typed(overrides, overrides, _absolute(config_dir)))
+        path = last_of(folder := _runs_folder(typed))
+        if path is None:
+            raise InputError(f"run=last: there is no sweep or run under {folder}; set name= or outputs=, or name it")
+        words = [*(str(o.input_line) for o in typed if o is not override), f"run='{path}'"]
+        return _with_search_path(Typed(words, words, _absolute(config_dir)))
     path = _find(key, str(override.value()), typed)
     recorded = yaml.safe_load((path / OVERRIDES).read_text()) or []
     folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
@@ -53,7 +65,7 @@ def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed
 def check_going_on(config: Config) -> list[str]:
     """What keeps the configuration from going on where the run it names stands."""
     key, path = ("resume", config.resume) if config.resume else ("run", config.run)
-    if not path:
+    if not path or (key == "run" and not locate(config.task["_target_"]).reads_checkpoint):
         return []
     checkpoints = available(Path(path) / CHECKPOINTS)
     if not checkpoints:
@@ -86,13 +98,22 @@ def _find(key: str, value: str, typed: list[Override]) -> Path:
             what = "no run directory (it has no overrides.yaml)" if path.is_dir() else "no directory"
             raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
         return path
-    named = {o.key_or_group: str(o.value()) for o in typed}
-    folder = Path(named.get("outputs", "outputs")).absolute() / named.get("name", "run")
+    folder = _runs_folder(typed)
     runs = [path.parent for path in folder.glob(f"*/{OVERRIDES}")]
     trained = [(path.stat().st_ctime, path) for path in runs if (read_result(path) or {}).get("task") == "train"]
     if not trained:
         raise InputError(f"{key}=last: there is no run under {folder}; set name= or outputs=, or name the directory")
     return max(trained)[1]
+
+
+def _runs_folder(typed: list[Override]) -> Path:
+    """Where the runs of the typed name are."""
+    named = {o.key_or_group: str(o.value()) for o in typed}
+    return Path(named.get("outputs", "outputs")).absolute() / named.get("name", "run")
+
+
+def _task(typed: list[Override]) -> str:
+    return next((str(o.value()) for o in typed if o.key_or_group == "task"), "train")
 
 
 def _absolute(folder: str | None) -> str | None:

@@ -68,7 +68,9 @@ class Collectives:
     """
 
     conducts = False
+    section = None
     reads_run = False
+    reads_checkpoint = False
     needs_experiment = False
     min_world_size = 2
 

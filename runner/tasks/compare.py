@@ -61,9 +61,11 @@ class Compare:
     """Runs task=measure for each mode and world size; the worlds are its own, or the one that it is part of."""
 
     reads_run = False
+    reads_checkpoint = False
     needs_experiment = False
     min_world_size = 1
     conducts = True
+    section = "compare"
 
     def __init__(self) -> None:
         pass

@@ -19,7 +19,9 @@ class Evaluate:
     """Evaluate the newest checkpoint of config.run."""
 
     conducts = False
+    section = None
     reads_run = True
+    reads_checkpoint = True
     needs_experiment = True
     min_world_size = 1
 

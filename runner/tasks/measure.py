@@ -21,7 +21,9 @@ class Measure:
     """What task=compare runs in each world; `compared_steps` come first, then the ones that are timed."""
 
     conducts = False
+    section = None
     reads_run = False
+    reads_checkpoint = False
     needs_experiment = True
     min_world_size = 1
 

@@ -14,8 +14,10 @@ class Task(Protocol):
     """Something to do with an experiment; a file of runner/tasks and a YAML file of conf/task."""
 
     reads_run: bool  # it is about an earlier run, which run= names
+    reads_checkpoint: bool  # there must be one in that run
     needs_experiment: bool  # otherwise model, data and the rest are not built, and it gets None
     min_world_size: int  # a smaller world is refused
+    section: str | None  # the top-level key whose keys are this task's alone
     conducts: bool  # it starts jobs of its own, by a method `conduct`, and is none itself
 
     def run(

@@ -20,7 +20,9 @@ class Train:
     """Train, evaluate, keep checkpoints."""
 
     conducts = False
+    section = None
     reads_run = False
+    reads_checkpoint = False
     needs_experiment = True
     min_world_size = 1
 

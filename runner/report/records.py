@@ -1,0 +1,162 @@
+"""What sweeps and runs have left behind, read as data: nothing that is named in a directory is composed or imported."""
+
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.config import InputError
+from runner.run_dir import CONFIG, METRICS, OVERRIDES, read_result
+
+SWEEP = "sweep.json"
+# What says where a job ran or was kept, and not what was tried.
+PLACING = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One run: a job of a sweep, or one by itself."""
+
+    directory: Path
+    label: str
+    state: str  # as in result.json; "not run" where the sweep has not come to it
+    typed: list[str] = field(default_factory=list)
+    config_dir: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # the whole configuration, keys dotted
+    metrics: dict[str, float] = field(default_factory=dict)
+    world_size: int = 1
+    starts_processes: bool = False  # by a launcher of its own
+    error: str = ""
+
+    @functools.cached_property
+    def words(self) -> dict[str, str]:
+        """What was typed, by key."""
+        return {key.lstrip("+"): value for key, is_set, value in (w.partition("=") for w in self.typed) if is_set}
+
+    def value(self, key: str) -> str:
+        """What the job had under the key, whether it was typed or not."""
+        if key == "world_size":
+            return str(self.world_size)
+        return self.words.get(key, _show(self.settings[key]) if key in self.settings else "")
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """The metric by step, the last value of a step that a restart has made twice."""
+        points: dict[int, float] = {}
+        for line in _lines(self.directory / METRICS):
+            value = line.get(metric)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                points[int(line["step"])] = float(value)
+        return sorted(points.items())
+
+
+def is_sweep(path: Path) -> bool:
+    return (path / SWEEP).is_file()
+
+
+def is_run(path: Path) -> bool:
+    return (path / OVERRIDES).is_file()
+
+
+def read_jobs(path: Path, key: str) -> list[Job]:
+    """The jobs of a sweep's directory, or the one of a run's. Raises InputError that names the key for another one."""
+    if is_sweep(path):
+        try:
+            listed = json.loads((path / SWEEP).read_text())["jobs"]
+            return [_read(path / job["label"], job["overrides"], job["label"]) for job in listed]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{key}={path}: its {SWEEP} cannot be read ({error!r}); name another sweep") from None
+    if is_run(path):
+        return [_read(path, _overrides(path), path.name)]
+    what = f"no sweep or run (it has neither {SWEEP} nor {OVERRIDES})" if path.is_dir() else "no directory"
+    raise InputError(f"{key}={path} is {what}; name one under outputs/, or run=last")
+
+
+def varied_keys(jobs: Sequence[Job]) -> list[str]:
+    """The keys that make jobs different from one another, in the order in which they were typed."""
+    typed = dict.fromkeys(key for job in jobs for key in job.words if key.split(".")[0] not in PLACING)
+    keys = [key for key in typed if len({job.value(key) for job in jobs}) > 1]
+    if not any(key.startswith("launcher.") for key in keys) and len({job.world_size for job in ran(jobs)}) > 1:
+        keys.append("world_size")
+    return keys
+
+
+def ran(jobs: Sequence[Job]) -> list[Job]:
+    """Those that have finished."""
+    return [job for job in jobs if job.state == "finished"]
+
+
+def last_of(folder: Path) -> Path | None:
+    """The newest sweep or run in a folder of them."""
+    found = [path for name in (SWEEP, OVERRIDES) for path in folder.glob(f"*/{name}")]
+    return max(found, key=lambda path: path.stat().st_ctime).parent if found else None
+
+
+def _read(path: Path, overrides: list[str], label: str) -> Job:
+    recorded = _overrides(path) or overrides
+    folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
+    typed = [word for word in recorded if not word.startswith("--")]
+    result = read_result(path)
+    if result is None:
+        return Job(path, label, "not run", typed)
+    settings = _settings(path)
+    own = {key: result.get(key) for key in ("samples_per_second", "seconds")}
+    metrics = {k: float(v) for k, v in {**result.get("metrics", {}), **own}.items() if isinstance(v, (int, float))}
+    return Job(
+        directory=path,
+        label=label,
+        state=str(result.get("state", "")),
+        typed=typed,
+        config_dir=folders[0] if folders else None,
+        settings=settings | {key: result[key] for key in ("model", "data", "parallel") if key in result},
+        metrics=metrics,
+        world_size=int(result.get("world_size", 1)),
+        starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
+        error=str(result.get("error") or ""),
+    )
+
+
+def _overrides(path: Path) -> list[str]:
+    try:
+        return [str(word) for word in yaml.safe_load((path / OVERRIDES).read_text()) or []]
+    except (OSError, yaml.YAMLError):
+        return []
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        return dict(_dotted(yaml.safe_load((path / CONFIG).read_text()) or {}))
+    except (OSError, yaml.YAMLError):
+        return {}
+
+
+def _dotted(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            read = json.loads(line)
+        except ValueError:  # a crash has cut it short
+            continue
+        if isinstance(read, dict) and "step" in read:
+            yield read
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

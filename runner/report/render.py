@@ -1,0 +1,150 @@
+"""A report as text: for the terminal, as Markdown, as CSV."""
+
+import csv
+import io
+import shlex
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from runner.report.records import Job
+from runner.report.statistics import Report, Row, as_number, show
+
+BESIDES = ("val/accuracy", "val/loss", "train/loss", "samples_per_second")  # shown beside the chosen metric
+
+Cells = list[list[str]]
+
+
+def command_of(job: Job) -> str:
+    """What starts the job again, to be copied into a shell."""
+    runner = ["python", "-m", "runner"]
+    if job.world_size > 1 and not job.starts_processes:
+        runner = ["torchrun", "--nproc-per-node", str(job.world_size), "-m", "runner"]
+    folder = ["--config-dir", job.config_dir] if job.config_dir else []
+    return shlex.join([*runner, *folder, *job.typed])
+
+
+def table(report: Report) -> Cells:
+    """Header and rows, best first."""
+    metrics = _metrics(report)
+    cells = [[*(report.keys or ["run"]), *metrics, "n", "unfinished"]]
+    for row in report.rows:
+        numbers = [str(row.means[name]) if name in row.means else "" for name in metrics]
+        cells.append([*(row.values.values() or [row.name]), *numbers, str(len(row.finished)), _states(row)])
+    return _without_empty_columns(cells)
+
+
+def effects(report: Report) -> Cells:
+    """What each key did: the mean over the configurations that have the value."""
+    cells = [["key", "value", f"mean {report.metric}", "configurations"]]
+    for key, values in report.effects.items():
+        cells += [[key, value, show(mean.value), str(mean.count)] for value, mean in values]
+    return cells
+
+
+def failures(report: Report) -> Cells:
+    """Each job without a result, and why."""
+    cells = [["job", "state", "why"]]
+    return cells + [[job.label, job.state, reason(job.error)] for job in report.unfinished]
+
+
+def reason(error: str) -> str:
+    """The line of a traceback that says what was wrong."""
+    lines = error.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def best(report: Report) -> list[str]:
+    """Which configuration, and the command for it; nothing where no job has the metric."""
+    row = report.best
+    if row is None or report.metric is None:
+        return []
+    seeds = f" over {len(row.finished)} seeds" if len(row.finished) > 1 else ""
+    chosen = [job for job in row.finished if report.metric in job.metrics]
+    sign = 1 if report.descending else -1
+    job = max(chosen, key=lambda job: sign * job.metrics[report.metric or ""])
+    return [f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}", f"  {command_of(job)}"]
+
+
+def as_text(report: Report) -> str:
+    """For the terminal."""
+    parts = [_text_table(table(report))]
+    if lines := best(report):
+        parts.append("\n".join(lines))
+    if any(len(values) > 1 for values in report.effects.values()) and len(report.rows) > 2:
+        parts.append(_text_table(effects(report)))
+    if report.unfinished:
+        parts.append(_text_table(failures(report)))
+    return "\n\n".join(parts)
+
+
+def as_markdown(report: Report, title: str, pictures: Sequence[str]) -> str:
+    """The whole report, with the pictures that lie beside it."""
+    order = "largest" if report.descending else "smallest"
+    parts = [f"# {title}"]
+    if report.metric:
+        parts.append(f"Sorted by {report.metric}, the {order} first; mean ± standard deviation over n seeds.")
+    parts.append(_markdown_table(table(report)))
+    if lines := best(report):
+        parts += [f"{lines[0][0].upper()}{lines[0][1:]}", f"```sh\n{lines[1].strip()}\n```"]
+    if report.effects:
+        parts += ["## What each key did", _markdown_table(effects(report))]
+    if report.unfinished:
+        parts += ["## Without a result", _markdown_table(failures(report))]
+    parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_csv(report: Report) -> str:
+    """A line per configuration: its keys, how many jobs, and of every metric the mean and the deviation."""
+    metrics = sorted({name for row in report.rows for name in row.means})
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    columns = [column for name in metrics for column in (name, f"{name} deviation")]
+    writer.writerow([*report.keys, "jobs", "finished", *columns, "directories"])
+    for row in report.rows:
+        numbers: list[float | None] = []
+        for name in metrics:
+            mean = row.means.get(name)
+            numbers += [mean.value, mean.deviation] if mean else [None, None]
+        folders = " ".join(str(job.directory) for job in row.jobs)
+        writer.writerow([*row.values.values(), len(row.jobs), len(row.finished), *numbers, folders])
+    return file.getvalue()
+
+
+def _metrics(report: Report) -> list[str]:
+    known = {name for row in report.rows for name in row.means}
+    chosen = [report.metric] if report.metric else []
+    return chosen + [name for name in BESIDES if name in known and name != report.metric]
+
+
+def _states(row: Row) -> str:
+    """What became of the jobs that did not finish."""
+    states = [job.state for job in row.jobs if job.state != "finished"]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
+def _without_empty_columns(cells: Cells) -> Cells:
+    kept = [number for number in range(len(cells[0])) if any(line[number] for line in cells)]
+    return [[line[number] for number in kept] for line in cells]
+
+
+def _text_table(cells: Cells) -> str:
+    drawn = Table(box=None, pad_edge=False)
+    for number, name in enumerate(cells[0]):
+        column = [line[number] for line in cells[1:]]
+        numeric = all(as_number(text.split(" ")[0].replace(",", "")) is not None for text in column if text)
+        drawn.add_column(name, justify="right" if numeric and name else "left", overflow="fold")
+    for line in cells[1:]:
+        drawn.add_row(*line)
+    console = Console(file=sys.stdout, no_color=True, markup=False, width=None if sys.stdout.isatty() else 200)
+    with console.capture() as captured:
+        console.print(drawn)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def _markdown_table(cells: Cells) -> str:
+    lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)

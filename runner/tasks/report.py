@@ -1,0 +1,70 @@
+"""task=report: what sweeps and runs have shown, as a table, Markdown, CSV and pictures."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from runner.backend import as_backend
+from runner.config import Config
+from runner.launchers.env import Place
+from runner.report.plots import draw
+from runner.report.records import Job, read_jobs
+from runner.report.render import as_csv, as_markdown, as_text
+from runner.report.statistics import Report as Summary
+from runner.report.statistics import summarize
+from runner.run_dir import Request, RunDirectory, new_directory
+from runner.world import World, join
+
+
+class Report:
+    """Reads config.run and config.report.runs, and writes beside what it has read."""
+
+    reads_run = True
+    reads_checkpoint = False
+    needs_experiment = False
+    min_world_size = 1
+    conducts = True
+    section = "report"
+
+    def __init__(self) -> None:
+        pass
+
+    def conduct(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+        """Print and keep the report. Returns the best mean. All ranks must call it.
+
+        Raises InputError for what is no sweep or run, and for a metric that none has.
+        """
+        named = [("run", config.run)] if config.run else []
+        named += [("report.runs", path) for path in config.report.runs]
+        jobs = [job for key, path in named for job in read_jobs(Path(path).absolute(), key)]
+        summary = summarize(_once(jobs), config.report.metric, config.report.direction)
+        world = join(place, as_backend(config.backend))
+        world.begin_job(as_backend(config.backend))
+        world.share("report", lambda: _tell(summary, config, [Path(path) for _, path in named], place))
+        best = summary.best
+        return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
+
+    def run(self, config: Config, experiment: object, world: World, directory: RunDirectory, console: Console) -> None:
+        raise AssertionError("it conducts")
+
+
+def _tell(summary: Summary, config: Config, named: list[Path], place: Place) -> str:
+    if config.report.output:
+        folder = Path(config.report.output).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    elif len(named) == 1:
+        folder = named[0].absolute()
+    else:
+        folder = new_directory(config.outputs, config.name, prefix="report-")
+    print(as_text(summary), flush=True)
+    title = named[0].name if len(named) == 1 else f"{len(summary.jobs)} runs"
+    pictures = draw(summary, folder)
+    (folder / "report.md").write_text(as_markdown(summary, title, pictures))
+    (folder / "report.csv").write_text(as_csv(summary))
+    print(f"\nreport: {folder / 'report.md'}, report.csv, {', '.join(pictures)}".rstrip(", "), flush=True)
+    return str(folder)
+
+
+def _once(jobs: list[Job]) -> list[Job]:
+    """A job that is named by itself and in its sweep counts once."""
+    return list({job.directory: job for job in jobs}.values())
