@@ -12,6 +12,7 @@ import yaml
 
 from runner.config import InputError
 from runner.run_dir import CONFIG, METRICS, OVERRIDES, read_result
+from runner.sweeps.ledger import LEDGER, JobRecord, is_sweep, read_ledger
 
 SWEEP = "sweep.json"
 # What says where a job ran or was kept, and not what was tried.
@@ -24,7 +25,7 @@ class Job:
 
     directory: Path
     label: str
-    state: str  # as in result.json; "not run" where the sweep has not come to it
+    state: str  # as in result.json, and as in the ledger of its sweep
     typed: list[str] = field(default_factory=list)
     config_dir: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # the whole configuration, keys dotted
@@ -54,25 +55,19 @@ class Job:
         return sorted(points.items())
 
 
-def is_sweep(path: Path) -> bool:
-    return (path / SWEEP).is_file()
-
-
-def is_run(path: Path) -> bool:
-    return (path / OVERRIDES).is_file()
-
-
 def read_jobs(path: Path, key: str) -> list[Job]:
     """The jobs of a sweep's directory, or the one of a run's. Raises InputError that names the key for another one."""
     if is_sweep(path):
+        return [_read(job.directory, job.overrides, job.label, job) for job in read_ledger(path)]
+    if (path / SWEEP).is_file():
         try:
             listed = json.loads((path / SWEEP).read_text())["jobs"]
             return [_read(path / job["label"], job["overrides"], job["label"]) for job in listed]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{key}={path}: its {SWEEP} cannot be read ({error!r}); name another sweep") from None
-    if is_run(path):
+    if (path / OVERRIDES).is_file():
         return [_read(path, _overrides(path), path.name)]
-    what = f"no sweep or run (it has neither {SWEEP} nor {OVERRIDES})" if path.is_dir() else "no directory"
+    what = f"no sweep or run (it has neither {LEDGER} nor {OVERRIDES})" if path.is_dir() else "no directory"
     raise InputError(f"{key}={path} is {what}; name one under outputs/, or run=last")
 
 
@@ -92,31 +87,32 @@ def ran(jobs: Sequence[Job]) -> list[Job]:
 
 def last_of(folder: Path) -> Path | None:
     """The newest sweep or run in a folder of them."""
-    found = [path for name in (SWEEP, OVERRIDES) for path in folder.glob(f"*/{name}")]
+    found = [path for name in (LEDGER, SWEEP, OVERRIDES) for path in folder.glob(f"*/{name}")]
     return max(found, key=lambda path: path.stat().st_ctime).parent if found else None
 
 
-def _read(path: Path, overrides: list[str], label: str) -> Job:
+def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None = None) -> Job:
+    """A run's own files, and what the sweep's ledger says of it."""
     recorded = _overrides(path) or overrides
     folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
     typed = [word for word in recorded if not word.startswith("--")]
     result = read_result(path)
-    if result is None:
-        return Job(path, label, "not run", typed)
+    if result is None:  # it waits, or was refused
+        return Job(path, label, entry.state if entry else "not run", typed, error=(entry and entry.error) or "")
     settings = _settings(path)
     own = {key: result.get(key) for key in ("samples_per_second", "seconds")}
     metrics = {k: float(v) for k, v in {**result.get("metrics", {}), **own}.items() if isinstance(v, (int, float))}
     return Job(
         directory=path,
         label=label,
-        state=str(result.get("state", "")),
+        state=entry.state if entry else str(result.get("state", "")),
         typed=typed,
         config_dir=folders[0] if folders else None,
         settings=settings | {key: result[key] for key in ("model", "data", "parallel") if key in result},
         metrics=metrics,
         world_size=int(result.get("world_size", 1)),
         starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
-        error=str(result.get("error") or ""),
+        error=str(result.get("error") or (entry and entry.error) or ""),
     )
 
 
