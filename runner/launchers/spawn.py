@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -66,6 +67,9 @@ class Spawn:
         theirs.close()
         outcome, died = _watch(processes, ours)
         del store  # it has served until here
+        if died and "metrics" not in (outcome or {}):
+            # A killed rank has said nothing, and rank 0 at most that it misses it.
+            print(died, file=sys.stderr, flush=True)
         return _conclude(outcome, died)
 
 
