@@ -13,16 +13,12 @@ class Backend:
     device: str = "auto"
     init: str = "env"
     timeout_s: float = 300.0
-    join_timeout_s: float = 120.0
     devices_per_rank: int = 1
+    interface: str | None = None
 
     @property
     def timeout(self) -> timedelta:
         return timedelta(seconds=self.timeout_s)
-
-    @property
-    def join_timeout(self) -> timedelta:
-        return timedelta(seconds=self.join_timeout_s)
 
     def device_type(self) -> str:
         """cpu or cuda."""
@@ -45,6 +41,8 @@ class Backend:
         import torch
         import torch.distributed as dist
 
+        from runner.launchers.network import check_interface
+
         messages = []
         if self.name != "auto" and not dist.is_backend_available(self.name):
             messages.append(f"backend={self.name}: this torch was built without it; try backend=auto")
@@ -59,10 +57,9 @@ class Backend:
             messages.append(f"backend.init={self.init} must be env, file:///PATH or tcp://HOST:PORT")
         if self.devices_per_rank < 1:
             messages.append(f"backend.devices_per_rank={self.devices_per_rank} must be at least 1")
-        for key in ("timeout_s", "join_timeout_s"):
-            if getattr(self, key) <= 0:
-                messages.append(f"backend.{key}={getattr(self, key)} must be above 0 seconds; try 300")
-        return messages
+        if self.timeout_s <= 0:
+            messages.append(f"backend.timeout_s={self.timeout_s} must be above 0 seconds; try 300")
+        return messages + check_interface(self.interface)
 
 
 def as_backend(node: dict[str, Any]) -> Backend:

@@ -25,7 +25,7 @@ from runner.config import GROUPS, KEYS, Config, InputError, as_config, check_typ
 from runner.explain.diagnose import explain, given_twice, refuse_overrides, three_lines, unchosen, unknown_keys
 from runner.explain.help import render_help
 from runner.going_on import Typed, check_going_on, go_on
-from runner.launchers.env import Place, find_place
+from runner.launchers.env import Place, find_place, started_by_launch
 from runner.run_dir import Request
 
 FINISHED, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 143
@@ -37,13 +37,13 @@ def main() -> int:
         sys.path.append(os.getcwd())  # the console script finds what `python -m` finds
     init = "env"
     try:
-        args = _read_flags()
+        args, local_rank = _read_flags()
         init = _typed_init(args.overrides)
         if args.help:
             folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
             print(render_help(folders))
             return FINISHED
-        place = find_place(init)
+        place = started_by_launch(find_place(init), local_rank)
         refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
         if refuse:
             raise InputError(*refuse)
@@ -60,14 +60,18 @@ def main() -> int:
         return _refuse_everywhere(error.messages, init)
 
 
-def _read_flags() -> Namespace:
-    """Hydra's flags. Raises InputError for those that do not exist, and for those that would do nothing here."""
+def _read_flags() -> tuple[Namespace, int | None]:
+    """Hydra's flags, and the --local-rank that torch.distributed.launch appends to every command.
+
+    Raises InputError for those that do not exist, and for those that would do nothing here.
+    """
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
         raise InputError(f"{message}; --help lists the flags")
 
     parser.error = refuse  # type: ignore[method-assign]  # its own prints the usage in eight lines
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=None)
     args, unknown = parser.parse_known_args()
     if unknown:
         key, _, value = unknown[0].lstrip("-").partition("=")
@@ -78,7 +82,8 @@ def _read_flags() -> Namespace:
             raise InputError(f"{flag}: the runner has one configuration of its own; type --config-dir=DIR to add yours")
     if args.config_dir and not os.path.isdir(args.config_dir):
         raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one with your model/*.yaml")
-    return args
+    sys.argv = [word for word in sys.argv if not word.startswith(("--local-rank", "--local_rank"))]  # Hydra reads it
+    return args, args.local_rank
 
 
 def _run(typed: Typed, multirun: bool, place: Place) -> int:
@@ -167,7 +172,7 @@ def _refuse_everywhere(messages: list[str], init: str) -> int:
         place = find_place(init)
         if place.world_size > 1:
             from runner.backend import Backend
-            from runner.world import join
+            from runner.meeting import join
 
             world = join(place, Backend(init=init))
             agreed = world.agree("composed", messages)

@@ -10,11 +10,12 @@ from runner.backend import as_backend
 from runner.build import Experiment, build, make_task
 from runner.checks import check_fit
 from runner.config import Config, InputError
+from runner.launchers.placement import take_cores
 from runner.run_dir import Request, RunDirectory, new_directory
 from runner.tasks.protocol import Task
 from runner.terminal import speaking
 from runner.train import Preempted
-from runner.world import World, set_threads
+from runner.world import World
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     so no model: a live DDP module would outlast its group (see World.leave_group).
     """
     world.begin_job(as_backend(config.backend))
-    set_threads(config.threads, world.place.local_world_size)
+    take_cores(world, config.threads)
     raised: Exception
     try:
         return _run(config, request, world)

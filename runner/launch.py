@@ -8,9 +8,9 @@ from runner.config import Config, InputError
 from runner.explain.diagnose import three_lines
 from runner.job import JobFailed
 from runner.launchers.env import Place
+from runner.meeting import JOIN_TIMEOUT_S, join
 from runner.run_dir import Request
 from runner.train import Preempted
-from runner.world import join
 
 
 def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
@@ -22,7 +22,7 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
     if task.conducts:
         return task.conduct(config, request, place)
     launcher = make_launcher(config)
-    if launcher.starts_processes and place.found != "one process":
+    if launcher.starts_processes and not place.found.startswith("one process"):
         raise InputError(
             f"launcher={request.choices['launcher']} starts processes itself, but {place.found} has started this one "
             f"as rank {place.rank} of {place.world_size}; add launcher=env"
@@ -32,14 +32,19 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
 
 def launch_and_tell(config: Config, request: Request, place: Place) -> int:
     """Run one job and end this process's part in the world. Returns the exit status."""
-    status, lines = 0, []
+    status, lines, timeout_s = 0, [], JOIN_TIMEOUT_S
     try:
-        world = join(place, as_backend(config.backend))
-        world.agree("composed", [])
+        timeout_s = make_launcher(config).join_timeout_s
+    except InputError as error:
+        lines = error.messages
+    try:
+        world = join(place, as_backend(config.backend), timeout_s)
     except InputError as error:
         print(*three_lines(error.messages), sep="\n", file=sys.stderr, flush=True)
         return 2
     try:
+        if lines := world.agree("composed", lines):
+            raise InputError(*lines)
         launch(config, request, place)
     except InputError as error:
         status, lines = 2, three_lines(error.messages)

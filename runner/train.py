@@ -11,6 +11,7 @@ from runner.build import Experiment
 from runner.config import Config
 from runner.loader import StepBatch
 from runner.losses import batch_loss
+from runner.memory import peak_memory_mib
 from runner.parallel.protocol import Spread
 from runner.progress import Progress
 from runner.run_dir import RunDirectory
@@ -18,7 +19,7 @@ from runner.sampler import mix
 from runner.signals import StopRequest
 from runner.speed import Speedometer
 from runner.terminal import Bar
-from runner.world import World, peak_memory_mib
+from runner.world import World
 
 log = logging.getLogger(__name__)
 

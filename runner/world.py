@@ -1,21 +1,19 @@
 """Who this process is among the ranks of a run: its device, store and process group, and the few collectives."""
 
-import functools
 import gc
 import json
-import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.backend import Backend
-from runner.config import InputError
 from runner.launchers.env import Place
+from runner.launchers.network import choose_interface, listening_on
 
 SPEAK_TIMEOUT_S = 15.0
 
@@ -54,6 +52,7 @@ class World:
         """Initialise the process group and the device. All ranks must call it; needed also in a world of one by DDP."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._listen()
         dist.init_process_group(
             self.backend.process_group_backend(),
             store=self.store("group"),
@@ -64,6 +63,13 @@ class World:
         )
         # gloo returns before its peers have connected: one that leaves early would fail the others in here.
         self.sum(torch.zeros(1))
+
+    def _listen(self) -> None:
+        """Choose the network interface until the group is left: later groups are made on it too."""
+        interface, libraries = choose_interface(self.place, self.backend.interface, self.store("addresses"))
+        chosen = ExitStack()
+        chosen.enter_context(listening_on(interface, libraries, override=self.backend.interface is not None))
+        self.at_leave(lambda well: chosen.close())
 
     def leave_group(self) -> None:
         """Destroy the process group, where there is one.
@@ -239,60 +245,3 @@ class World:
             return bool(votes.item())
 
         return answer
-
-
-@functools.cache
-def join(place: Place, backend: Backend) -> World:
-    """Connect this process to the store of its world, once per process. All ranks must call it.
-
-    Raises InputError when the others cannot be found within backend.join_timeout_s.
-    """
-    if place.world_size == 1:
-        return World(place, None, backend)
-    try:
-        store = _connect(place, backend)
-    except RuntimeError as error:
-        where = f"{place.master_addr}:{place.master_port}" if backend.init == "env" else backend.init
-        raise InputError(
-            f"rank {place.rank} of {place.world_size} found no world at {where} within {backend.join_timeout_s:g} s "
-            f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that every rank was started"
-        ) from None
-    return World(place, store, backend)
-
-
-def _connect(place: Place, backend: Backend) -> dist.Store:
-    if backend.init.startswith("file://"):
-        return dist.FileStore(backend.init.removeprefix("file://"), place.world_size)
-    host, port, serve = place.master_addr, place.master_port, place.hosts_store
-    if backend.init.startswith("tcp://"):
-        host, _, text = backend.init.removeprefix("tcp://").rpartition(":")
-        port, serve = int(text), place.rank == 0
-    return dist.TCPStore(
-        host,
-        port,
-        place.world_size,
-        is_master=serve,
-        timeout=backend.join_timeout,
-        wait_for_workers=False,
-    )
-
-
-def set_threads(threads: int | None, local_world_size: int) -> None:
-    """Use this many CPU threads; by default OMP_NUM_THREADS, or this rank's share of the cores it may run on."""
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(cores // local_world_size, 1)
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Memory of the device at its highest so far, or of this process where the device is the CPU, in MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    status = Path("/proc/self/status")
-    if status.exists():
-        return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes

@@ -11,7 +11,7 @@ HYDRA = ("hydra", "omegaconf", "hydra_plugins")
 # Hydra composes in the entry; config.py hands it the schema, and going_on.py reads overrides by its grammar.
 MAY_IMPORT_HYDRA = ("runner/entry.py", "runner/config.py", "runner/going_on.py", "runner/build.py")
 MAY_IMPORT_HYDRA += ("runner/explain/", "runner/sweeps/", "hydra_plugins/")
-MAY_READ_ENVIRONMENT = ("runner/world.py", "runner/launchers/")
+MAY_READ_ENVIRONMENT = ("runner/launchers/",)
 
 
 def sources(*folders: str) -> list[str]:

@@ -2,17 +2,15 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
 from runner.backend import Backend
 from runner.config import InputError
 from runner.launchers.env import Place, find_place
-from runner.world import World, set_threads
+from runner.world import World
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -159,22 +157,3 @@ def test_a_flag_on_any_rank_is_everybodys(tmp_path: Path) -> None:
         return [world.any_later(rank == 1)(), world.any_later(False)()]
 
     assert run_ranks(ask, 3) == [[True, False]] * 3
-
-
-def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def threads(*arguments: Any) -> int:
-        set_threads(*arguments)
-        return torch.get_num_threads()
-
-    before = torch.get_num_threads()
-    try:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
-        assert threads(None, 2) == 3
-        assert threads(None, 8) == 1
-        assert threads(2, 1) == 2
-        monkeypatch.setenv("OMP_NUM_THREADS", "5")
-        torch.set_num_threads(4)
-        assert threads(None, 1) == 4, "OMP_NUM_THREADS has been heard by torch itself"
-    finally:
-        torch.set_num_threads(before)

@@ -11,6 +11,7 @@ class Launcher(Protocol):
     """How the processes of one run come to be; a file of runner/launchers and a YAML file of conf/launcher."""
 
     starts_processes: bool
+    join_timeout_s: float  # that a process waits for the others to appear
 
     def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
         """Run the job to its end. Returns rank 0's metrics.

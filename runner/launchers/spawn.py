@@ -1,10 +1,8 @@
-"""Processes on this machine, started by the runner itself with torch.multiprocessing."""
+"""Processes on this machine, or on each of several, started by the runner itself with torch.multiprocessing."""
 
 import multiprocessing
 import os
-import signal
 import socket
-import sys
 import time
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -12,69 +10,95 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from runner.backend import as_backend
-from runner.config import Config, InputError
-from runner.job import JobFailed, run_job
-from runner.launchers.env import Place
+from runner.config import Config
+from runner.launchers.env import Place, checked_timeout
+from runner.launchers.rank import PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
 from runner.run_dir import Request
-from runner.signals import ASKING
-from runner.train import Preempted
-from runner.world import join
 
-Outcome = dict[str, Any]
 END_TIMEOUT_S = 15.0  # for the other ranks, once one has died
 
 
 class Spawn:
-    """launcher=spawn: nproc_per_node processes; the store is served by this one, on loopback, on a free port."""
+    """launcher=spawn: nproc_per_node processes on this machine, which is number node_rank of `nodes`.
+
+    On one machine this process serves the store, on loopback and a free port; on several, rank 0 does at
+    master_addr:master_port.
+    """
 
     starts_processes = True
 
-    def __init__(self, nproc_per_node: int = 2):
+    def __init__(
+        self,
+        nproc_per_node: int = 2,
+        nodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str | None = None,
+        master_port: int = 29500,
+        join_timeout_s: float = 120.0,
+    ):
         if nproc_per_node < 1:
             raise ValueError(f"launcher.nproc_per_node={nproc_per_node} must be at least 1; try 2")
-        self.nproc_per_node = nproc_per_node
+        if nodes < 1:
+            raise ValueError(f"launcher.nodes={nodes} must be at least 1")
+        if not 0 <= node_rank < nodes:
+            raise ValueError(f"launcher.node_rank={node_rank} must be at least 0 and below launcher.nodes={nodes}")
+        if nodes > 1 and not master_addr:
+            raise ValueError(f"launcher.nodes={nodes} needs launcher.master_addr, the name or address of the first one")
+        if nodes == 1 and master_addr:
+            raise ValueError(f"launcher.master_addr={master_addr} has an effect on several nodes; add launcher.nodes")
+        self.nproc_per_node, self.nodes, self.node_rank = nproc_per_node, nodes, node_rank
+        self.master_addr, self.master_port = master_addr or "localhost", master_port
+        self.join_timeout_s = checked_timeout(join_timeout_s)
 
     def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        # Given a listening socket, the store keeps to loopback; asked for a port, it listens on every interface.
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store, port = _serve_store() if self.nodes == 1 else (None, self.master_port)
+        first = self.node_rank * self.nproc_per_node
         places = [
             Place(
-                rank=rank,
-                local_rank=rank,
-                world_size=self.nproc_per_node,
+                rank=first + local_rank,
+                local_rank=local_rank,
+                world_size=self.nodes * self.nproc_per_node,
                 local_world_size=self.nproc_per_node,
                 found="spawn",
-                master_addr="127.0.0.1",
+                master_addr=self.master_addr,
                 master_port=port,
+                hosts_store=store is None and first + local_rank == 0,
+                on_one_machine=self.nodes == 1,
+                has_parent=True,
             )
-            for rank in range(self.nproc_per_node)
+            for local_rank in range(self.nproc_per_node)
         ]
         # A fork server imports torch once for all ranks of all jobs, and unlike a plain fork it has used no GPU.
-        multiprocessing.set_forkserver_preload(["torch._dynamo", "runner.launchers.spawn"])
+        multiprocessing.set_forkserver_preload(list(PRELOADED))
         context = mp.get_context("forkserver")
         ours, theirs = context.Pipe(duplex=False)
         processes = [
-            context.Process(target=_run_rank, args=(config, request, place, theirs if place.rank == 0 else None))
+            context.Process(
+                target=_run_rank,
+                args=(config, request, place, self.join_timeout_s, theirs if place.local_rank == 0 else None),
+            )
             for place in places
         ]
-        for process in processes:
-            process.start()
-        theirs.close()
-        outcome, died = _watch(processes, ours)
+        with passing_signals_on(lambda: processes):
+            for process in processes:
+                process.start()
+            theirs.close()
+            outcome, died = _watch(processes, ours, first)
         del store  # it has served until here
-        if died and "metrics" not in (outcome or {}):
-            # A killed rank has said nothing, and rank 0 at most that it misses it.
-            print(died, file=sys.stderr, flush=True)
-        return _conclude(outcome, died)
+        return conclude(outcome, died)
 
 
-def _run_rank(config: Config, request: Request, place: Place, parent: Connection | None) -> None:
-    """One rank's process; rank 0 tells the parent how the job ended."""
+def _serve_store() -> tuple[dist.Store, int]:
+    listener = socket.create_server(("localhost", 0))
+    port = listener.getsockname()[1]
+    # Given a listening socket, the store keeps to loopback; asked for a port, it listens on every interface.
+    listening = listener.detach()
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    return store, port
+
+
+def _run_rank(config: Config, request: Request, place: Place, timeout_s: float, parent: Connection | None) -> None:
+    """One rank's process; the first one tells the parent how the job ended."""
     os.environ |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -83,55 +107,32 @@ def _run_rank(config: Config, request: Request, place: Place, parent: Connection
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(place.master_port),
     }
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    world = join(place, as_backend(config.backend))
-    outcome: Outcome
-    try:
-        outcome = {"metrics": run_job(config, request, world)}
-    except InputError as error:
-        outcome = {"refused": error.messages}
-    except Preempted as error:
-        outcome = {"preempted": str(error)}
-    except JobFailed as error:
-        outcome = {"failed": str(error)}
+    outcome, leave = run_rank(config, request, place, timeout_s)
     if parent is not None:
         parent.send(outcome)
-    world.close()
+    leave()
 
 
-def _watch(processes: list[Any], from_rank_0: Connection) -> tuple[Outcome | None, str | None]:
-    """Wait until all have ended, passing signals on. Returns what rank 0 said, and which rank died of what."""
-
-    def pass_on(number: int, frame: object) -> None:
-        # A terminal's Ctrl-C has reached the ranks by itself; as a SIGTERM it is not counted as a second one.
-        for process in processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
-
-    before = {number: signal.signal(number, pass_on) for number in ASKING}
-    outcome, died, deadline, speaks = None, None, float("inf"), [from_rank_0]
-    try:
-        while alive := [process for process in processes if process.is_alive()]:
-            ready = wait(
-                [*(process.sentinel for process in alive), *speaks],
-                timeout=min(max(deadline - time.monotonic(), 0), 60.0),
-            )
-            if from_rank_0 in ready:
-                outcome, speaks = _hear(from_rank_0), []
-            dead = [rank for rank, process in enumerate(processes) if process.exitcode]
-            if dead and died is None:
-                code = processes[dead[0]].exitcode
-                died = f"rank {dead[0]} died: " + (signal.Signals(-code).name if code < 0 else f"exit status {code}")
-                deadline = time.monotonic() + END_TIMEOUT_S
-            if time.monotonic() > deadline:
-                for process in alive:
-                    process.kill()
-        for process in processes:
-            process.join()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return outcome or (_hear(from_rank_0) if speaks and from_rank_0.poll() else None), died
+def _watch(processes: list[Any], from_first: Connection, first: int) -> tuple[Outcome | None, str | None]:
+    """Wait until all have ended. Returns what the first one said, and which rank died of what."""
+    outcome, died, deadline, speaks = None, None, float("inf"), [from_first]
+    while alive := [process for process in processes if process.is_alive()]:
+        ready = wait(
+            [*(process.sentinel for process in alive), *speaks],
+            timeout=min(max(deadline - time.monotonic(), 0), 60.0),
+        )
+        if from_first in ready:
+            outcome, speaks = _hear(from_first), []
+        dead = [number for number, process in enumerate(processes) if process.exitcode]
+        if dead and died is None:
+            died = how_it_died(first + dead[0], processes[dead[0]].exitcode)
+            deadline = time.monotonic() + END_TIMEOUT_S
+        if time.monotonic() > deadline:
+            for process in alive:
+                process.kill()
+    for process in processes:
+        process.join()
+    return outcome or (_hear(from_first) if speaks and from_first.poll() else None), died
 
 
 def _hear(connection: Connection) -> Outcome | None:
@@ -139,19 +140,3 @@ def _hear(connection: Connection) -> Outcome | None:
         return connection.recv()
     except EOFError:  # the rank ended without a word
         return None
-
-
-def _conclude(outcome: Outcome | None, died: str | None) -> dict[str, float]:
-    if outcome is None:
-        raise JobFailed(died or "rank 0 ended without a word")
-    if "refused" in outcome:
-        raise InputError(*outcome["refused"])
-    if "preempted" in outcome:
-        raise Preempted(outcome["preempted"])
-    if "failed" in outcome:
-        raise JobFailed(outcome["failed"])
-    return outcome["metrics"]
-
-
-def _loopback() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

@@ -15,7 +15,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from runner.launchers.env import on_loopback
+from runner.launchers.network import GLOO, TENSORPIPE, listening_on, loopback
 from runner.parallel.protocol import Recipe
 from runner.parallel.replica import Replica
 from runner.world import World
@@ -186,7 +186,7 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
         rpc_timeout=world.backend.timeout_s,
         num_worker_threads=max(16, 2 * world.world_size),  # a trainer's update may wait in one, and needs another
     )
-    with nullcontext() if allow_network else on_loopback(), warnings.catch_warnings():
+    with nullcontext() if allow_network else listening_on(loopback(), [GLOO, TENSORPIPE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch does, inside
         rpc.init_rpc(f"rank{world.rank}", rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
     world.at_leave(functools.partial(_leave_rpc, timeout_s=world.backend.timeout_s))

@@ -134,7 +134,7 @@ class Sweep:
 
         if self.place.world_size == 1:
             return make()
-        from runner.world import join
+        from runner.meeting import join
 
         world = join(self.place, as_backend(backend))
         world.agree("composed", [])
@@ -169,7 +169,7 @@ def run_sweep(typed: Typed, place: Place) -> int:
     if place.world_size == 1:
         say()
     else:
-        from runner.world import join
+        from runner.meeting import join
 
         world = join(place, as_backend(dict(base.backend)))
         world.speak(say)

@@ -15,10 +15,11 @@ from runner.config import Config, InputError
 from runner.explain.suggest import did_you_mean
 from runner.job import JobFailed
 from runner.launchers.env import Place
+from runner.meeting import join
 from runner.progress import available
 from runner.run_dir import CHECKPOINTS, Request, RunDirectory, new_directory
 from runner.terminal import speaking
-from runner.world import World, join
+from runner.world import World
 
 log = logging.getLogger(__name__)
 

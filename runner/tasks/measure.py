@@ -9,12 +9,13 @@ from runner import checkpoint
 from runner.build import Experiment
 from runner.communication import CommunicationCounter
 from runner.config import Config
+from runner.memory import peak_memory_mib
 from runner.progress import Progress
 from runner.run_dir import RunDirectory
 from runner.speed import Speedometer
 from runner.terminal import Bar
 from runner.train import Trainer, count_steps
-from runner.world import World, peak_memory_mib
+from runner.world import World
 
 
 class Measure:

@@ -7,13 +7,14 @@ from rich.console import Console
 from runner.backend import as_backend
 from runner.config import Config
 from runner.launchers.env import Place
+from runner.meeting import join
 from runner.report.plots import draw
 from runner.report.records import Job, read_jobs
 from runner.report.render import as_csv, as_markdown, as_text
 from runner.report.statistics import Report as Summary
 from runner.report.statistics import summarize
 from runner.run_dir import Request, RunDirectory, new_directory
-from runner.world import World, join
+from runner.world import World
 
 
 class Report:

@@ -1,0 +1,96 @@
+"""Which cores of its machine a rank runs on, and with how many threads."""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.launchers.env import Place
+from runner.world import World
+
+NUMA = Path("/sys/devices/system/node")
+PCI = Path("/sys/bus/pci/devices")
+
+
+def take_cores(world: World, threads: int | None) -> None:
+    """Keep this rank to the cores of its NUMA node, and share the cores out as threads. All ranks must call it.
+
+    threads: as many, instead; so does OMP_NUM_THREADS, unless it is torchrun's own 1.
+    """
+    cores = _allowed()
+    nodes = [own for node in numa_nodes() if (own := node & cores)]
+    if len(nodes) > 1:
+        cores = share_of_nodes(nodes, world.place, _node_of_gpu(world))
+        os.sched_setaffinity(0, cores)
+    if threads is None and not _user_set_threads(world.place):
+        threads = max(len(cores) // len(_sharing(world, cores)), 1)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def numa_nodes(root: Path = NUMA) -> list[set[int]]:
+    """The cores of each NUMA node of this machine; empty where the system does not say."""
+    lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
+    return [_cores_of(path.read_text().strip()) for path in lists]
+
+
+def share_of_nodes(nodes: Sequence[set[int]], place: Place, gpu_node: int | None = None) -> set[int]:
+    """The cores of the node that the rank's GPU hangs on, or of the rank's share of the nodes, at least one."""
+    if gpu_node is not None and gpu_node < len(nodes):
+        return nodes[gpu_node]
+    first = place.local_rank * len(nodes) // place.local_world_size
+    last = max((place.local_rank + 1) * len(nodes) // place.local_world_size, first + 1)
+    return set().union(*nodes[first:last])
+
+
+def _sharing(world: World, cores: set[int]) -> list[int]:
+    """The local ranks that may run on some of these cores; a launcher may have given each its own already."""
+    store, place = world.store("cores"), world.place
+    if world.world_size == 1:
+        return [0]
+    host = socket.gethostname()
+    store.set(f"{host}/{place.local_rank}", ",".join(map(str, sorted(cores))))
+    found = []
+    for local_rank in range(place.local_world_size):
+        text = store.get(f"{host}/{local_rank}").decode()
+        if cores & {int(word) for word in text.split(",")}:
+            found.append(local_rank)
+    return found
+
+
+def _user_set_threads(place: Place) -> bool:
+    """torchrun sets OMP_NUM_THREADS=1 where it is not set; its own environment, from before, tells which it was."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        return False
+    if place.found not in ("torchrun", "torch.distributed.launch") or os.environ["OMP_NUM_THREADS"] != "1":
+        return True
+    try:
+        agent = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True
+    return any(word.startswith(b"OMP_NUM_THREADS=") for word in agent.split(b"\0"))
+
+
+def _node_of_gpu(world: World) -> int | None:
+    index = world.local_rank * world.backend.devices_per_rank
+    if world.backend.device_type() != "cuda" or index >= torch.cuda.device_count():
+        return None
+    gpu: Any = torch.cuda.get_device_properties(index)  # its type lacks these three
+    path = PCI / f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" / "numa_node"
+    number = int(path.read_text()) if path.exists() else -1
+    return number if number >= 0 else None  # -1 where the machine has only one
+
+
+def _allowed() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _cores_of(text: str) -> set[int]:
+    """0-3,8 is 0, 1, 2, 3 and 8."""
+    spans = [part.split("-") for part in text.split(",") if part]
+    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}

@@ -1,0 +1,95 @@
+"""What the launchers that start processes share: a rank's part, and how it ends for the process that started it."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from runner.backend import as_backend
+from runner.config import Config, InputError
+from runner.job import JobFailed, run_job
+from runner.launchers.env import Place
+from runner.meeting import join
+from runner.run_dir import Request
+from runner.signals import ASKING
+from runner.train import Preempted
+
+Outcome = dict[str, Any]
+PRELOADED = ("torch._dynamo", "runner.launchers.rank")  # what a fork server imports once for the ranks of all jobs
+CTRL_C_GRACE_S = 9.0
+
+
+def run_rank(
+    config: Config, request: Request, place: Place, join_timeout_s: float
+) -> tuple[Outcome, Callable[[], None]]:
+    """Run this rank's part. Returns how it ended, and what leaves the world, to call once that has been passed on."""
+    try:
+        world = join(place, as_backend(config.backend), join_timeout_s)
+    except InputError as error:
+        return {"refused": error.messages}, lambda: None
+    outcome: Outcome
+    try:
+        outcome = {"metrics": run_job(config, request, world)}
+    except InputError as error:
+        outcome = {"refused": error.messages}
+    except Preempted as error:
+        outcome = {"preempted": str(error)}
+    except JobFailed as error:
+        outcome = {"failed": str(error)}
+    return outcome, world.close
+
+
+def conclude(outcome: Outcome | None, died: str | None) -> dict[str, float]:
+    """The metrics. Raises what the rank did, which rank 0 has told."""
+    if died and "metrics" not in (outcome or {}):
+        # A killed rank has said nothing, and rank 0 at most that it misses it.
+        print(died, file=sys.stderr, flush=True)
+    if outcome is None:
+        raise JobFailed(died or "no rank ended with a word")
+    if "refused" in outcome:
+        raise InputError(*outcome["refused"])
+    if "preempted" in outcome:
+        raise Preempted(outcome["preempted"])
+    if "failed" in outcome:
+        raise JobFailed(outcome["failed"])
+    return outcome["metrics"]
+
+
+def how_it_died(rank: int, exit_code: int) -> str:
+    """A line about a rank that ended without a word."""
+    how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit status {exit_code}"
+    return f"rank {rank} on {socket.gethostname()} died: {how}"
+
+
+@contextmanager
+def passing_signals_on(processes: Callable[[], Sequence[Any]] = multiprocessing.active_children) -> Iterator[None]:
+    """Pass signals that ask to stop on to the ranks; after a Ctrl-C they have 9 s. Without ranks this one ends."""
+
+    def pass_on(number: int, frame: object) -> None:
+        alive = [process for process in processes() if process.is_alive() and process.pid]
+        if not alive:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        for process in alive:
+            # A terminal's Ctrl-C has reached the ranks by itself; as a SIGTERM it is not counted as a second one.
+            os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
+        if number == signal.SIGINT and not late.is_alive():
+            late.start()
+
+    def kill() -> None:
+        for process in processes():
+            process.kill()
+
+    late = threading.Timer(CTRL_C_GRACE_S, kill)
+    late.daemon = True
+    before = {number: signal.signal(number, pass_on) for number in ASKING}
+    try:
+        yield
+    finally:
+        late.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)

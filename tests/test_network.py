@@ -1,0 +1,69 @@
+"""Which network interface ranks use."""
+
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from runner.backend import Backend
+from runner.config import InputError
+from runner.launchers.env import Place
+from runner.launchers.network import (
+    GLOO,
+    NCCL,
+    TENSORPIPE,
+    address_towards,
+    choose_interface,
+    interface_of,
+    listening_on,
+    loopback,
+)
+
+
+def test_one_machine_talks_over_its_loopback() -> None:
+    assert choose_interface(Place(), None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
+
+
+def test_several_machines_talk_over_the_interface_that_leads_to_the_master() -> None:
+    place = Place(0, 0, 1, 1, master_addr="localhost", on_one_machine=False)
+    assert choose_interface(place, None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
+
+
+def test_the_way_out_is_found_where_the_masters_name_is_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"localhost": "127.0.0.1", "10.9.8.7": "10.9.8.1"}
+    monkeypatch.setattr("runner.launchers.network.address_towards", own.__getitem__)
+    monkeypatch.setattr("runner.launchers.network._addresses_of", lambda name: ["10.9.8.1"] if name == "lo" else [])
+    store = dist.HashStore()
+    store.set("1", "10.9.8.7")  # what a rank of the other machine says of itself
+    place = Place(0, 0, 2, 1, master_addr="localhost", on_one_machine=False)
+    assert choose_interface(place, None, store)[0] == "lo"
+
+
+def test_a_wanted_interface_is_taken_and_one_that_is_none_refused() -> None:
+    assert choose_interface(Place(), "eth7", dist.HashStore()) == ("eth7", (GLOO, NCCL, TENSORPIPE))
+    (message,) = Backend(name="gloo", device="cpu", interface="eth7").check()
+    assert message.startswith("backend.interface=eth7: this machine has no such network interface, only ")
+    assert loopback() in message
+    assert Backend(name="gloo", device="cpu", interface=loopback()).check() == []
+
+
+def test_addresses_belong_to_interfaces() -> None:
+    assert interface_of(address_towards("localhost")) == loopback()
+    assert interface_of("192.0.2.1") is None  # of a range that no machine has
+    with pytest.raises(
+        InputError, match=f"MASTER_ADDR=no-such-host.invalid cannot be reached from {socket.gethostname()}"
+    ):
+        address_towards("no-such-host.invalid")
+
+
+def test_what_the_user_has_named_stands_unless_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GLOO, "mine")
+    monkeypatch.delenv(TENSORPIPE, raising=False)
+    with listening_on("lo", (GLOO, TENSORPIPE), override=False):
+        assert (os.environ[GLOO], os.environ[TENSORPIPE]) == ("mine", "lo")
+    with listening_on("lo", (GLOO,)):
+        assert os.environ[GLOO] == "lo"
+    assert os.environ[GLOO] == "mine" and TENSORPIPE not in os.environ
+    with listening_on(None, (GLOO,)):
+        assert os.environ[GLOO] == "mine"

@@ -1,0 +1,105 @@
+"""Which cores a rank takes, and how many threads."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from runner.backend import Backend
+from runner.launchers.env import Place
+from runner.launchers.placement import numa_nodes, share_of_nodes, take_cores
+from runner.world import World
+
+NODES = [set(range(0, 4)), set(range(4, 8))]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("runner.launchers.placement.NUMA", Path("/nowhere"))
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_of_ranks(path: Path, world_size: int, cores: list[set[int]], found: str = "test") -> list[int]:
+    """The threads that each rank takes, where rank r may run on cores[r]."""
+
+    def take(rank: int, world_size: int) -> int:
+        os.sched_getaffinity = lambda pid: cores[rank]  # type: ignore[assignment]
+        place = Place(rank, rank, world_size, world_size, found=found)
+        store = dist.FileStore(str(path / "store"), world_size)
+        world = World(place, store, Backend(name="gloo", device="cpu"))
+        world.begin_job(world.backend)
+        take_cores(world, None)
+        return torch.get_num_threads()
+
+    return run_ranks(take, world_size)
+
+
+def test_ranks_that_may_use_the_same_cores_share_them(tmp_path: Path) -> None:
+    assert threads_of_ranks(tmp_path, 2, [set(range(6))] * 2) == [3, 3]
+
+
+def test_ranks_with_cores_of_their_own_use_all_of_those(tmp_path: Path) -> None:
+    assert threads_of_ranks(tmp_path, 2, [{0, 1, 2}, {3, 4}]) == [3, 2]
+
+
+def test_there_is_one_thread_at_least(tmp_path: Path) -> None:
+    assert threads_of_ranks(tmp_path, 3, [{0, 1}] * 3) == [1, 1, 1]
+
+
+def test_torchruns_single_thread_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # The parent of the ranks is this process, whose own environment, as it started, may have had it.
+    started_with_it = b"OMP_NUM_THREADS=" in Path("/proc/self/environ").read_bytes()
+    expected = [1, 1] if started_with_it else [2, 2]
+    assert threads_of_ranks(tmp_path, 2, [{0, 1, 2, 3}] * 2, found="torchrun") == expected
+
+
+def test_the_users_threads_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(Place(), None, Backend(name="gloo", device="cpu"))
+    take_cores(world, 2)
+    assert torch.get_num_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    torch.set_num_threads(1)
+    take_cores(world, None)
+    assert torch.get_num_threads() == 1, "torch itself has heard OMP_NUM_THREADS as it was imported"
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_world_size", "expected"),
+    [
+        (0, 1, NODES[0] | NODES[1]),
+        (0, 2, NODES[0]),
+        (1, 2, NODES[1]),
+        (1, 3, NODES[0]),
+        (2, 3, NODES[1]),
+        (3, 8, NODES[0]),
+        (4, 8, NODES[1]),
+    ],
+)
+def test_ranks_are_spread_over_the_numa_nodes(local_rank: int, local_world_size: int, expected: set[int]) -> None:
+    assert share_of_nodes(NODES, Place(local_rank, local_rank, local_world_size, local_world_size)) == expected
+
+
+def test_a_gpus_node_comes_first() -> None:
+    assert share_of_nodes(NODES, Place(0, 0, 2, 2), gpu_node=1) == NODES[1]
+
+
+def test_a_rank_is_bound_to_its_node_within_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, cores in enumerate(("0-3,8", "4-7")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cores + "\n")
+    assert numa_nodes(tmp_path) == [{0, 1, 2, 3, 8}, {4, 5, 6, 7}]
+    monkeypatch.setattr("runner.launchers.placement.numa_nodes", lambda: numa_nodes(tmp_path))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 4})
+    bound: list[set[int]] = []
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: bound.append(cores))
+    world = World(Place(1, 1, 2, 2), dist.HashStore(), Backend(name="gloo", device="cpu"))
+    take_cores(world, 1)
+    assert bound == [{4}]
