@@ -1,5 +1,6 @@
 """How many bytes a piece of code has the ranks exchange, by collective."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -21,18 +22,30 @@ _NAMES = {
     "send": "send",
     "reduce": "reduce",
 }
+RPC = "rpc"
+KINDS = sorted({*_NAMES.values(), RPC})  # what bytes are counted by
+_entered: list["CommunicationCounter"] = []
+_lock = threading.Lock()  # RPC's threads count too
 
 
 class CommunicationCounter(TorchDispatchMode):
     """While entered, counts the bytes of this rank's collectives: of a call, the larger of what goes in and comes out.
 
-    Every collective passes the dispatcher, those that DDP calls from C++ too. RPC does not, and is not counted; a
-    receive is counted where it is sent.
+    Every collective passes the dispatcher, those that DDP calls from C++ too; a receive is counted where it is sent.
+    RPC does not: who uses it tells `count_rpc`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+
+    def __enter__(self) -> "CommunicationCounter":
+        _entered.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        _entered.remove(self)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -45,6 +58,13 @@ class CommunicationCounter(TorchDispatchMode):
                 outputs = [result]
             self.bytes[name] += max(_size(inputs), _size(outputs))
         return result
+
+
+def count_rpc(*values: Any) -> None:
+    """Count the tensors among the values as what RPC carries from or to this rank, in any thread."""
+    with _lock:
+        for counter in _entered:
+            counter.bytes[RPC] += _size(values)
 
 
 def _name(function: str) -> str | None:

@@ -23,26 +23,31 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> i
 
 
 def test_modes_are_measured_and_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes, sizes = "compare.modes=[allreduce,none,ddp]", "compare.world_sizes=[2]"
+    modes, sizes = "compare.modes=[allreduce,none,ddp,ps,pipeline]", "compare.world_sizes=[2]"
     words = (modes, sizes, "parallel=ddp", "parallel.bucket_cap_mb=1")
     assert compare(tmp_path, monkeypatch, *words) == 0
     (path,) = (tmp_path / "outputs" / "run").iterdir()
     with (path / "compare.csv").open() as file:
         rows = {(row["mode"], row["world_size"]): row for row in csv.DictReader(file)}
-    assert set(rows) == {("none", "1"), ("allreduce", "2"), ("none", "2"), ("ddp", "2")}
-    for mode in ("allreduce", "ddp"):
+    assert set(rows) == {("none", "1"), *((mode, "2") for mode in ("allreduce", "none", "ddp", "ps", "pipeline"))}
+    num_bytes = (64 * 16 + 16 + 16 * 10 + 10) * 8  # one hidden layer of 16 on 64 inputs, 10 outputs, in float64
+    for mode in ("allreduce", "ddp", "ps", "pipeline"):
         row = rows[mode, "2"]
         assert float(row["samples_per_second"]) > 0
         assert float(row["difference_to_none"]) < 1e-12
         assert float(row["memory_mib/rank_1"]) > 50
-        # One hidden layer of 16 on 64 inputs, 10 outputs, in float64; the step's loss besides.
-        assert float(row["bytes_per_step/all_reduce"]) == pytest.approx((64 * 16 + 16 + 16 * 10 + 10) * 8, abs=32)
+    for mode in ("allreduce", "ddp"):  # the step's loss besides
+        assert float(rows[mode, "2"]["bytes_per_step/all_reduce"]) == pytest.approx(num_bytes, abs=32)
+    assert float(rows["ps", "2"]["bytes_per_step/rpc"]) == 2 * num_bytes  # gradients there, weights back
+    assert float(rows["pipeline", "2"]["bytes_per_step/send"]) == 64 * 16 * 8  # what 64 samples are after stage one
+    assert rows["pipeline", "2"]["remark"] == "compared with none of micro_batches=4"
     assert "parallel=none is for one process" in rows["none", "2"]["remark"]
-    assert (path / "compare.md").read_text().count("\n") == 6
+    table, *notes = (path / "compare.md").read_text().split("\n\n")
+    assert table.count("\n") == 7 and len(notes) == 1
     assert len(list(path.glob("events.out.tfevents.*"))) == 1
     result = json.loads((path / "result.json").read_text())
     assert result["state"] == "finished" and result["task"] == "compare"
-    assert set(result["metrics"]) == {"none/1", "allreduce/2", "ddp/2"}
+    assert set(result["metrics"]) == {"none/1", "allreduce/2", "ddp/2", "ps/2", "pipeline/2"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A parameter server: rank 0 keeps the weights and the optimizer, the other ranks compute gradients for it."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import rpc
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from runner.communication import count_rpc
 from runner.config import Config
 from runner.loader import StepBatch
 from runner.losses import batch_loss
@@ -143,7 +145,7 @@ class Training:
             assert self._context is not None
             return self._forward_remotely(batch, self._context)
         if self._context is not None:
-            self._fetched = rpc.rpc_sync(SERVER, ps_server.weights, args=(True,))
+            self._fetched = _ask(ps_server.weights, True)
             self._set_weights(self._fetched)
         return self._replica.forward_backward(batch)
 
@@ -155,13 +157,12 @@ class Training:
             if context is not None and self._fetched is not None:
                 # dist_autograd takes a scalar: this one's gradient by the fetched weights is the gradient computed.
                 dist_autograd.backward(context, [torch.dot(self._fetched, self._take_gradient())])
-            rpc.rpc_sync(SERVER, ps_server.apply, args=(context,))
+            _ask(ps_server.apply, context)
         else:
             if self._mode.forward == "remote":
-                weights, norm = rpc.rpc_sync(SERVER, ps_server.push_context, args=(self._world.rank, context))
+                weights, norm = _ask(ps_server.push_context, self._world.rank, context)
             else:
-                args = (self._world.rank, self._take_gradient())
-                weights, norm = rpc.rpc_sync(SERVER, ps_server.push, args=args)
+                weights, norm = _ask(ps_server.push, self._world.rank, self._take_gradient())
             self._set_weights(weights)
         self._recipe.module.zero_grad(set_to_none=True)
         self._fetched = self._context = None
@@ -174,7 +175,7 @@ class Training:
         """The outputs of the server's weights. All ranks must call it as often after a step."""
         self._settled = _settle(self._world, self._settled)
         if not self._fresh:
-            self._set_weights(rpc.rpc_sync(SERVER, ps_server.weights, args=(False,)))
+            self._set_weights(_ask(ps_server.weights, False))
             self._fresh = True
         return self._replica.predict(inputs)
 
@@ -194,7 +195,7 @@ class Training:
         total = torch.zeros((), dtype=_loss_dtype(self._replica), device=self._recipe.device)
         for micro_batch in batch.micro_batches:
             if len(micro_batch.inputs):
-                outputs = rpc.rpc_sync(SERVER, ps_server.forward, args=(micro_batch.inputs.cpu(),))
+                outputs = _ask(ps_server.forward, micro_batch.inputs.cpu())
                 with self._recipe.precision.autocast():
                     mean = batch_loss(self._recipe.loss, outputs.to(self._recipe.device), micro_batch.targets)
                 total = total + mean * (len(micro_batch.inputs) / batch.num_samples)
@@ -212,6 +213,13 @@ class Training:
         weights = _unflatten_dense_tensors(flat.detach().to(self._recipe.device), self._trained)
         for parameter, weight in zip(self._trained, weights, strict=True):
             parameter.copy_(weight)
+
+
+def _ask(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on the server."""
+    reply = rpc.rpc_sync(SERVER, function, args=args)
+    count_rpc(args, reply, ps_server.returning(reply))
+    return reply
 
 
 def _settle(world: World, settled: bool) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from runner.communication import count_rpc
 from runner.launchers.network import GLOO, TENSORPIPE, listening_on, loopback
 from runner.parallel.protocol import Recipe
 from runner.parallel.replica import Replica
@@ -60,6 +61,7 @@ class Server:
         norm = self.replica.step(lr_factor, want_norm)
         reply = self.weights().detach(), norm
         for _, future in arrived.values():
+            count_rpc(reply)
             future.set_result(reply)
         return norm
 
@@ -148,6 +150,7 @@ _stores: list[torch.distributed.Store] = []
 @rpc.functions.async_execution
 def push(rank: int, gradient: torch.Tensor | None) -> torch.futures.Future[Reply]:
     """Hand in a trainer's gradient. The reply comes when the server has made its step."""
+    count_rpc(gradient)
     return _servers[0].receive(rank, gradient)
 
 
@@ -163,11 +166,20 @@ def apply(context: int | None) -> None:
 
 def weights(with_gradient: bool) -> torch.Tensor:
     flat = _servers[0].weights()
-    return flat if with_gradient else flat.detach()
+    reply = flat if with_gradient else flat.detach()
+    count_rpc(reply, returning(reply))
+    return reply
 
 
 def forward(inputs: torch.Tensor) -> torch.Tensor:
-    return _servers[0].forward(inputs)
+    outputs = _servers[0].forward(inputs)
+    count_rpc(inputs, outputs, returning(outputs))
+    return outputs
+
+
+def returning(reply: object) -> torch.Tensor | None:
+    """What distributed autograd sends back of a reply: its gradient, as large as it is."""
+    return reply if isinstance(reply, torch.Tensor) and reply.requires_grad else None
 
 
 def _the_server(parameters: list[nn.Parameter]) -> Server:

@@ -33,8 +33,14 @@ class Cell:
     mode: str
     world_size: int
     metrics: dict[str, float] = field(default_factory=dict)
+    micro_batches: int | None = None  # instead of those that were typed
     difference: float | None = None  # largest of a weight to parallel=none after the same steps
     remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.mode}-{self.world_size}" + (f"-{self.micro_batches}" if self.micro_batches else "")
 
     def row(self) -> list[str]:
         """The cell as the table shows it, in the order of HEADER."""
@@ -87,10 +93,12 @@ class Compare:
             for cell in cells:
                 _measure(cell, path, request, place)
                 log.info("%s", "  ".join(word for word in cell.row() if word))
+            references = _measure_references(cells, path, request, place)
             if place.rank == 0:
-                _compare_weights(cells, path)
+                _compare_weights(cells, references, path)
                 log.info("\n%s", _as_text(cells))
-                _write(cells, path)
+                log.info("\n%s", "\n".join(_notes(config)))
+                _write(cells, path, _notes(config))
             log.info("run directory: %s", path)
             rates = {
                 f"{cell.mode}/{cell.world_size}": cell.metrics["samples_per_second"] for cell in cells if cell.metrics
@@ -126,7 +134,11 @@ def _measure(cell: Cell, path: Path, request: Request, place: Place) -> None:
     from runner.entry import checked, compose
     from runner.launch import launch
 
-    dropped = ("task", "parallel", "launcher", "compare", "logger", "name", "outputs")
+    dropped = ["task", "parallel", "launcher", "compare", "logger", "name", "outputs"]
+    instead = []
+    if cell.micro_batches:
+        dropped.append("micro_batches")
+        instead.append(f"micro_batches={cell.micro_batches}")
     kept = [word for word in request.overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in dropped]
     own = ["launcher=env"]
     if place.world_size == 1:
@@ -136,11 +148,11 @@ def _measure(cell: Cell, path: Path, request: Request, place: Place) -> None:
     if request.choices["parallel"] != cell.mode:
         options = []
     search = [f"hydra.searchpath=['file://{request.config_dir}']"] if request.config_dir else []
-    overrides = [*kept, "task=measure", f"parallel={cell.mode}", "logger=none", *own, *options, *search]
+    overrides = [*kept, *instead, "task=measure", f"parallel={cell.mode}", "logger=none", *own, *options, *search]
     try:
         cfg = compose(overrides)
         config = checked(cfg, overrides)
-        directory = str(path / "cells" / f"{cell.mode}-{cell.world_size}")
+        directory = str(path / "cells" / cell.name)
         choices = dict(cfg.hydra.runtime.choices)
         own_request = Request(tuple(overrides), request.config_dir, request.command, directory, choices)
         cell.metrics = launch(config, own_request, place)
@@ -150,21 +162,47 @@ def _measure(cell: Cell, path: Path, request: Request, place: Place) -> None:
         cell.remark = f"failed: {str(error).strip().splitlines()[-1]}"
 
 
-def _compare_weights(cells: list[Cell], path: Path) -> None:
+def _measure_references(cells: list[Cell], path: Path, request: Request, place: Place) -> dict[float, Cell]:
+    """Parallel=none on one process, by number of micro-batches: a mode that cuts them further is held to as many."""
+    reference = next((cell for cell in cells if (cell.mode, cell.world_size) == ("none", 1) and cell.metrics), None)
+    if reference is None or place.world_size > 1:
+        return {}
+    references = {reference.metrics["micro_batches"]: reference}
+    for cell in cells:
+        count = cell.metrics.get("micro_batches", reference.metrics["micro_batches"])
+        if count not in references:
+            references[count] = Cell("none", 1, micro_batches=int(count))
+            _measure(references[count], path, request, place)
+        if references[count] is not reference and not cell.remark:
+            cell.remark = f"compared with none of micro_batches={count:.0f}"
+    return references
+
+
+def _compare_weights(cells: list[Cell], references: dict[float, Cell], path: Path) -> None:
     def weights(cell: Cell) -> dict[str, torch.Tensor]:
-        (newest,) = available(path / "cells" / f"{cell.mode}-{cell.world_size}" / CHECKPOINTS)
+        (newest,) = available(path / "cells" / cell.name / CHECKPOINTS)
         return checkpoint.load(newest)[0]["model"]
 
-    reference = next((cell for cell in cells if (cell.mode, cell.world_size) == ("none", 1) and cell.metrics), None)
-    if reference is None:
-        return
-    expected = weights(reference)
     for cell in cells:
-        if cell.metrics:
-            found = weights(cell)
+        reference = references.get(cell.metrics.get("micro_batches", 0))
+        if reference is not None and reference.metrics:
+            expected, found = weights(reference), weights(cell)
             cell.difference = max(
                 float((found[name].double() - w.double()).abs().max()) for name, w in expected.items()
             )
+
+
+def _notes(config: Config) -> list[str]:
+    lines = [
+        "exchanged per step: the largest rank's, of a collective the larger of what goes in and comes out, of RPC the "
+        "tensors; the parameter server exchanges with every trainer"
+    ]
+    if config.precision != "fp64":
+        lines.append(
+            f"off none by: in {config.precision} rounding grows from step to step; with precision=fp64 what is left "
+            "is what a mode computes otherwise"
+        )
+    return lines
 
 
 def _as_text(cells: list[Cell]) -> str:
@@ -177,12 +215,12 @@ def _as_text(cells: list[Cell]) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def _write(cells: list[Cell], path: Path) -> None:
+def _write(cells: list[Cell], path: Path, notes: list[str]) -> None:
     """The table as Markdown, CSV and in TensorBoard, where world sizes are steps."""
     from torch.utils.tensorboard import SummaryWriter
 
     rows = [HEADER, ("---",) * len(HEADER), *(cell.row() for cell in cells)]
-    markdown = "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    markdown = "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n" + "\n\n".join(notes) + "\n"
     (path / "compare.md").write_text(markdown)
     with (path / "compare.csv").open("w", newline="") as file:
         writer = csv.writer(file)

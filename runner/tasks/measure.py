@@ -7,7 +7,7 @@ from rich.console import Console
 
 from runner import checkpoint
 from runner.build import Experiment
-from runner.communication import CommunicationCounter
+from runner.communication import KINDS, CommunicationCounter
 from runner.config import Config
 from runner.memory import peak_memory_mib
 from runner.progress import Progress
@@ -17,9 +17,14 @@ from runner.terminal import Bar
 from runner.train import Trainer, count_steps
 from runner.world import World
 
+COUNTED_STEPS = 12  # whole rounds of a mode that exchanges every 2, 3, 4, 6 or 12 steps
+
 
 class Measure:
-    """What task=compare runs in each world; `compared_steps` come first, then the ones that are timed."""
+    """What task=compare runs in each world; `compared_steps` come first, then the ones that are timed.
+
+    Bytes are those of a step, on average over COUNTED_STEPS, on the rank that exchanges the most of the kind.
+    """
 
     conducts = False
     section = None
@@ -59,12 +64,18 @@ class Measure:
             step(speed)
         counter = CommunicationCounter()
         with counter:
-            step(Speedometer())
+            world.agree("counting", [])  # or a rank could ask the parameter server before that counts
+            for _ in range(COUNTED_STEPS):
+                step(Speedometer())
+            world.agree("counted", [])
 
-        memory = torch.zeros(world.world_size, device=world.device)
-        memory[world.rank] = peak_memory_mib(world.device)
-        metrics = {f"memory_mib/rank_{rank}": mib for rank, mib in enumerate(world.sum(memory).tolist())}
-        metrics |= {f"bytes_per_step/{name}": float(count) for name, count in sorted(counter.bytes.items())}
+        facts = torch.zeros(world.world_size, 1 + len(KINDS), dtype=torch.float64, device=world.device)
+        facts[world.rank, 0] = peak_memory_mib(world.device)
+        facts[world.rank, 1:] = torch.tensor([counter.bytes[kind] / COUNTED_STEPS for kind in KINDS])
+        memory, *exchanged = world.sum(facts).T.tolist()
+        metrics = {f"memory_mib/rank_{rank}": mib for rank, mib in enumerate(memory)}
+        metrics |= {f"bytes_per_step/{kind}": max(of) for kind, of in zip(KINDS, exchanged, strict=True) if any(of)}
+        metrics["micro_batches"] = float(config.micro_batches * experiment.axes.micro_batches)
         rate = speed.samples_per_second
         assert rate is not None
         return metrics | {"samples_per_second": rate, "step_time_s": speed.seconds_per_step}
