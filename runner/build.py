@@ -22,6 +22,7 @@ from runner.norm import has_batch_norm, synchronize_batch_norm
 from runner.parallel.parts import place_parts
 from runner.parallel.protocol import Axes, Parallel, Recipe
 from runner.precision import Precision
+from runner.predictions import MAX_CLASSES, Predictions
 from runner.sampler import Sampler
 from runner.world import World
 
@@ -42,6 +43,13 @@ class Experiment:
     num_parameters: int
     classifies: bool  # the targets are classes, so that accuracy means something
     warnings: list[str]  # what the user should know before it starts
+    num_classes: int | None  # of a classification that has few enough to watch each
+
+    def watch_predictions(self) -> Predictions | None:
+        """What an evaluation counts for the logger, if it wants that; on all ranks or on none."""
+        if self.num_classes is None or not self.logger.wants_predictions:
+            return None
+        return Predictions(self.val_loader.dataset, self.num_classes, self.val_loader.device)
 
 
 def build(config: Config, choices: Mapping[str, str], world: World) -> Experiment:
@@ -102,6 +110,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             memory_format=memory_format,
         )
 
+    classifies, num_classes = not torch.as_tensor(train_data[0][1]).is_floating_point(), config.data["num_outputs"]
     sample = precision.cast(train_data[0][0][None].to(world.device))
     return Experiment(
         parallel=parallel,
@@ -123,8 +132,9 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         schedule=make("scheduler", config.scheduler),
         logger=make("logger", config.logger),
         num_parameters=sum(p.numel() for p in module.parameters()),
-        classifies=not torch.as_tensor(train_data[0][1]).is_floating_point(),
+        classifies=classifies,
         warnings=warnings,
+        num_classes=num_classes if classifies and num_classes <= MAX_CLASSES else None,
     )
 
 

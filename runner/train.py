@@ -13,6 +13,7 @@ from runner.loader import StepBatch
 from runner.losses import batch_loss
 from runner.memory import peak_memory_mib
 from runner.parallel.protocol import Spread
+from runner.predictions import Predictions
 from runner.progress import Progress
 from runner.run_dir import RunDirectory
 from runner.sampler import mix
@@ -100,8 +101,11 @@ class Trainer:
         return metrics
 
     def _evaluate(self, metrics: dict[str, float], speed: Speedometer) -> dict[str, float]:
-        evaluated = evaluate(self.experiment, self.spread, self.world)
+        seen = self.experiment.watch_predictions()
+        evaluated = evaluate(self.experiment, self.spread, self.world, seen)
         self._log(evaluated)
+        if seen and self.directory.writes:
+            self.experiment.logger.predictions(self.progress.step, seen)
         log.info(_epoch_line(self.progress, metrics | evaluated, speed.samples_per_second))
         return evaluated
 
@@ -117,15 +121,19 @@ class Trainer:
         self.saved_step = self.progress.step
         state = self.spread.state()
         if self.directory.writes:
+            self.experiment.logger.flush()
             checkpoint.save(self.directory.checkpoints, state, self.progress, self.config.checkpoint.keep)
             self.directory.result.weights_sha256 = checkpoint.weights_sha256(state["model"])
 
 
-def evaluate(experiment: Experiment, spread: Spread, world: World) -> dict[str, float]:
+def evaluate(experiment: Experiment, spread: Spread, world: World, seen: Predictions | None = None) -> dict[str, float]:
     """val/loss and, for classes, val/accuracy over the validation data, each sample once. All ranks must call it."""
+    loader = experiment.val_loader
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # of the losses, of the hits, of the samples
-    for batch in experiment.val_loader.steps(epoch=0):
+    shares = loader.sampler.shares(epoch=0)
+    for batch in loader.steps(epoch=0):
         for micro_batch in batch.micro_batches:
+            indices = next(shares)  # of the samples in the data
             outputs = spread.predict(micro_batch.inputs)  # (N, num_outputs), N = 0 where this rank's share is empty
             if outputs is None:
                 continue
@@ -134,6 +142,10 @@ def evaluate(experiment: Experiment, spread: Spread, world: World) -> dict[str, 
             if experiment.classifies:
                 sums[1] += (outputs.argmax(-1) == micro_batch.targets).sum()
             sums[2] += len(outputs)
+            if seen:
+                seen.add(outputs, micro_batch.targets, indices)
+    if seen:
+        seen.gather(world)
     loss_sum, correct, count = world.sum(sums).tolist()
     metrics = {"val/loss": loss_sum / count}
     return metrics | {"val/accuracy": correct / count} if experiment.classifies else metrics

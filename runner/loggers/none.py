@@ -1,20 +1,32 @@
 """No logger."""
 
+from collections.abc import Mapping
+
+from runner.predictions import Predictions
+
 
 class NoLogger:
     """logger=none: metrics.jsonl alone."""
 
+    wants_predictions = False
+
     def __init__(self) -> None:
         pass
 
-    def open(self, directory: str, first_step: int) -> None:
+    def open(self, directory: str, first_step: int, varied: Mapping[str, str]) -> None:
         pass
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:
         pass
 
+    def predictions(self, step: int, seen: Predictions) -> None:
+        pass
+
     def text(self, tag: str, text: str) -> None:
         pass
 
-    def close(self) -> None:
+    def flush(self) -> None:
+        pass
+
+    def close(self, finished: bool) -> None:
         pass

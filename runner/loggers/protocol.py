@@ -1,15 +1,27 @@
 """What the loop knows of a logger."""
 
+from collections.abc import Mapping
 from typing import Protocol
+
+from runner.predictions import Predictions
 
 
 class Logger(Protocol):
-    """Made on rank 0 alone. `open` comes first; `first_step` is the step that the run goes on after."""
+    """Every rank has one; rank 0 alone calls its methods. `open` comes first."""
 
-    def open(self, directory: str, first_step: int) -> None: ...
+    wants_predictions: bool  # otherwise no evaluation collects them
+
+    def open(self, directory: str, first_step: int, varied: Mapping[str, str]) -> None:
+        """`first_step` is the step that the run goes on after; `varied` are the words that make it what it is."""
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None: ...
 
+    def predictions(self, step: int, seen: Predictions) -> None:
+        """Called after each evaluation of a classifier."""
+
     def text(self, tag: str, text: str) -> None: ...
 
-    def close(self) -> None: ...
+    def flush(self) -> None:
+        """What was logged must not be lost from here on: a run goes on from now."""
+
+    def close(self, finished: bool) -> None: ...

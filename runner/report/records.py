@@ -37,7 +37,7 @@ class Job:
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """What was typed, by key."""
-        return {key.lstrip("+"): value for key, is_set, value in (w.partition("=") for w in self.typed) if is_set}
+        return _by_key(self.typed)
 
     def value(self, key: str) -> str:
         """What the job had under the key, whether it was typed or not."""
@@ -80,6 +80,16 @@ def varied_keys(jobs: Sequence[Job]) -> list[str]:
     return keys
 
 
+def varied_words(directory: Path) -> dict[str, str]:
+    """What makes a job different from the others of its sweep, and a run by itself from one without options."""
+    if is_sweep(directory.parent):
+        jobs = {job.directory: _by_key(job.overrides) for job in read_ledger(directory.parent)}
+        own = jobs.get(directory, {})
+        return {key: value for key, value in own.items() if len({words.get(key) for words in jobs.values()}) > 1}
+    typed = _by_key([word for word in _overrides(directory) if not word.startswith("--")])
+    return {key: value for key, value in typed.items() if key.split(".")[0] not in PLACING}
+
+
 def ran(jobs: Sequence[Job]) -> list[Job]:
     """Those that have finished."""
     return [job for job in jobs if job.state == "finished"]
@@ -114,6 +124,10 @@ def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None 
         starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
         error=str(result.get("error") or (entry and entry.error) or ""),
     )
+
+
+def _by_key(words: list[str]) -> dict[str, str]:
+    return {key.lstrip("+"): value for key, is_set, value in (word.partition("=") for word in words) if is_set}
 
 
 def _overrides(path: Path) -> list[str]:

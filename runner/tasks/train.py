@@ -7,6 +7,7 @@ from rich.console import Console
 from runner.build import Experiment
 from runner.config import Config
 from runner.progress import Progress, available
+from runner.report.records import varied_words
 from runner.run_dir import CONFIG, RunDirectory
 from runner.tasks.restore import restore
 from runner.terminal import Bar
@@ -43,17 +44,19 @@ class Train:
             log.info("going on after step %d", progress.step)
         directory.forget_after(progress.step)
         if directory.writes:
-            experiment.logger.open(str(directory.path), progress.step)
+            experiment.logger.open(str(directory.path), progress.step, varied_words(directory.path))
             if progress.step == 0:
                 text = (directory.path / CONFIG).read_text()
                 experiment.logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
         num_steps = count_steps(config, experiment.train_loader.sampler.steps_per_epoch)
         bar = Bar(console if directory.writes else None, num_steps, progress.step)
+        finished = False
         try:
             metrics = Trainer(config, experiment, spread, world, directory, bar, progress).train()
+            finished = True
         finally:
             if directory.writes:
-                experiment.logger.close()
+                experiment.logger.close(finished)
         accuracy = f"val/accuracy {metrics['val/accuracy']:.4f}, " if "val/accuracy" in metrics else ""
         log.info("finished: %sval/loss %.4f", accuracy, metrics["val/loss"])
         log.info("run directory: %s", directory.path)
