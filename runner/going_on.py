@@ -1,5 +1,6 @@
-"""`resume=` and `run=`: what an earlier run recorded, with what is typed now on top."""
+"""`resume=` and `run=`: what an earlier run or sweep recorded, with what is typed now on top."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from runner.explain.locate import locate
 from runner.progress import available, read_progress
 from runner.report.records import last_of
 from runner.run_dir import CHECKPOINTS, OVERRIDES, read_result
+from runner.sweeps.ledger import LEDGER, is_sweep, read_sweep
 
 READ_ALONE = ("report",)  # tasks that read directories as they are: nothing recorded there is composed
 
@@ -34,6 +36,8 @@ def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed
     except HydraException:
         return Typed(overrides, overrides, config_dir)  # composing will say what is wrong with the grammar
     named = {o.key_or_group: o for o in typed if o.key_or_group in ("run", "resume") and o.value() is not None}
+    if multirun and "resume" in named:
+        return _go_on_with_sweep(named["resume"], typed, config_dir)
     if not named or multirun:
         return _with_search_path(Typed(overrides, overrides, _absolute(config_dir)))
     key, override = next(iter(named.items()))
@@ -81,13 +85,50 @@ def check_going_on(config: Config) -> list[str]:
     return []
 
 
+def put_on_top(recorded: list[str], typed: list[str]) -> list[str]:
+    """The recorded words that the typed ones leave standing, and then those."""
+    parser = OverridesParser.create()
+    kept = _without(parser.parse_overrides(recorded), parser.parse_overrides(typed))
+    return [*(str(o.input_line) for o in kept), *typed]
+
+
+def _go_on_with_sweep(resume: Override, typed: list[Override], config_dir: str | None) -> Typed:
+    if resume.is_sweep_override():
+        raise InputError(f"{resume.input_line}: one sweep at a time; type one directory, or resume=last")
+    path = _find_sweep(str(resume.value()), typed)
+    try:
+        recorded = read_sweep(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{resume.input_line}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
+    own = [o for o in typed if o is not resume]
+    words = put_on_top(recorded.typed, [str(o.input_line) for o in own])
+    # What is typed on top adds jobs this once; how jobs are run and chosen is remembered.
+    kept = put_on_top(recorded.typed, [str(o.input_line) for o in own if o.is_hydra_override()])
+    return _with_search_path(Typed(words, kept, _absolute(config_dir) or recorded.config_dir, str(path)))
+
+
+def _find_sweep(value: str, typed: list[Override]) -> Path:
+    if value != "last":
+        path = Path(value).absolute()
+        if not is_sweep(path):
+            what = f"no sweep (it has no {LEDGER})" if path.is_dir() else "no directory"
+            fix = f"without -m, resume={value} goes on with that run" if (path / OVERRIDES).is_file() else ""
+            raise InputError(f"resume={value} is {what}; {fix or 'name a sweep-* under outputs/, or resume=last'}")
+        return path
+    folder = _runs_folder(typed)
+    sweeps = [path.parent for path in folder.glob(f"sweep-*/{LEDGER}")]
+    if not sweeps:
+        raise InputError(f"resume=last: there is no sweep under {folder}; set name= or outputs=, or name the directory")
+    return max(sweeps, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+
+
 def _without(recorded: list[Override], typed: list[Override]) -> list[Override]:
     """The recorded overrides that the typed ones leave standing: another option of a group drops the group's own."""
-    replaced = {o.key_or_group for o in typed}
+    replaced = tuple(f"{o.key_or_group}.".replace("/", ".") for o in typed)
     return [
         o
         for o in recorded
-        if o.key_or_group not in replaced | {"run", "resume"} and o.key_or_group.split(".")[0] not in replaced
+        if o.key_or_group not in ("run", "resume") and not f"{o.key_or_group}.".replace("/", ".").startswith(replaced)
     ]
 
 
@@ -95,6 +136,10 @@ def _find(key: str, value: str, typed: list[Override]) -> Path:
     if value != "last":
         path = Path(value).absolute()
         if not (path / OVERRIDES).is_file():
+            if is_sweep(path):
+                raise InputError(
+                    f"{key}={value} is a sweep; " + ("type -m with it" if key == "resume" else "name a job")
+                )
             what = "no run directory (it has no overrides.yaml)" if path.is_dir() else "no directory"
             raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
         return path

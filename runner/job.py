@@ -10,6 +10,7 @@ from runner.backend import as_backend
 from runner.build import Experiment, build, make_task
 from runner.checks import check_fit
 from runner.config import Config, InputError
+from runner.fresh import freshen
 from runner.launchers.placement import take_cores
 from runner.run_dir import Request, RunDirectory, new_directory
 from runner.tasks.protocol import Task
@@ -32,6 +33,7 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     """
     world.begin_job(as_backend(config.backend))
     take_cores(world, config.threads)
+    freshen(config.seed)
     raised: Exception
     try:
         return _run(config, request, world)

@@ -341,7 +341,7 @@ def only_run(folder: Path) -> Run:
 
 def sweep_jobs(folder: Path, name: str = "run") -> list[Path]:
     (sweep,) = (folder / "outputs" / name).iterdir()
-    assert sweep.name.startswith("sweep-") and (sweep / "sweep.json").is_file()
+    assert sweep.name.startswith("sweep-") and (sweep / "ledger.jsonl").is_file()
     return sorted(path for path in sweep.iterdir() if path.is_dir())
 
 

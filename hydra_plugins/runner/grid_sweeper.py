@@ -7,16 +7,20 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
 class GridSweeper(BasicSweeper):
-    """Hydra's own grid, whose jobs are checked before the first one runs and tabled after the last one."""
+    """Hydra's own grid, whose jobs are checked before the first one runs and recorded in a ledger."""
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None = None, zip: Any = None):
+        super().__init__(max_batch_size, params)
+        self.zip = zip
 
     def sweep(self, arguments: list[str]) -> Any:
+        from runner.sweeps.grid import combine
         from runner.sweeps.sweep import current
 
         assert self.hydra_context is not None and self.launcher is not None and self.config is not None
         loader = self.hydra_context.config_loader
         overrides = OverridesParser.create(config_loader=loader).parse_overrides(self._parse_config() + arguments)
-        jobs = [job for batch in self.split_arguments(overrides, None) for job in batch]
+        swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
         sweep = current()
-        jobs = sweep.open(jobs, self.config, loader)
-        sweep.results = self.launcher.launch(jobs, initial_job_idx=0)
-        return sweep.results
+        sweep.open(combine(overrides, self.zip), swept, self.config, loader)
+        return self.launcher.launch(sweep.words(), initial_job_idx=0) if sweep.jobs else []

@@ -1,30 +1,29 @@
 """A sweep: its jobs checked, its directory, each job's run, the table at its end."""
 
 import json
-import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.table import Table
 
 from runner.backend import as_backend
-from runner.config import InputError
-from runner.explain.diagnose import explain, three_lines
-from runner.going_on import Typed, go_on
+from runner.config import Config, InputError
+from runner.explain.diagnose import three_lines
+from runner.going_on import Typed
 from runner.launchers.env import Place
-from runner.run_dir import Request, new_directory
+from runner.run_dir import Request, new_directory, read_result
+from runner.sweeps.ledger import DONE, JobRecord, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
+from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
 
-LABEL_LENGTH = 64
 _current: list["Sweep"] = []
 
 
@@ -33,43 +32,50 @@ class Sweep:
     """The task that Hydra's launchers run for each job; they may pickle it."""
 
     place: Place
-    config_dir: str | None
-    command: tuple[str, ...]
-    directory: str = ""
-    varying: list[str] = field(default_factory=list)  # the keys that differ between jobs
-    jobs: list[list[str]] = field(default_factory=list)
-    results: Sequence[JobReturn] = ()
+    record: SweepRecord
+    directory: str | None  # of the sweep that is gone on with; None until a new one is made
+    backend: dict[str, Any]
+    jobs: list[Job] = field(default_factory=list)  # in the order in which they are to run, by Hydra's job.num
 
-    def open(self, jobs: list[list[str]], master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
-        """Compose and check every job, then make the sweep's directory. Returns the jobs as they are to be composed.
+    def open(self, jobs: list[list[str]], swept: list[str], master: DictConfig, loader: ConfigLoader) -> list[Config]:
+        """Compose and check every job, then make the sweep's directory, or go on with the one there is.
 
-        Raises InputError, with nothing written, when a job has a value that is wrong by itself. Values that only do
-        not fit together are that job's own failure. All ranks must call it.
+        What is left to run is then in `jobs`. Returns the configurations of the jobs given. Raises InputError, with
+        nothing written, when a job has a value that is wrong by itself; values that only do not fit together are that
+        job's own failure. All ranks must call it.
         """
-        from runner.entry import checked
+        composer = Composer(master, loader)
+        configs = composer.compose_all(jobs)
+        if self.place.world_size > 1:
+            from runner.meeting import join
 
-        self.jobs = jobs
-        words = [dict(word.split("=", 1) for word in job) for job in jobs]
-        self.varying = [key for key in words[0] if len({word[key] for word in words}) > 1]
-        composed, messages = [], []
-        config = None
-        for job in jobs:
-            overrides = go_on(job, None, multirun=False).overrides
-            try:
-                config = checked(loader.load_sweep_config(master, overrides), overrides)
-            except InputError as error:
-                messages += [message for message in error.messages if message not in messages]
-            except Exception as error:
-                messages += [line for line in explain(error, overrides, loader) if line not in messages]
-            composed.append(overrides)
-        if messages:
-            raise InputError(*messages)
-        assert config is not None
-        self.directory = self._make_directory(config.outputs, config.name, config.backend)
+            join(self.place, as_backend(self.backend)).agree("composed", [])
+
+        def plan() -> str:
+            assert self.place.rank == 0  # the others would read what this one writes
+            if self.directory is None:
+                self._begin(jobs, swept, configs, composer)
+            else:
+                self._go_on(jobs, swept, configs, composer)
+            return json.dumps([self.directory, [asdict(job) for job in self.jobs]])
+
+        self.directory, planned = json.loads(self.share("sweep", plan))
+        self.jobs = [Job(**job) for job in planned]
         with open_dict(master):  # the launcher makes these two, and nothing else, in its name
             master.hydra.overrides.hydra += [f"hydra.sweep.dir='{self.directory}'", "hydra.sweep.subdir=."]
             master.hydra.sweep.dir = self.directory
-        return composed
+        return configs
+
+    def share(self, topic: str, make: Callable[[], str]) -> str:
+        """What `make` returned on rank 0. Raises InputError everywhere when it was refused. All ranks must call it."""
+        if self.place.world_size == 1:
+            return make()
+        from runner.meeting import join
+
+        try:
+            return join(self.place, as_backend(self.backend)).share(topic, make)
+        except ValueError as error:
+            raise InputError(*str(error).splitlines()) from None
 
     def __call__(self, cfg: DictConfig) -> dict[str, float]:
         """Run one job on this rank. Returns its metrics."""
@@ -79,66 +85,87 @@ class Sweep:
         from runner.train import Preempted
 
         owner = HydraConfig.get()
-        number, typed = int(owner.job.num), list(owner.overrides.task)
-        label = self.label(number)
+        position, typed = int(owner.job.num), list(owner.overrides.task)
+        job = self.jobs[position]
+        if self.record.config_dir and self.record.config_dir not in sys.path:
+            sys.path.append(self.record.config_dir)  # a launcher's own process has it not yet
         if self.place.rank == 0:
-            print(f"\njob {number + 1} of {len(self.jobs)}: {label}", flush=True)
+            print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         request = Request(
             overrides=tuple(typed),
-            config_dir=self.config_dir,
-            command=self.command,
-            directory=str(Path(self.directory) / label),
+            config_dir=self.record.config_dir,
+            command=tuple(self.record.command),
+            directory=str(self.path(job)),
             choices=dict(owner.runtime.choices),
         )
+        self.tell(job, "running")
         try:
-            return launch(checked(cfg, typed), request, self.place)
+            metrics = launch(checked(cfg, typed), request, self.place)
         except InputError as error:
             if self.place.rank == 0:
                 print(*three_lines(error.messages), sep="\n", file=sys.stderr, flush=True)
+            self.tell(job, "refused", error="\n".join(error.messages))
             raise
-        except Preempted:
+        except Preempted as error:
+            self.tell(job, "preempted", error=str(error))
             raise SystemExit(143) from None  # unlike an Exception it ends the sweep, and not the job alone
-        except JobFailed:
+        except JobFailed as error:
+            self.tell(job, "failed", error=str(error))
             raise
+        except BaseException as error:
+            self.tell(job, "failed", error=f"{type(error).__name__}: {error}")
+            raise
+        self.tell_result(job, metrics)
+        return metrics
 
-    def label(self, number: int) -> str:
-        """The directory of a job: its number and what makes it different."""
-        words = dict(word.split("=", 1) for word in self.jobs[number])
-        text = "_".join(f"{key.lstrip('+~').split('.')[-1]}-{words[key]}" for key in self.varying)
-        return f"{number}-{re.sub(r'[^A-Za-z0-9._-]+', '.', text)}"[:LABEL_LENGTH].rstrip("-._")
+    def words(self) -> list[list[str]]:
+        """What is composed for each job that is left."""
+        return [composed_words(job.overrides) for job in self.jobs]
 
-    def table(self) -> str:
-        """What became of each job, a line each."""
-        table = Table("job", "state", "val/accuracy", "val/loss", "why", box=None, pad_edge=False)
-        for number, result in enumerate(self.results):
-            metrics, why = {}, ""
-            if result.status == JobStatus.COMPLETED:
-                metrics, state = result.return_value, "finished"
-            else:
-                error: Any = result._return_value  # `return_value` would raise it
-                state = "refused" if isinstance(error, InputError) else "failed"
-                why = str(error).strip().splitlines()[-1 if state == "failed" else 0]
-            numbers = [f"{metrics[key]:.4f}" if key in metrics else "" for key in ("val/accuracy", "val/loss")]
-            table.add_row(self.label(number), state, *numbers, why)
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
-        with console.capture() as captured:
-            console.print(table)
-        return captured.get()
+    def path(self, job: Job) -> Path:
+        assert self.directory is not None
+        return Path(self.directory) / job.label
 
-    def _make_directory(self, outputs: str, name: str, backend: dict[str, Any]) -> str:
-        def make() -> str:
-            path = new_directory(outputs, name, prefix="sweep-")
-            jobs = [{"number": n, "label": self.label(n), "overrides": job} for n, job in enumerate(self.jobs)]
-            (path / "sweep.json").write_text(json.dumps({"command": self.command, "jobs": jobs}, indent=1) + "\n")
-            return str(path)
+    def tell(self, job: Job, state: str, **facts: Any) -> None:
+        """Write in the ledger what a job has come to; rank 0 does."""
+        if self.place.rank == 0:
+            write_state(self.path(job).parent, job.number, state, **facts)
 
-        if self.place.world_size == 1:
-            return make()
-        from runner.meeting import join
+    def tell_result(self, job: Job, metrics: dict[str, float]) -> None:
+        """Write in the ledger that a job has ended well, or was pruned."""
+        if self.place.rank == 0:
+            result = read_result(self.path(job)) or {"state": "finished"}
+            self.tell(job, result["state"] if result["state"] in DONE else "finished", metrics=metrics)
 
-        world = join(self.place, as_backend(backend))
-        world.agree("composed", [])
-        return world.share("sweep", make)
+    def add(self, overrides: list[str], varying: list[str], **facts: Any) -> Job:
+        """A job that was not known when the sweep was opened; rank 0 calls it."""
+        assert self.directory is not None
+        number = max((job.number for job in read_ledger(Path(self.directory))), default=-1) + 1
+        job = Job(number, make_label(number, overrides, varying), overrides)
+        write_lines(Path(self.directory), {**asdict(job), **facts})
+        return job
+
+    def _begin(self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer) -> None:
+        self.record.shared = shared_values(configs, swept)
+        path = new_directory(configs[0].outputs, configs[0].name, prefix="sweep-")
+        hold(path)
+        self.jobs = number_jobs(jobs, [], composer)
+        write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, self.jobs))
+        self.directory = str(path)
+
+    def _go_on(self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer) -> None:
+        path = Path(str(self.directory))
+        hold(path)
+        recorded, shared = read_ledger(path), read_sweep(path).shared
+        check_shared(path, recorded, shared, jobs[0], swept, composer)
+        still = shared_values(configs, swept)
+        self.record.shared = {key: value for key, value in shared.items() if key in still}
+        added = number_jobs(jobs, recorded, composer)
+        write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, added))
+        unfinished = [Job(job.number, job.label, job.overrides) for job in recorded if job.state not in DONE]
+        self.jobs = [*unfinished, *added]
+        done = len(recorded) - len(unfinished)
+        print(f"going on with {path}: {done} jobs are done, {len(unfinished)} go on, {len(added)} are new", flush=True)
 
 
 def current() -> Sweep:
@@ -151,7 +178,14 @@ def run_sweep(typed: Typed, place: Place) -> int:
     from runner.entry import compose
 
     base = compose(typed.overrides, RunMode.MULTIRUN)
-    sweep = Sweep(place, typed.config_dir, tuple(sys.orig_argv))
+    launcher = str(base.hydra.runtime.choices["hydra/launcher"])
+    if place.world_size > 1 and launcher != "basic":
+        raise InputError(
+            f"hydra/launcher={launcher} starts jobs itself, but {place.found} has started this process as rank "
+            f"{place.rank} of {place.world_size}; leave one of the two out"
+        )
+    record = SweepRecord(list(typed.recorded), typed.config_dir, list(sys.orig_argv), {})
+    sweep = Sweep(place, record, typed.directory, dict(base.backend))
     _current.append(sweep)
     owner = GlobalHydra.instance().hydra
     assert owner is not None
@@ -159,19 +193,36 @@ def run_sweep(typed: Typed, place: Place) -> int:
         owner.multirun("config", sweep, typed.overrides, with_log_configuration=False)
     finally:
         _current.pop()
-    failed = [result for result in sweep.results if result.status != JobStatus.COMPLETED]
-
-    def say() -> None:
-        print(f"\n{sweep.table()}", flush=True)
-        done, all_jobs = len(sweep.results) - len(failed), len(sweep.results)
-        print(f"{done} of {all_jobs} jobs finished: {sweep.directory}", flush=True)
-
-    if place.world_size == 1:
-        say()
-    else:
+    failed = json.loads(sweep.share("failed", lambda: json.dumps(_conclude(Path(str(sweep.directory))))))
+    if place.world_size > 1:
         from runner.meeting import join
 
-        world = join(place, as_backend(dict(base.backend)))
-        world.speak(say)
-        world.close()
+        join(place, as_backend(dict(base.backend))).close()
     return 1 if failed else 0
+
+
+def _conclude(directory: Path) -> bool:
+    """Tell the user what became of the jobs. Returns whether any is not done."""
+    jobs = read_ledger(directory)
+    print(f"\n{table(jobs)}", flush=True)
+    for job in jobs:
+        if job.state == "failed":
+            print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)
+    done = [job for job in jobs if job.state in DONE]
+    pruned = sum(job.state == "pruned" for job in done)
+    what = f"finished or pruned ({pruned})" if pruned else "finished"
+    print(f"{len(done)} of {len(jobs)} jobs {what}: {directory}", flush=True)
+    return len(done) < len(jobs)
+
+
+def table(jobs: Sequence[JobRecord]) -> str:
+    """What became of each job, a line each."""
+    lines = Table("job", "state", "val/accuracy", "val/loss", "why", box=None, pad_edge=False)
+    for job in jobs:
+        why = (job.error or "").strip().splitlines() or [""]
+        numbers = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in ("val/accuracy", "val/loss")]
+        lines.add_row(job.label, job.state, *numbers, why[-1 if job.state == "failed" else 0])
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+    with console.capture() as captured:
+        console.print(lines)
+    return captured.get()

@@ -1,0 +1,58 @@
+"""Every job finds the process as the first one did: nothing that an earlier job of a sweep has set reaches it."""
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_first: list[Callable[[], Any]] = []  # what sets the process back to how it was before its first job
+
+
+def freshen(seed: int) -> None:
+    """Seed every generator, and undo what an earlier job has set for the whole process."""
+    if not _first:
+        _first.extend(_keep())
+    else:
+        for set_back in _first:
+            set_back()
+        if compiler := sys.modules.get("torch._dynamo"):
+            compiler.reset()  # code compiled for another model
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the highest memory so far starts anew
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+def _keep() -> list[Callable[[], Any]]:
+    """What sets back all that a model or a data set may have set for the whole process."""
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    kept: list[Callable[[], Any]] = [
+        partial(torch.set_default_dtype, torch.get_default_dtype()),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        partial(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only),
+    ]
+    cudnn = torch.backends.cudnn
+    kept += [partial(setattr, cudnn, name, getattr(cudnn, name)) for name in ("benchmark", "deterministic")]
+    for name, hooks in vars(torch.nn.modules.module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict):
+            kept.append(partial(_refill, hooks, dict(hooks)))
+    return kept
+
+
+def _refill(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    hooks.clear()
+    hooks.update(before)

@@ -1,0 +1,184 @@
+"""A sweep is gone on with, added to, and never run twice; its jobs know nothing of each other."""
+
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Commands, wait_until
+
+from runner.entry import main
+from runner.sweeps.ledger import JobRecord, read_ledger
+
+TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
+# A user's own model, which also draws from the generators that a job does not own, and changes what it should not.
+MODULE = """\
+import os
+import random
+import time
+
+import numpy
+import torch
+from models.toy import Toy
+
+
+class Model(Toy):
+    def __init__(self, sample_shape, num_outputs, fails=False, sleeps_s=0.0):
+        super().__init__(sample_shape, num_outputs)
+        self.fails, self.sleeps_s, self.calls = fails, sleeps_s, 0
+        self.noise = random.random() + numpy.random.random()
+        self.kept = torch.get_default_dtype()
+
+    def forward(self, samples):
+        self.calls += self.training
+        if self.training:
+            time.sleep(self.sleeps_s)
+        if self.fails and self.calls == 3 and os.environ.get("RANK", "1") == "1":
+            torch.set_default_dtype(torch.float64)
+            raise ArithmeticError("lost on rank 1")
+        return super().forward(samples) + 0.01 * self.noise
+"""
+OPTIONS = """\
+_target_: own.Model
+sample_shape: ${data.sample_shape}
+num_outputs: ${data.num_outputs}
+fails: false
+sleeps_s: 0.0
+"""
+OWN = ("--config-dir", "own", *(word for word in TOY if word != "model=toy"), "model=own")
+
+Here = Callable[..., int]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    (tmp_path / "own" / "own.py").write_text(MODULE)
+    (tmp_path / "own" / "model" / "own.yaml").write_text(OPTIONS)
+    return tmp_path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Runs a command in this process. Returns its status."""
+    monkeypatch.chdir(tmp_path)
+
+    def type_words(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["runner", *words])
+        monkeypatch.setattr(sys, "orig_argv", ["runner", *words])
+        return main()
+
+    return type_words
+
+
+def the_sweep(folder: Path) -> Path:
+    (sweep,) = (folder / "outputs" / "run").iterdir()
+    return sweep
+
+
+def jobs_of(folder: Path) -> list[JobRecord]:
+    return read_ledger(the_sweep(folder))
+
+
+def times_of(job: JobRecord) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in (job.directory, *job.directory.rglob("*"))}
+
+
+def test_a_sweep_that_is_gone_on_with_runs_what_is_not_done(here: Here, tmp_path: Path) -> None:
+    assert here("-m", *TOY, "optimizer.lr=0.1,0.01") == 0
+    before = jobs_of(tmp_path)
+    assert [job.label for job in before] == ["0-lr-0.1", "1-lr-0.01"]
+    untouched = times_of(before[0])
+    # as if the machine had died in the second job, before its first checkpoint
+    result = json.loads((before[1].directory / "result.json").read_text())
+    for path in sorted((before[1].directory / "checkpoints").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (before[1].directory / "result.json").write_text(json.dumps(result | {"state": "running"}))
+    ledger = the_sweep(tmp_path) / "ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+
+    assert here("-m", "resume=last", "seed=0,1") == 0
+    after = jobs_of(tmp_path)
+    assert [job.label for job in after] == ["0-lr-0.1", "1-lr-0.01", "2-lr-0.1_seed-1", "3-lr-0.01_seed-1"]
+    assert [(job.state, job.num_starts) for job in after] == [("finished", count) for count in (1, 2, 1, 1)]
+    assert times_of(after[0]) == untouched
+    assert json.loads((after[1].directory / "result.json").read_text())["weights_sha256"] == result["weights_sha256"]
+
+    untouched = {job.number: times_of(job) for job in after}
+    assert here("-m", f"resume={the_sweep(tmp_path)}") == 0
+    assert {job.number: times_of(job) for job in jobs_of(tmp_path)} == untouched
+
+
+def test_what_the_jobs_share_cannot_change(here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here("-m", *TOY, "seed=0,1") == 0
+    before = (the_sweep(tmp_path) / "ledger.jsonl").read_text()
+    capfd.readouterr()
+    assert here("-m", "resume=last", "epochs=2", "optimizer.lr=0.5", "model=linear") == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "what its jobs share has changed: " in said
+    for text in ("model (Toy, now Linear)", "optimizer.lr (0.05, now 0.5)", "epochs (1, now 2)"):
+        assert text in said
+    assert here(f"resume={the_sweep(tmp_path)}") == 2
+    assert "is a sweep; type -m with it" in capfd.readouterr().err
+    assert here("-m", f"resume={jobs_of(tmp_path)[0].directory}") == 2
+    assert "without -m, " in capfd.readouterr().err
+    assert (the_sweep(tmp_path) / "ledger.jsonl").read_text() == before
+
+
+def test_zipped_keys_move_together(here: Here, tmp_path: Path) -> None:
+    zipped = ("optimizer.lr=0.1,0.01", "batch_size=64,128", "hydra.sweeper.zip=[optimizer.lr,batch_size]")
+    assert here("-m", *TOY, *zipped, "seed=range(2)") == 0
+    words = [job.overrides[-3:] for job in jobs_of(tmp_path)]
+    assert words == [
+        [f"optimizer.lr={lr}", f"batch_size={size}", f"seed={seed}"]
+        for lr, size in (("0.1", 64), ("0.01", 128))
+        for seed in (0, 1)
+    ]
+
+
+def test_a_sweep_killed_twice_ends_with_each_job_done_once(commands: Commands, own: Path) -> None:
+    words = ("-m", *OWN, "model.sleeps_s=0.03", "checkpoint.every_steps=1", "seed=range(4)")
+    process = commands.start("-m", "runner", *words)
+    wait_until(lambda: list(own.glob("outputs/run/*/ledger.jsonl")) != [], process)
+    for kills in (1, 2):
+        wait_until(lambda kills=kills: len([j for j in jobs_of(own) if j.state == "finished"]) >= kills, process)
+        time.sleep(random.uniform(0, 0.5))
+        process.send_signal(signal.SIGSTOP)  # it holds the sweep, and does not end it meanwhile
+        if kills == 1:
+            second = commands.runner("-m", "resume=last")
+            assert second.returncode == 2 and f": process {process.pid} on " in second.stderr
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+        process = commands.start("-m", "runner", "-m", "resume=last")
+    finished = commands.finish(process)
+    assert finished.returncode == 0, finished.stderr
+    jobs = jobs_of(own)
+    assert [(job.label, job.state) for job in jobs] == [(f"{n}-seed-{n}", "finished") for n in range(4)]
+    ended = [json.loads(line) for line in (the_sweep(own) / "ledger.jsonl").read_text().splitlines()]
+    assert [line["number"] for line in ended if line.get("state") == "finished"] == [0, 1, 2, 3]
+
+
+def test_a_failure_on_one_rank_is_that_jobs_alone(commands: Commands, own: Path) -> None:
+    """Twelve jobs in one world, of which the fifth raises on rank 1; the next ones are as if alone."""
+    fails = ",".join("true" if number == 4 else "false" for number in range(12))
+    seeds = ",".join(str(number % 2) for number in range(12))
+    zipped = ("hydra.sweeper.zip=[model.fails,seed]", f"model.fails={fails}", f"seed={seeds}")
+    done = commands.torchrun(2, "-m", *OWN, "parallel=ddp", *zipped)
+    assert done.returncode == 1
+    jobs = jobs_of(own)
+    assert [job.state for job in jobs] == [*["finished"] * 4, "failed", *["finished"] * 7]
+    assert "11 of 12 jobs finished" in done.stdout
+    assert f"{jobs[4].label} failed: {jobs[4].directory / 'log.txt'}\n" in done.stdout
+    assert "ArithmeticError: lost on rank 1" in (jobs[4].directory / "log.txt").read_text()
+    hashes = [json.loads((job.directory / "result.json").read_text())["weights_sha256"] for job in jobs]
+    alone = commands.torchrun(2, *OWN, "parallel=ddp", "name=alone", "seed=1")
+    assert alone.returncode == 0, alone.stderr
+    (single,) = (own / "outputs" / "alone").iterdir()
+    assert {hashes[number] for number in (1, 3, 5, 7, 9, 11)} == {
+        json.loads((single / "result.json").read_text())["weights_sha256"]
+    }
+    assert hashes[0] == hashes[6] != hashes[1]
