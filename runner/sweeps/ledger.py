@@ -42,7 +42,7 @@ class JobRecord:
     state: str = "waiting"
     num_starts: int = 0
     start: float | None = None  # the latest, in seconds since 1970
-    end: float | None = None
+    end: float | None = None  # none where the ledger does not know of it
     slots: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
@@ -78,7 +78,7 @@ def read_ledger(directory: Path) -> list[JobRecord]:
     for job in jobs.values():
         if job.state not in DONE and job.num_starts and (result := read_result(job.directory)):
             if result["state"] in DONE:
-                job.state, job.metrics, job.error = result["state"], result["metrics"], None
+                job.state, job.metrics, job.error, job.end = result["state"], result["metrics"], None, None
             elif job.error is None:
                 job.error = result["error"]
     return sorted(jobs.values(), key=lambda job: job.number)

@@ -160,6 +160,9 @@ class Sweep:
         check_shared(path, recorded, shared, jobs[0], swept, composer)
         still = shared_values(configs, swept)
         self.record.shared = {key: value for key, value in shared.items() if key in still}
+        for job in recorded:
+            if job.state in DONE and job.end is None:  # a kill came before the ledger's line
+                write_state(path, job.number, job.state, metrics=job.metrics)
         added = number_jobs(jobs, recorded, composer)
         write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, added))
         unfinished = [Job(job.number, job.label, job.overrides) for job in recorded if job.state not in DONE]
