@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,22 +155,36 @@ def _make(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any
         constructor = instantiate({**node, "_partial_": True}, _convert_="all")
         return constructor(*args, **provided)
     except (ValueError, InstantiationException) as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error  # of a nested node
+        nested = isinstance(error, InstantiationException)
+        cause = error.__cause__ if nested else error
         if not isinstance(cause, ValueError):
             raise
-        raise InputError(_name_key(key, choices.get(key, ""), node, str(cause))) from None
+        nodes = list(_nodes(key, node))[1 if nested else 0 :]
+        raise InputError(_name_key(key, choices.get(key, ""), nodes, str(cause))) from None
 
 
-def _name_key(key: str, choice: str, node: dict[str, Any], text: str) -> str:
+def _nodes(key: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The node and those in it, each with its key."""
+    yield key, node
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _nodes(f"{key}.{name}", value)
+
+
+def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], text: str) -> str:
     """A constructor's own words behind what was typed: it knows its options, but not the group they are in."""
     option = re.match(r"(\w+)=", text)
-    if option and option[1] in node:
-        return f"{key}.{text}"  # `hidden=0 must be …`
+    for path, node in nodes:
+        if option and option[1] in node:
+            return f"{path}.{text}"  # `hidden=0 must be …`
     if text.startswith(f"{key}."):
         return text
-    blamed = [name for name, value in node.items() if text.endswith(f": {value}")]
+    blamed = [
+        (path, name, value) for path, node in nodes for name, value in node.items() if text.endswith(f": {value}")
+    ]
     if len(blamed) == 1:
-        return f"{key}.{blamed[0]}={node[blamed[0]]}: {text}"  # torch's `Invalid learning rate: -1`
+        path, name, value = blamed[0]
+        return f"{path}.{name}={value}: {text}"  # torch's `Invalid learning rate: -1`
     return f"{key}={choice}: {text}"
 
 

@@ -62,6 +62,8 @@ TABLE = {
     "model=mlp model.hidden=0": "model.hidden=0 must be a list of integers",
     "model=mlp model.hidden=[0]": "model.hidden=[0] must be one or more sizes of at least 1; try [256, 128]",
     "model=mlp model.dropout=2": "model.dropout=2 must be at least 0 and below 1; try 0.1",
+    "model=split model@model.model=mlp model.model.dropout=2": "model.model.dropout=2 must be at least 0 and below 1",
+    "model=split model.parts=9": "model.parts=9 must be at least 2 and at most the 3 stages of ConvNet; try 2",
     "precision=fp8": "precision=fp8 must be one of fp64, fp32, bf16, fp16",
     "memory_format=channel_last": "must be one of ... did you mean channels_last?",
     "clip_grad_norm=nan": "clip_grad_norm=nan must be above 0 and finite",

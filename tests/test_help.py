@@ -98,6 +98,13 @@ def test_a_group_with_its_options_keys_values_and_comments(lines: list[str]):
     ]
 
 
+def test_a_very_long_value_does_not_push_the_other_comments_away(conf: Path):
+    (conf / "model" / "long.yaml").write_text(f"values: [{', '.join(map(str, range(40)))}]  # many\nsize: 3  # one\n")
+    long, short = block(render_help([conf]).splitlines(), "  long")[1:3]
+    assert long.endswith(", 39]  many")
+    assert short == "    size=3                  one"
+
+
 def test_the_package_line_is_no_description_and_inherited_keys_are_named(lines: list[str]):
     assert block(lines, "optimizer") == [
         "optimizer                               (default: sgd)",

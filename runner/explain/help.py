@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, where it was built, is ten times as fast
+_LONGEST = 64  # what a column is still widened for
 _PRESETS = "experiment"  # its files set keys of other groups, which are shown where they belong
 
 _EXAMPLES = (
@@ -87,9 +88,9 @@ def _render_group(group: str, options: dict[str, Path], default: str | None) -> 
 
 
 def _columns(rows: Sequence[tuple[str, str]], indent: int, width: int = 0) -> list[str]:
-    """Each text beside what it is about, in a column that is at least this wide."""
-    width = max([width, *(len(left) + 2 for left, _ in rows)])
-    return [f"{' ' * indent}{left:<{width}}{right}".rstrip() for left, right in rows]
+    """Each text beside what it is about, in a column that is at least this wide; one that is very long stands out."""
+    width = max([width, *(len(left) + 2 for left, _ in rows if len(left) <= _LONGEST)])
+    return [f"{' ' * indent}{left:<{width - 2}}  {right}".rstrip() for left, right in rows]
 
 
 def _read(path: Path) -> _File:
