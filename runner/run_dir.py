@@ -102,6 +102,12 @@ class RunDirectory:
             lines = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
             _write(path, "".join(lines))
 
+    def last_evaluation(self) -> int:
+        """The last step in metrics.jsonl that was evaluated after, 0 where there is none. For the rank that writes."""
+        path = self.path / METRICS
+        lines = path.read_text().splitlines() if path.exists() else []
+        return max((json.loads(line)["step"] for line in lines if '"val/loss"' in line), default=0)
+
 
 def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
     """Make outputs/name/<prefix><stamp>; a run of the same second gets a number behind its stamp."""

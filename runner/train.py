@@ -41,6 +41,7 @@ class Trainer:
     bar: Bar
     progress: Progress
     saved_step: int | None = None  # the last one that this process has taken a checkpoint of
+    owes_evaluation: bool = False  # the run that it goes on with stopped between an epoch and its evaluation
 
     def train(self) -> dict[str, float]:
         """Train to the end. Returns the last metrics. All ranks must call it.
@@ -54,6 +55,9 @@ class Trainer:
         metrics: dict[str, float] = {}
 
         with self.bar, StopRequest() as stop:
+            if self.owes_evaluation and self.progress.step < num_steps:
+                metrics |= self._evaluate(metrics, speed)
+                speed.pause()
             while self.progress.step < num_steps:
                 steps = loader.steps(self.progress.epoch, self.progress.step_in_epoch)
                 for batch in itertools.islice(steps, num_steps - self.progress.step):

@@ -79,16 +79,18 @@ def test_evaluation_gives_what_training_gave_on_any_number_of_ranks(tmp_path: Pa
         assert (evaluated.result["task"], evaluated.result["step"]) == ("evaluate", 16)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "after"), [(1, 4), (2, 4), (2, 6)])
 def test_a_signal_to_one_rank_stops_all_after_one_step(
-    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world_size: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also after the last step of an epoch, the eighth, whose evaluation the resumed run makes up for."""
+
     from runner.train import Trainer
 
     step = Trainer.step
 
     def step_and_signal(self: Trainer, *args: object) -> dict[str, float]:
-        if self.progress.step == 4 and self.world.rank == world_size - 1:
+        if self.progress.step == after and self.world.rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(self, *args)  # type: ignore[arg-type]
 
@@ -100,10 +102,12 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     monkeypatch.undo()
     (path,) = (tmp_path / "cut" / "run").iterdir()
     resumed = run(tmp_path / "cut", world_size, f"resume={path}", f"outputs={tmp_path / 'cut'}")
-    # The signal came in the fifth step, and the flags of the sixth tell everybody.
+    # The signal came in one step, and the flags of the next tell everybody.
     assert "SIGUSR1" in (path / "log.txt").read_text() or world_size == 2
-    assert "saved after step 6" in (path / "log.txt").read_text()
+    assert f"saved after step {after + 2}" in (path / "log.txt").read_text()
     assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
+    one, other = ([(line["step"], line.get("val/loss")) for line in each.lines] for each in (resumed, whole))
+    assert one == other
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])

@@ -43,6 +43,10 @@ class Train:
             progress = restore(directory.checkpoints, spread, world)
             log.info("going on after step %d", progress.step)
         directory.forget_after(progress.step)
+        owes_evaluation = False
+        if progress.step > 0 and progress.step_in_epoch == 0 and progress.epoch % config.eval_every == 0:
+            last = world.share("evaluated", lambda: str(directory.last_evaluation()))
+            owes_evaluation = int(last) < progress.step
         if directory.writes:
             experiment.logger.open(str(directory.path), progress.step, varied_words(directory.path))
             if progress.step == 0:
@@ -52,7 +56,9 @@ class Train:
         bar = Bar(console if directory.writes else None, num_steps, progress.step)
         finished = False
         try:
-            metrics = Trainer(config, experiment, spread, world, directory, bar, progress).train()
+            metrics = Trainer(
+                config, experiment, spread, world, directory, bar, progress, owes_evaluation=owes_evaluation
+            ).train()
             finished = True
         finally:
             if directory.writes:
