@@ -146,8 +146,10 @@ def _register_plugins() -> None:
     plugins = Plugins.instance()
     # Only now: its scan executes Hydra's own plugins a second time, and what derives from them must come after.
     from hydra_plugins.runner.grid_sweeper import GridSweeper
+    from hydra_plugins.runner.slots_launcher import SlotsLauncher
 
-    plugins.register(GridSweeper)
+    for plugin in (GridSweeper, SlotsLauncher):
+        plugins.register(plugin)
 
 
 def _ask_hydra(args: Namespace, typed: Typed) -> int:

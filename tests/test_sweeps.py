@@ -1,6 +1,7 @@
 """A sweep is gone on with, added to, and never run twice; its jobs know nothing of each other."""
 
 import json
+import os
 import random
 import signal
 import sys
@@ -182,3 +183,77 @@ def test_a_failure_on_one_rank_is_that_jobs_alone(commands: Commands, own: Path)
         json.loads((single / "result.json").read_text())["weights_sha256"]
     }
     assert hashes[0] == hashes[6] != hashes[1]
+
+
+WHERE = """\
+import os
+import time
+from pathlib import Path
+
+from models.toy import Toy
+
+
+class Where(Toy):
+    def __init__(self, sample_shape, num_outputs, sleeps_s=0.0):
+        super().__init__(sample_shape, num_outputs)
+        self.sleeps_s = sleeps_s
+        Path(f"cores-{sleeps_s}-{os.getpid()}").write_text(",".join(map(str, sorted(os.sched_getaffinity(0)))))
+
+    def forward(self, samples):
+        deadline = time.monotonic() + 60
+        while self.sleeps_s == 8.0 and not list(Path().glob("cores-0.5-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)  # the long one ends when the third has begun
+        return super().forward(samples)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two slots need two cores")
+def test_slots_are_never_shared_and_the_next_job_starts_when_they_are_free(commands: Commands, own: Path) -> None:
+    (own / "own" / "where.py").write_text(WHERE)
+    (own / "own" / "model" / "where.yaml").write_text(
+        OPTIONS.replace("own.Model", "where.Where").replace("fails: false\n", "")
+    )
+    lengths = (8.0, 0.25, 0.5, 0.75)
+    swept = [f"model.sleeps_s={','.join(map(str, lengths))}", "launcher.nproc_per_node=1,1,1,2"]
+    zipped = "hydra.sweeper.zip=[model.sleeps_s,launcher.nproc_per_node]"
+    words = [word for word in OWN if not word.startswith(("model=", "threads="))]
+    process = commands.start(
+        *("-m", "runner", "-m", *words, "hydra/launcher=slots", zipped, "model=where", "launcher=spawn"),
+        *("parallel=ddp", *swept),
+    )
+    done = commands.finish(process, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = jobs_of(own)
+    assert [job.state for job in jobs] == ["finished"] * 4
+    assert [job.slots for job in jobs] == [[0], [1], [1], [0, 1]]  # the first one is long, and the last one needs both
+    spans = [(job.start or 0, job.end or 0) for job in jobs]
+    assert sorted(spans) == spans  # they began in their order
+    for first, a in zip(jobs, spans, strict=True):
+        for second, b in zip(jobs, spans, strict=True):
+            if first is not second and max(a[0], b[0]) < min(a[1], b[1]):
+                assert not set(first.slots) & set(second.slots)
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    shares = [cores[:half], cores[half : 2 * half]]
+    for job, length in zip(jobs, lengths, strict=True):
+        expected = ",".join(map(str, sorted(core for slot in job.slots for core in shares[slot])))
+        found = [path.read_text() for path in own.glob(f"cores-{length}-*")]
+        assert found == [expected] * len(job.slots)
+
+
+def test_slots_end_with_a_signal_and_go_on(commands: Commands, own: Path) -> None:
+    words = ("-m", *OWN, "model.sleeps_s=0.5", "seed=range(3)", "hydra/launcher=slots", "hydra.launcher.slots=1")
+    process = commands.start("-m", "runner", *words)
+    wait_until(lambda: list(own.glob("outputs/run/*/0-*/metrics.jsonl")) != [], process)
+    process.send_signal(signal.SIGINT)
+    assert commands.finish(process).returncode == 143
+    wait_until(lambda: commands.living(process) == [], timeout_s=5)
+    assert [job.state for job in jobs_of(own)] == ["preempted", "waiting", "waiting"]
+
+    process = commands.start("-m", "runner", "-m", "resume=last")  # and remembers where its jobs run
+    wait_until(lambda: jobs_of(own)[0].num_starts == 2, process)
+    wait_until(lambda: len(commands.living(process)) > 1, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    wait_until(lambda: commands.living(process) == [], timeout_s=5)

@@ -5,6 +5,8 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from hydra_plugins.runner.slots_launcher import SlotsLauncher
+
 
 class GridSweeper(BasicSweeper):
     """Hydra's own grid, whose jobs are checked before the first one runs and recorded in a ledger."""
@@ -22,5 +24,6 @@ class GridSweeper(BasicSweeper):
         overrides = OverridesParser.create(config_loader=loader).parse_overrides(self._parse_config() + arguments)
         swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
         sweep = current()
-        sweep.open(combine(overrides, self.zip), swept, self.config, loader)
+        check = self.launcher.check if isinstance(self.launcher, SlotsLauncher) else lambda configs: None
+        sweep.open(combine(overrides, self.zip), swept, self.config, loader, check)
         return self.launcher.launch(sweep.words(), initial_job_idx=0) if sweep.jobs else []

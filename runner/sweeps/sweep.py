@@ -37,15 +37,23 @@ class Sweep:
     backend: dict[str, Any]
     jobs: list[Job] = field(default_factory=list)  # in the order in which they are to run, by Hydra's job.num
 
-    def open(self, jobs: list[list[str]], swept: list[str], master: DictConfig, loader: ConfigLoader) -> list[Config]:
+    def open(
+        self,
+        jobs: list[list[str]],
+        swept: list[str],
+        master: DictConfig,
+        loader: ConfigLoader,
+        check: Callable[[list[Config]], None],
+    ) -> list[Config]:
         """Compose and check every job, then make the sweep's directory, or go on with the one there is.
 
         What is left to run is then in `jobs`. Returns the configurations of the jobs given. Raises InputError, with
         nothing written, when a job has a value that is wrong by itself; values that only do not fit together are that
-        job's own failure. All ranks must call it.
+        job's own failure. check: what else must hold; it raises InputError. All ranks must call it.
         """
         composer = Composer(master, loader)
         configs = composer.compose_all(jobs)
+        check(configs)
         if self.place.world_size > 1:
             from runner.meeting import join
 
@@ -91,13 +99,7 @@ class Sweep:
             sys.path.append(self.record.config_dir)  # a launcher's own process has it not yet
         if self.place.rank == 0:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
-        request = Request(
-            overrides=tuple(typed),
-            config_dir=self.record.config_dir,
-            command=tuple(self.record.command),
-            directory=str(self.path(job)),
-            choices=dict(owner.runtime.choices),
-        )
+        request = self.request(job, typed, dict(owner.runtime.choices))
         self.tell(job, "running")
         try:
             metrics = launch(checked(cfg, typed), request, self.place)
@@ -118,6 +120,16 @@ class Sweep:
         self.tell_result(job, metrics)
         return metrics
 
+    def request(self, job: Job, typed: list[str], choices: dict[str, str]) -> Request:
+        """How a job is asked for. typed: the words that are composed for it."""
+        return Request(
+            overrides=tuple(typed),
+            config_dir=self.record.config_dir,
+            command=tuple(self.record.command),
+            directory=str(self.path(job)),
+            choices=choices,
+        )
+
     def words(self) -> list[list[str]]:
         """What is composed for each job that is left."""
         return [composed_words(job.overrides) for job in self.jobs]
@@ -131,11 +143,12 @@ class Sweep:
         if self.place.rank == 0:
             write_state(self.path(job).parent, job.number, state, **facts)
 
-    def tell_result(self, job: Job, metrics: dict[str, float]) -> None:
-        """Write in the ledger that a job has ended well, or was pruned."""
-        if self.place.rank == 0:
-            result = read_result(self.path(job)) or {"state": "finished"}
-            self.tell(job, result["state"] if result["state"] in DONE else "finished", metrics=metrics)
+    def tell_result(self, job: Job, metrics: dict[str, float]) -> str:
+        """Write in the ledger that a job has ended well, or was pruned. Returns which."""
+        result = (read_result(self.path(job)) if self.place.rank == 0 else None) or {"state": "finished"}
+        state = result["state"] if result["state"] in DONE else "finished"
+        self.tell(job, state, metrics=metrics)
+        return state
 
     def add(self, overrides: list[str], varying: list[str], **facts: Any) -> Job:
         """A job that was not known when the sweep was opened; rank 0 calls it."""
