@@ -1,0 +1,82 @@
+"""A folder of a user's own images."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.transforms import ToTensor
+
+from data.image_folder import ImageFolder
+
+
+@pytest.fixture
+def image_root(tmp_path):
+    """Two classes of images: left halves white and right halves white, wide and tall, gray and coloured."""
+    for split, count in (("train", 3), ("val", 2)):
+        for name in ("left", "right"):
+            home = tmp_path / "images" / split / name
+            home.mkdir(parents=True)
+            for number in range(count):
+                pixels = np.zeros((20, 20 + 8 * number, 3), np.uint8)
+                half = pixels.shape[1] // 2
+                pixels[:, :half] = 255 * (name == "left")
+                pixels[:, half:] = 255 * (name == "right")
+                image = Image.fromarray(pixels)
+                (image.convert("L") if number == 1 else image).save(home / f"{number}.png")
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, (16, 16)), (3, (16, 16)), (3, (30, 12)), (1, (8, 40))])
+def test_image_folder_scales_cuts_and_converts(channels, size, image_root):
+    for train, count in ((True, 6), (False, 4)):
+        data = ImageFolder(train=train, sample_shape=(channels, *size), num_outputs=2, root=str(image_root))
+        assert len(data) == count
+        for sample, target in (data[index] for index in range(count)):
+            assert sample.shape == (channels, *size) and sample.dtype == torch.float32
+            assert sample.min() >= 0 and sample.max() <= 1
+            assert target.dtype == torch.int64 and target.shape == ()
+            # The cut is central: the white half is on its side, and as wide as the other.
+            halves = sample.chunk(2, dim=2)
+            assert (halves[int(target)].mean() > 0.9) and (halves[1 - int(target)].mean() < 0.1)
+        assert [int(target) for _, target in data] == [0] * (count // 2) + [1] * (count // 2)
+
+
+def test_image_folder_keeps_the_pixels_of_images_that_fit(image_root):
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    path = image_root / "val" / "left" / "0.png"
+    Image.fromarray(pixels).save(path)
+    data = ImageFolder(train=False, sample_shape=(3, 20, 20), num_outputs=2, root=str(image_root))
+    assert torch.equal(data[0][0], ToTensor()(Image.open(path)))
+    copy = pickle.loads(pickle.dumps(data))
+    assert torch.equal(copy[0][0], data[0][0]) and len(copy) == len(data)
+    samples, targets = next(iter(DataLoader(data, batch_size=4)))
+    assert samples.shape == (4, 3, 20, 20) and targets.tolist() == [0, 0, 1, 1]
+
+
+def test_image_folder_refuses_what_it_cannot_read(image_root, tmp_path):
+    def make(root=image_root, sample_shape=(3, 8, 8), num_outputs=2):
+        return ImageFolder(train=True, sample_shape=sample_shape, num_outputs=num_outputs, root=str(root))
+
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(ValueError, match=f"^root={nowhere} must hold train and val .* {nowhere}/train does not exist$"):
+        make(root=nowhere)
+    with pytest.raises(ValueError, match=r"^num_outputs=10 must be 2, .* in .*/train; set data.num_outputs=2$"):
+        make(num_outputs=10)
+    for shape in ((2, 8, 8), (8, 8)):
+        with pytest.raises(ValueError, match=r"^sample_shape=\[.*\] must be .* with 1 or 3 channels; try"):
+            make(sample_shape=shape)
+    data = make()
+    Path(data.files[0][0]).write_bytes(Path(data.files[0][0]).read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"left/0.png cannot be decoded \(.+\); replace it"):
+        data[0]
+    (image_root / "val" / "third").mkdir()
+    with pytest.raises(ValueError, match=r"must have the same class folders in train and val, .* third$"):
+        make()
+    (image_root / "train" / "third").mkdir()
+    with pytest.raises(ValueError, match=r"must hold an image of each class: .*third"):
+        make(num_outputs=3)
