@@ -72,7 +72,7 @@ def _read_flags() -> tuple[Namespace, int | None]:
 
     parser.error = refuse  # type: ignore[method-assign]  # its own prints the usage in eight lines
     parser.add_argument("--local-rank", "--local_rank", type=int, default=None)
-    args, unknown = parser.parse_known_args()
+    args, unknown = parser.parse_known_intermixed_args()
     if unknown:
         key, _, value = unknown[0].lstrip("-").partition("=")
         raise InputError(f"{unknown[0]}: no such flag; " + (f"type {key}={value}" if value else "--help lists them"))
@@ -82,7 +82,11 @@ def _read_flags() -> tuple[Namespace, int | None]:
             raise InputError(f"{flag}: the runner has one configuration of its own; type --config-dir=DIR to add yours")
     if args.config_dir and not os.path.isdir(args.config_dir):
         raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one with your model/*.yaml")
-    sys.argv = [word for word in sys.argv if not word.startswith(("--local-rank", "--local_rank"))]  # Hydra reads it
+    # Hydra reads it too, and knows neither that flag nor overrides on both sides of a flag.
+    flags = [word for word in sys.argv[1:] if not word.startswith(("--local-rank", "--local_rank"))]
+    for word in args.overrides:
+        flags.remove(word)
+    sys.argv[1:] = [*args.overrides, *flags]
     return args, args.local_rank
 
 
@@ -97,7 +101,7 @@ def _run(typed: Typed, multirun: bool, place: Place) -> int:
         overrides=tuple(typed.recorded),
         config_dir=typed.config_dir,
         command=tuple(sys.orig_argv),
-        directory=typed.directory,
+        directory=typed.directory or place.directory,
         choices=dict(cfg.hydra.runtime.choices),
     )
     from runner.launch import launch_and_tell

@@ -10,6 +10,7 @@ from runner.backend import as_backend
 from runner.build import Experiment, build, make_task
 from runner.checks import check_fit
 from runner.config import Config, InputError
+from runner.failure import misses_peer
 from runner.fresh import freshen
 from runner.launchers.placement import take_cores
 from runner.run_dir import Request, RunDirectory, new_directory
@@ -55,7 +56,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
     crashed = world.agree("crashed", crashed)
 
     try:
-        path = Path(world.share("directory", lambda: _make_directory(config, request)))
+        path = Path(world.share_once("directory", lambda: _make_directory(config, request)))
     except ValueError as error:
         raise InputError(f"outputs={config.outputs}: no run can be kept there ({error}); name another folder") from None
     directory = RunDirectory(path, writes=world.rank == 0)
@@ -70,7 +71,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             world_size=world.world_size,
             seed=config.seed,
         )
-        state, text = "failed", ""
+        state, text, lost = "failed", "", False
         try:
             if crashed:
                 raise JobFailed(crashed[0])
@@ -91,13 +92,13 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             text = "interrupted"
             raise
         except Exception as error:
-            text = _traceback(error)
+            text, lost = _traceback(error), misses_peer(error)
         finally:
             if experiment is not None:
                 experiment.train_loader.close()
                 experiment.val_loader.close()
             if state == "failed":
-                text = world.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}")
+                text = world.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}", lost)
                 log.error("%s", text.rstrip())
                 directory.result.error = text
             directory.result.state = state

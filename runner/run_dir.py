@@ -79,15 +79,15 @@ class RunDirectory:
             return
         self.result.git = _git()
         typed = [f"--config-dir={request.config_dir}"] if request.config_dir else []
-        _write(self.path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
-        _write(self.path / OVERRIDES, yaml.safe_dump([*typed, *request.overrides]))
+        write_whole(self.path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
+        write_whole(self.path / OVERRIDES, yaml.safe_dump([*typed, *request.overrides]))
         self.save_result()
 
     def save_result(self) -> None:
         """Write result.json in one piece, whatever happens meanwhile."""
         self.result.seconds = round(time.monotonic() - self._start, 3)
         if self.writes:
-            _write(self.path / RESULT, json.dumps(asdict(self.result), indent=1) + "\n")
+            write_whole(self.path / RESULT, json.dumps(asdict(self.result), indent=1) + "\n")
 
     def log_metrics(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
         """Append a line to metrics.jsonl."""
@@ -100,7 +100,7 @@ class RunDirectory:
         path = self.path / METRICS
         if self.writes and path.exists():
             lines = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
-            _write(path, "".join(lines))
+            write_whole(path, "".join(lines))
 
     def last_evaluation(self) -> int:
         """The last step in metrics.jsonl that was evaluated after, 0 where there is none. For the rank that writes."""
@@ -132,7 +132,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """The file has its old content or the new one, never a part."""
     partial = path.with_name(path.name + ".tmp")
     with partial.open("w") as file:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.backend import Backend
+from runner.failure import ANSWER_TIMEOUT_S, first_failure, within
 from runner.launchers.env import Place
 from runner.launchers.network import choose_interface, listening_on
 
@@ -46,6 +48,7 @@ class World:
         self.backend, self._failed = backend, False
         if self._root is not None:
             self._store = dist.PrefixStore(f"job{self._jobs}", self._root)
+            self._store.set(f"host/{self.rank}", socket.gethostname())
         self._jobs += 1
 
     def form_group(self) -> None:
@@ -139,6 +142,21 @@ class World:
             raise ValueError(refused[0])
         return made if self._store is None else self._get(topic)
 
+    def share_once(self, topic: str, make: Callable[[], str]) -> str:
+        """As share; a world that its agent has started again gets what the first one made."""
+        if self.connection is None:
+            return self.share(topic, make)
+        kept = dist.PrefixStore(f"kept/job{self._jobs}", self.connection)
+
+        def make_once() -> str:
+            if self.place.restart and kept.check([topic]):
+                return kept.get(topic).decode()
+            made = make()
+            kept.set(topic, made)
+            return made
+
+        return self.share(topic, make_once)
+
     def in_turn(self, topic: str, act: Callable[[], None]) -> None:
         """Act on rank 0, then on the first rank of every other node, then on the rest. All ranks must call it.
 
@@ -176,15 +194,18 @@ class World:
 
     # -- how a run ends --------------------------------------------------------------------------------------------
 
-    def report_failure(self, text: str) -> str:
+    def report_failure(self, text: str, misses_peer: bool = False) -> str:
         """Tell the world why this rank fails; the first rank's text, which is the cause of the others'."""
         self._failed = True
         if self._store is None:
             return text
-        try:
-            return self._store.compare_set("failure", "", text).decode()
-        except RuntimeError:  # rank 0 served the store and is gone
-            return text
+        store = self._store
+        told = within(ANSWER_TIMEOUT_S, lambda: first_failure(store, self.rank, self.world_size, text, misses_peer))
+        if told is not None:
+            return told
+        self.connection = self._root = self._store = None
+        where = f"{self.place.master_addr}:{self.place.master_port}"
+        return f"{text}\nand nothing answers at {where}, where the ranks met: that machine has ended or is cut off"
 
     def speak(self, say: Callable[[], None]) -> None:
         """Let rank 0 say something to the user; the others go on when it has, or after a bounded wait.

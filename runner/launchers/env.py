@@ -23,6 +23,7 @@ class Place:
     master_port: int = 0
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
     on_one_machine: bool = True  # as far as is known
+    directory: str | None = None  # given to a run whose job Slurm may start again
     has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
 
 
@@ -84,6 +85,7 @@ def find_place(init: str = "env", environ: Mapping[str, str] = os.environ) -> Pl
         master_addr=master_addr,
         master_port=integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and not agent,
+        directory=environ.get("RUNNER_DIRECTORY"),
         has_parent="TORCHELASTIC_RUN_ID" in environ,
         on_one_machine=(counted or master_addr.startswith("127.")) and local_world_size == world_size,
     )

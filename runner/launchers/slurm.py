@@ -1,0 +1,184 @@
+"""Slurm: the run as a batch job, shown, submitted or waited for."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.config import Config, InputError
+from runner.job import JobFailed
+from runner.launchers.env import Place, checked_timeout
+from runner.launchers.slurm_script import Environment, Resources, Work, render
+from runner.run_dir import Request, new_directory, read_result
+
+# What the launcher's own options say, or the script relies on.
+OWN: tuple[str, ...] = (
+    "array",
+    "chdir",
+    "gpus-per-node",
+    "job-name",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+)
+OWN += ("cpus-per-task", "exclusive", "partition", "account", "time", "requeue", "signal")
+POLL_S = 1.0
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+class Slurm:
+    """launcher=slurm; conf/launcher/slurm.yaml says what each option is for."""
+
+    starts_processes = True
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        nproc_per_node: int = 2,
+        gpus_per_node: int | None = None,
+        cpus_per_node: int | None = None,
+        exclusive: bool = False,
+        job_name: str | None = None,
+        partition: str | None = None,
+        account: str | None = None,
+        time: str | int | None = None,
+        sbatch: Mapping[str, Any] | None = None,
+        modules: Sequence[str] = (),
+        conda: str | None = None,
+        venv: str | None = None,
+        setup: Sequence[str] = (),
+        env: Mapping[str, Any] | None = None,
+        prefix: str | None = None,
+        signal_s: int = 120,
+        parallel_jobs: int | None = None,
+        dry_run: bool = False,
+        wait: bool = False,
+        join_timeout_s: float = 120.0,
+    ):
+        for key, value in (("nodes", nodes), ("nproc_per_node", nproc_per_node), ("signal_s", signal_s)):
+            if value < 1:
+                raise ValueError(f"launcher.{key}={value} must be at least 1")
+        if gpus_per_node is not None and gpus_per_node < nproc_per_node:
+            raise ValueError(
+                f"launcher.nproc_per_node={nproc_per_node} needs a GPU each, and launcher.gpus_per_node="
+                f"{gpus_per_node}; make them equal"
+            )
+        for key in sbatch or {}:
+            if key.replace("_", "-") in OWN:
+                raise ValueError(f"launcher.sbatch.{key}: the launcher sets it itself, see --help for its own options")
+        if conda and venv:
+            raise ValueError(f"launcher.conda={conda} and launcher.venv={venv}: one environment at a time")
+        self.nproc_per_node = nproc_per_node
+        self.name, self.dry_run, self.wait = job_name, dry_run, wait
+        self.join_timeout_s = checked_timeout(join_timeout_s)
+        self.python = "python" if conda or venv or prefix else sys.executable
+        options: dict[str, Any] = {
+            "nodes": nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": cpus_per_node or (None if exclusive else nproc_per_node),
+            "gpus-per-node": gpus_per_node,
+            "exclusive": exclusive,
+            "partition": partition,
+            "account": account,
+            "time": time,
+            **{key.replace("_", "-"): value for key, value in (sbatch or {}).items()},
+        }
+        self.resources = Resources(options, signal_s, parallel_jobs)
+        variables = {name: str(value) for name, value in (env or {}).items()}
+        self.environment = Environment(modules, conda, venv, setup, variables, prefix)
+
+    def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+        """Show, submit or wait for the job. Returns the metrics of a job that was waited for."""
+        directory = Path(request.directory) if request.directory else None
+        if self.dry_run:
+            directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
+            print(self._script(config, [self._work(directory, request)], directory / "slurm" / "%j.log"), end="")
+            return {}
+        _check_commands()
+        made = directory is None
+        directory = directory or new_directory(config.outputs, config.name)
+        try:
+            script = self._script(config, [self._work(directory, request)], directory / "slurm" / "%j.log")
+            job = submit(script, directory)
+        except InputError:
+            if made:
+                shutil.rmtree(directory)
+            raise
+        print(f"submitted job {job}\nrun directory: {directory}", flush=True)
+        return follow(job, directory) if self.wait else {}
+
+    def _work(self, directory: Path, request: Request) -> Work:
+        """The words of the run inside the job, where torchrun starts it."""
+        kept = [word for word in request.overrides if not word.lstrip("+~").startswith(("launcher=", "launcher."))]
+        folder = ["--config-dir", request.config_dir] if request.config_dir else []
+        here = ["launcher=env", f"launcher.join_timeout_s={self.join_timeout_s:g}"]
+        return Work(directory, [*folder, *kept, *here])
+
+    def _script(self, config: Config, works: Sequence[Work], log: Path) -> str:
+        options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.resources.options}
+        resources = Resources(options, self.resources.signal_s, self.resources.parallel_jobs)
+        return render(resources, self.environment, works, log, self.python, self.nproc_per_node)
+
+
+def submit(script: str, directory: Path) -> str:
+    """Keep the script and hand it to sbatch. Returns the job's id. Raises InputError where sbatch refuses it."""
+    (directory / "slurm").mkdir(exist_ok=True)
+    path = directory / "slurm" / "job.sh"
+    path.write_text(script)
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise InputError(f"launcher=slurm: {shlex.join(done.args[:1])} says: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().split(";")[0]  # a federation adds the cluster
+
+
+def follow(job: str, directory: Path) -> dict[str, float]:
+    """Print the job's log as it grows, until the job has ended. Returns the run's metrics.
+
+    Raises JobFailed where the job did not end well; a requeue is no end.
+    """
+    log, read = directory / "slurm" / f"{job}.log", 0
+    state, status = "PENDING", 1
+    try:
+        while state not in OVER:
+            time.sleep(POLL_S)
+            state, status = state_of(job)
+            if log.exists():
+                with log.open() as file:
+                    file.seek(read)
+                    print(file.read(), end="", flush=True)
+                    read = file.tell()
+    except KeyboardInterrupt:
+        print(f"\njob {job} goes on; `scancel {job}` ends it", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+    result = read_result(directory) or {}
+    if state == "COMPLETED" and result.get("state") == "finished":
+        return result["metrics"]
+    text = f"job {job} ended {state}, status {status}; its log is {log}"
+    print(text, file=sys.stderr, flush=True)
+    raise JobFailed(text)
+
+
+def state_of(job: str) -> tuple[str, int]:
+    """The job's state in Slurm's words, and its exit status; a job that Slurm has forgotten has ended."""
+    words = ("scontrol", "--oneliner", "show", "job", job)
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    state = re.search(r"\bJobState=(\w+)", said.stdout)
+    status = re.search(r"\bExitCode=(\d+):", said.stdout)
+    if state is None:
+        return ("COMPLETED", 0) if "Invalid job id" in said.stderr else ("UNKNOWN", 1)
+    return state[1], int(status[1]) if status else 1
+
+
+def _check_commands() -> None:
+    if shutil.which("sbatch") is None:
+        raise InputError(
+            "launcher=slurm needs sbatch, which is not on this machine; launcher.dry_run=true shows the script, and "
+            "launcher=spawn runs here"
+        )

@@ -1,0 +1,122 @@
+"""The batch script of a Slurm job: what it asks for, and one elastic agent of torchrun on each of its nodes."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.launchers.srun import PORTS
+
+# torchrun hands each of these on to its ranks, which save and end; by default it knows nothing of USR1.
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the job asks for; the options of sbatch by their own names, with True for one that takes no value."""
+
+    options: Mapping[str, str | int | bool] = field(default_factory=dict)
+    signal_s: int = 120
+    parallel_jobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is made ready on the job's nodes."""
+
+    modules: Sequence[str] = ()
+    conda: str | None = None
+    venv: str | None = None
+    setup: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    prefix: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run: its directory, and the words that its command ends in."""
+
+    directory: Path
+    overrides: Sequence[str]
+
+
+def render(
+    resources: Resources, environment: Environment, works: Sequence[Work], log: Path, python: str, nproc_per_node: int
+) -> str:
+    """The script. Several works are the tasks of a job array; their log's path may hold sbatch's own %A and %a."""
+    lines = ["#!/bin/bash", *_directives(resources, log, len(works)), ""]
+    lines += _prepare(environment)
+    lines += _choose(works)
+    lines += [_BODY.format(ports=len(PORTS), first_port=PORTS[0], grace_s=resources.signal_s)]
+    agent = [*shlex.split(environment.prefix or ""), python, "-m", "torch.distributed.run"]
+    lines += [
+        f"command=({shlex.join(agent)}",
+        f'    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc_per_node} --rdzv-backend=c10d',
+        '    --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts=0',
+        f'    --signals-to-handle={SIGNALS} -m runner "${{overrides[@]}}")',
+        _RUN.format(python=shlex.quote(python)),
+    ]
+    return "\n".join(lines)
+
+
+def _directives(resources: Resources, log: Path, num_works: int) -> list[str]:
+    options = {**resources.options, "output": log, "open-mode": "append", "requeue": True}
+    options["signal"] = f"B:USR1@{resources.signal_s}"  # to this script alone
+    if num_works > 1:
+        throttle = f"%{resources.parallel_jobs}" if resources.parallel_jobs else ""
+        options["array"] = f"0-{num_works - 1}{throttle}"
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    return [
+        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}") for name, value in given.items()
+    ]
+
+
+def _prepare(environment: Environment) -> list[str]:
+    lines = [f"module load {shlex.quote(module)}" for module in environment.modules]
+    if environment.conda:
+        lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(environment.conda)}"]
+    if environment.venv:
+        lines += [f"source {shlex.quote(str(Path(environment.venv) / 'bin' / 'activate'))}"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.variables.items()]
+    return [*lines, *environment.setup]
+
+
+def _choose(works: Sequence[Work]) -> list[str]:
+    if len(works) == 1:
+        return [f"export RUNNER_DIRECTORY={shlex.quote(str(works[0].directory))}", _words(works[0])]
+    lines = ['case "$SLURM_ARRAY_TASK_ID" in']
+    for number, work in enumerate(works):
+        lines += [f"{number})", f"export RUNNER_DIRECTORY={shlex.quote(str(work.directory))}", _words(work), ";;"]
+    return [*lines, "esac"]
+
+
+def _words(work: Work) -> str:
+    return f"overrides=({shlex.join(work.overrides)})"
+
+
+_BODY = """
+# A node's name where it resolves, otherwise the address by which Slurm itself reaches it.
+address() {{
+    if getent hosts "$1" >/dev/null; then echo "$1"; else
+        scontrol show node "$1" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'
+    fi
+}}
+export -f address
+master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
+port=$(({first_port} + SLURM_JOB_ID % {ports}))  # one that no other job on the node has
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
+"""
+
+_RUN = """
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
+    bash -c 'export PET_LOCAL_ADDR=$(address "$SLURMD_NODENAME"); exec "$@"' agent "${{command[@]}}" &
+step=$! told=
+# Shortly before the time limit, and when preempted: the ranks save and end.
+trap 'told=yes; kill -USR1 "$step" 2>/dev/null' USR1 TERM
+while true; do
+    wait "$step"
+    status=$?
+    kill -0 "$step" 2>/dev/null || break
+done
+{python} -m runner.launchers.requeue "$RUNNER_DIRECTORY" "$status" "$told"
+"""

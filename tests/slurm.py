@@ -1,0 +1,128 @@
+"""A real Slurm for a test: controller, two nodes and munge on this machine, on the loopback and on ports of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from commands import Commands, free_port
+
+NEEDED = ("sbatch", "srun", "scontrol", "slurmctld", "slurmd", "munged", "mungekey")
+CONF = """\
+ClusterName=tests
+SlurmctldHost=localhost(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket={dir}/munge.socket,cred_expire=5
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+ReturnToService=2
+SlurmctldPidFile={dir}/slurmctld.pid
+SlurmdPidFile={dir}/slurmd-%n.pid
+SlurmdSpoolDir={dir}/spool-%n
+SlurmUser=root
+StateSaveLocation={dir}/state
+SwitchType=switch/none
+TaskPlugin=task/none
+SlurmctldPort={ports[0]}
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmctldLogFile={dir}/slurmctld.log
+SlurmdLogFile={dir}/slurmd-%n.log
+JobAcctGatherType=jobacct_gather/none
+JobRequeue=1
+SlurmdParameters=config_overrides
+KillWait=10
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str | None:
+    """What keeps a cluster from being started here."""
+    if os.geteuid() != 0:
+        return "needs root to start Slurm"
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    return f"needs Slurm and munge: no {', '.join(missing)} here" if missing else None
+
+
+@dataclass
+class Cluster:
+    """Nodes n1 and n2, whose names do not resolve."""
+
+    directory: Path
+    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self.directory / "slurm.conf")}
+
+    def start(self) -> None:
+        (self.directory / "state").mkdir()
+        ports = [free_port() for _ in range(3)]
+        (self.directory / "slurm.conf").write_text(CONF.format(dir=self.directory, ports=ports))
+        key, socket = self.directory / "munge.key", self.directory / "munge.socket"
+        subprocess.run(["mungekey", "--create", f"--keyfile={key}"], check=True, timeout=30)
+        files = [f"--{name}-file={self.directory}/munge.{name}" for name in ("pid", "log", "seed")]
+        self._daemon("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket}", *files)
+        self._wait(socket.exists)
+        conf = str(self.directory / "slurm.conf")
+        self._daemon("slurmctld", "-D", "-f", conf)
+        for name in ("n1", "n2"):
+            self._daemon("slurmd", "-D", "-N", name, "-f", conf)
+        self._wait(lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == "2")
+
+    def ask(self, *words: str) -> CompletedProcess[str]:
+        """A command of Slurm, to its end."""
+        return subprocess.run(words, env=os.environ | self.env, capture_output=True, text=True, timeout=60, check=False)
+
+    def run(self, commands: Commands, *words: str) -> CompletedProcess[str]:
+        """A command of Slurm that starts the runner: with this Python, on one thread, and never left behind."""
+        own = [sys.executable if word == "python" else word for word in words]
+        env = os.environ | self.env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(
+            own, env=env, cwd=commands.folder, capture_output=True, text=True, timeout=90, check=False
+        )
+
+    def state_of(self, job: str) -> str:
+        return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.strip()
+
+    def wait_for(self, job: str, states: Sequence[str], timeout_s: float) -> str:
+        self._wait(lambda: self.state_of(job) in states, timeout_s)
+        return self.state_of(job)
+
+    def stop(self) -> None:
+        """End the jobs and every daemon that was started."""
+        self.ask("scancel", "--user=root")
+        with suppress(AssertionError):
+            self._wait(lambda: not self.ask("squeue", "-h").stdout.strip(), timeout_s=20)
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait(timeout=15)
+
+    def _daemon(self, *words: str) -> None:
+        with (self.directory / "daemons.txt").open("ab") as said:
+            self.daemons.append(subprocess.Popen(words, stdout=said, stderr=said, env=os.environ | self.env))
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing after {timeout_s} s\n{self._said()}"
+            time.sleep(0.2)
+
+    def _said(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in self.directory.glob("*.log"))

@@ -1,0 +1,140 @@
+"""launcher=slurm and srun on a real Slurm of two nodes: submitted, waited for, cancelled, requeued, refused."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from commands import Commands, wait_until
+from slurm import Cluster, why_not
+from worlds import Run, run
+
+TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "name=job")
+TWO_BY_TWO = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
+
+# A user's own model, which takes its time until a file says otherwise.
+SLOW = """\
+import os
+import time
+
+from models.mlp import MLP
+
+
+class Slow(MLP):
+    def forward(self, samples):
+        if self.training and not os.path.exists("fast"):
+            time.sleep(0.3)
+        return super().forward(samples)
+"""
+OPTIONS = "defaults:\n  - mlp\n_target_: slow.Slow\n"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def submitted(done: CompletedProcess[str]) -> tuple[str, Run]:
+    """The job's id and its run, of what the command said."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    match = re.match(r"submitted job (\d+)\nrun directory: (.+)\n", done.stdout)
+    assert match, done.stdout
+    return match[1], Run(Path(match[2]))
+
+
+def log_of(one: Run) -> str:
+    return "".join(path.read_text() for path in (one.path / "slurm").glob("*.log"))
+
+
+def test_the_same_weights_by_sbatch_and_by_srun(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    here = run(tmp_path / "here", 4, *TINY, "epochs=1", "backend=gloo")
+
+    process = commands.start("-m", "runner", *TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", env=cluster.env)
+    waited = commands.finish(process, timeout_s=120)
+    _, one = submitted(waited)
+    assert one.result["state"] == "finished" and one.result["world_size"] == 4
+    assert one.result["weights_sha256"] == here.result["weights_sha256"]
+    assert "4 processes (torchrun)" in waited.stdout and "finished: val/accuracy" in waited.stdout
+    assert waited.stdout.endswith((one.path / "log.txt").read_text())
+
+    step = ("srun", "-N2", "-n4", "--overcommit", "--chdir", str(tmp_path), "python", "-m", "runner")
+    direct = cluster.run(commands, *step, *TINY[:-1], "epochs=1", "name=srun")
+    assert direct.returncode == 0, direct.stdout + direct.stderr
+    assert "4 processes (srun)" in direct.stdout
+    (path,) = (tmp_path / "outputs" / "srun").iterdir()
+    assert Run(path).result["weights_sha256"] == here.result["weights_sha256"]
+
+
+def test_wrong_input_is_told_once_under_srun(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    step = ("srun", "-N2", "-n4", "--overcommit", "--chdir", str(tmp_path), "python", "-m", "runner")
+    done = cluster.run(commands, *step, "model=convnt")
+    assert done.stderr.count("model=convnt: no such model; did you mean convnet?") == 1
+    assert not (tmp_path / "outputs").exists()
+    refused = cluster.run(commands, *step, *TINY, "launcher=spawn")
+    assert refused.stderr.count("launcher=spawn starts processes itself, but srun has started this one as rank 0") == 1
+
+
+def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    """Twice: by its time limit, and by hand, as a preemption does. It ends with the weights of a run left alone."""
+    steps = ("epochs=60", "eval_every=60", "checkpoint.every_epochs=60", "--config-dir", "slow", "model=slow")
+    words = [word for word in TINY if word != "model=mlp"]
+    (tmp_path / "slow" / "model").mkdir(parents=True)
+    (tmp_path / "slow" / "slow.py").write_text(SLOW)
+    (tmp_path / "slow" / "model" / "slow.yaml").write_text(OPTIONS)
+    whole = run(tmp_path / "here", 2, *[w for w in TINY], *steps[:3], "backend=gloo")
+
+    limit = ("launcher.time=1", "launcher.signal_s=5", "launcher.nproc_per_node=1", "launcher.nodes=2")
+    process = commands.start("-m", "runner", *words, *steps, "launcher=slurm", *limit, env=cluster.env)
+    job, one = submitted(commands.finish(process))
+    requeued = one.path / "slurm" / "requeued.json"
+    wait_until(requeued.exists, timeout_s=150)
+    first = json.loads(requeued.read_text())["step"]
+    cluster.wait_for(job, ["RUNNING"], timeout_s=120)
+    wait_until(lambda: log_of(one).count("going on after step") == 1, timeout_s=60)
+    (tmp_path / "fast").touch()
+    cluster.wait_for(job, ["COMPLETED"], timeout_s=120)
+    assert "goes back into the queue" in log_of(one) and 0 < first < one.result["step"]
+    assert one.result["state"] == "finished"
+    assert [path.name for path in (tmp_path / "outputs" / "job").iterdir()] == [one.path.name]
+    assert one.result["weights_sha256"] == whole.result["weights_sha256"]
+    assert sorted(one.losses) == list(range(1, one.result["step"] + 1))
+
+
+def test_a_job_that_is_cancelled_ends(cluster: Cluster, commands: Commands) -> None:
+    slow = ("launcher=slurm", "launcher.setup=[sleep 60]")
+    job, one = submitted(commands.finish(commands.start("-m", "runner", *TINY, *slow, env=cluster.env)))
+    cluster.wait_for(job, ["RUNNING"], timeout_s=60)
+    cluster.ask("scancel", job)
+    cluster.wait_for(job, ["CANCELLED"], timeout_s=60)
+    assert not (one.path / "result.json").exists()
+
+
+def test_a_job_that_fails_has_its_status(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    wrong = (
+        "model=toy",
+        "data=digits",
+        "launcher=slurm",
+        "launcher.wait=true",
+    )  # in a world of two, parallel=none is refused
+    process = commands.start("-m", "runner", *wrong, env=cluster.env)
+    done = commands.finish(process, timeout_s=120)
+    assert done.returncode == 1
+    assert "ended FAILED, status 1; its log is" in done.stderr
+    assert "parallel=none is for one process, but the world has 2" in done.stdout
+
+
+def test_what_sbatch_refuses_is_told_and_nothing_is_left(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    process = commands.start("-m", "runner", *TINY, "launcher=slurm", "launcher.partition=big", env=cluster.env)
+    done = commands.finish(process)
+    assert done.returncode == 2
+    assert "invalid partition specified: big" in done.stderr
+    assert list((tmp_path / "outputs" / "job").iterdir()) == []
