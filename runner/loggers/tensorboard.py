@@ -67,7 +67,7 @@ class TensorBoard:
         """
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # `api` needs TensorFlow
 
-        name = f"{directory.parent.name}/{directory.name}"  # rows of the same name would be averaged
+        name = f"{directory.name} in {directory.parent.name}"  # rows of the same name would be averaged
         self._writer.file_writer.add_summary(hparams_pb(hparams, trial_id=name))
 
     def _end_session(self) -> None:
