@@ -16,7 +16,7 @@ from runner.launchers.env import Place
 from runner.loggers.pictures import draw_confusion, draw_samples, is_image
 from runner.loggers.tensorboard import TensorBoard
 from runner.predictions import NUM_SAMPLES, Predictions
-from runner.report.records import varied_words
+from runner.report.records import Trial, read_trial
 from runner.sweeps.ledger import write_lines
 from runner.world import World
 
@@ -57,7 +57,7 @@ def test_a_run_that_starts_anew_in_its_directory_forgets_what_it_had_logged(tmp_
     (file,) = first.path.glob("events.out.tfevents.*")
     file.rename(file.with_name("events.out.tfevents.1"))  # TensorBoard reads them by the second in their names
     again = TensorBoard()
-    again.open(str(first.path), 0, {})
+    again.open(str(first.path), 0, Trial({}, {}))
     again.scalars(1, {"train/loss": 0.5})
     again.close(finished=True)
     assert [(event.step, event.value) for event in events(first.path).Scalars("train/loss")] == [(1, 0.5)]
@@ -79,7 +79,8 @@ def test_the_words_that_vary_are_those_that_tell_jobs_apart(tmp_path: Path) -> N
     jobs = [["model=mlp", f"optimizer.lr={lr}", f"seed={seed}"] for lr in (0.1, 0.2) for seed in (0, 1)]
     for number, words in enumerate(jobs):
         write_lines(tmp_path, {"number": number, "label": str(number), "overrides": words})
-    assert varied_words(tmp_path / "2") == {"optimizer.lr": "0.2", "seed": "0"}
+    varied = {"optimizer.lr": ["0.1", "0.2"], "seed": ["0", "1"]}
+    assert read_trial(tmp_path / "2") == Trial({"optimizer.lr": "0.2", "seed": "0"}, varied)
 
 
 @pytest.mark.parametrize(("mode", "world_size"), [("ddp", 3), ("pipeline", 2), ("ps", 3), ("fsdp", 2)])

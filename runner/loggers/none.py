@@ -1,8 +1,7 @@
 """No logger."""
 
-from collections.abc import Mapping
-
 from runner.predictions import Predictions
+from runner.report.records import Trial
 
 
 class NoLogger:
@@ -13,7 +12,7 @@ class NoLogger:
     def __init__(self) -> None:
         pass
 
-    def open(self, directory: str, first_step: int, varied: Mapping[str, str]) -> None:
+    def open(self, directory: str, first_step: int, trial: Trial) -> None:
         pass
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:

@@ -1,9 +1,9 @@
 """What the loop knows of a logger."""
 
-from collections.abc import Mapping
 from typing import Protocol
 
 from runner.predictions import Predictions
+from runner.report.records import Trial
 
 
 class Logger(Protocol):
@@ -11,8 +11,8 @@ class Logger(Protocol):
 
     wants_predictions: bool  # otherwise no evaluation collects them
 
-    def open(self, directory: str, first_step: int, varied: Mapping[str, str]) -> None:
-        """`first_step` is the step that the run goes on after; `varied` are the words that make it what it is."""
+    def open(self, directory: str, first_step: int, trial: Trial) -> None:
+        """`first_step` is the step that the run goes on after; `trial` is what makes it differ from others."""
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None: ...
 

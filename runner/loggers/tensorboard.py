@@ -1,12 +1,12 @@
 """TensorBoard's event file, in the run directory: scalars, pictures, the configuration, and the run's hparams."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from runner.loggers.pictures import draw_confusion, draw_samples, is_image
 from runner.predictions import Predictions
+from runner.report.records import Trial
 
 # Charts of the tab "Custom Scalars".
 LAYOUT = {
@@ -20,6 +20,9 @@ LAYOUT = {
     },
 }
 
+# The metrics of the tab "HParams": of more than a few, TensorBoard hides the last.
+TABLED = ("val/accuracy", "val/loss", "train/loss", "perf/samples_per_second")
+
 
 class TensorBoard:
     """logger=tensorboard. `images` false leaves the pictures of predictions out."""
@@ -28,7 +31,7 @@ class TensorBoard:
         self.wants_predictions = images
         self._writer: Any = None
 
-    def open(self, directory: str, first_step: int, varied: Mapping[str, str]) -> None:
+    def open(self, directory: str, first_step: int, trial: Trial) -> None:
         # Imported here because it takes over a second, and only rank 0 writes.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -36,8 +39,8 @@ class TensorBoard:
         started_before = any(Path(directory).glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(directory, purge_step=first_step + 1 if started_before else None)
         self._writer.add_custom_scalars(LAYOUT)
-        if varied:
-            self._start_session(Path(directory), {key: _typed(value) for key, value in varied.items()})
+        if trial.words:
+            self._start_session(Path(directory), trial)
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:
         for tag, value in metrics.items():
@@ -60,23 +63,41 @@ class TensorBoard:
             self._end_session()
         self._writer.close()
 
-    def _start_session(self, directory: Path, hparams: dict[str, Any]) -> None:
-        """A row of the tab HParams, in this run's own file: SummaryWriter.add_hparams would open a second run.
-
-        No experiment summary: without one the table has the keys of all sessions that are shown, with one only its.
-        """
+    def _start_session(self, directory: Path, trial: Trial) -> None:
+        """A row of the tab HParams, in this run's own file: SummaryWriter.add_hparams would open a second run."""
+        from tensorboard.plugins.hparams import api_pb2, metadata
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # `api` needs TensorFlow
 
+        hparams = {key: _typed(value) for key, value in trial.words.items()}
         name = f"{directory.name} in {directory.parent.name}"  # rows of the same name would be averaged
         self._writer.file_writer.add_summary(hparams_pb(hparams, trial_id=name))
+        if not trial.varied:
+            return  # single runs: without an experiment the table has the keys of all that are shown
+        kinds = {bool: api_pb2.DATA_TYPE_BOOL, float: api_pb2.DATA_TYPE_FLOAT64, str: api_pb2.DATA_TYPE_STRING}
+        infos = []
+        for key, values in trial.varied.items():
+            found = {type(_typed(value)) for value in values}
+            # No domain: what is outside of one is hidden, and the sweep may be extended.
+            kind = kinds[found.pop() if len(found) == 1 else str]
+            infos.append(api_pb2.HParamInfo(name=key, type=kind, differs=len(values) > 1))
+        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in TABLED]
+        experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
+        self._add(metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment))
 
     def _end_session(self) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        from tensorboard.plugins.hparams import api_pb2, metadata
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 
-        end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
-        data = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=end))
-        value = Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=data, tensor=metadata.NULL_TENSOR)
+        end = SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+        self._add(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end))
+
+    def _add(self, tag: str, data: Any) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import metadata
+
+        about = metadata.create_summary_metadata(data)
+        value = Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)
         self._writer.file_writer.add_summary(Summary(value=[value]))
 
 

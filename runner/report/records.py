@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,16 @@ from runner.config import InputError
 from runner.run_dir import CONFIG, METRICS, OVERRIDES, read_result
 from runner.sweeps.ledger import LEDGER, JobRecord, is_sweep, read_ledger
 
-SWEEP = "sweep.json"
 # What says where a job ran or was kept, and not what was tried.
 PLACING = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What makes a job different from the others of its sweep, and a run by itself from one without options."""
+
+    words: dict[str, str]
+    varied: dict[str, list[str]]  # the values that each key has in the sweep; none of a run by itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +67,6 @@ def read_jobs(path: Path, key: str) -> list[Job]:
     """The jobs of a sweep's directory, or the one of a run's. Raises InputError that names the key for another one."""
     if is_sweep(path):
         return [_read(job.directory, job.overrides, job.label, job) for job in read_ledger(path)]
-    if (path / SWEEP).is_file():
-        try:
-            listed = json.loads((path / SWEEP).read_text())["jobs"]
-            return [_read(path / job["label"], job["overrides"], job["label"]) for job in listed]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{key}={path}: its {SWEEP} cannot be read ({error!r}); name another sweep") from None
     if (path / OVERRIDES).is_file():
         return [_read(path, _overrides(path), path.name)]
     what = f"no sweep or run (it has neither {LEDGER} nor {OVERRIDES})" if path.is_dir() else "no directory"
@@ -80,14 +82,19 @@ def varied_keys(jobs: Sequence[Job]) -> list[str]:
     return keys
 
 
-def varied_words(directory: Path) -> dict[str, str]:
-    """What makes a job different from the others of its sweep, and a run by itself from one without options."""
+def read_trial(directory: Path) -> Trial:
+    """Of a run, or of a job in its sweep's directory."""
     if is_sweep(directory.parent):
         jobs = {job.directory: _by_key(job.overrides) for job in read_ledger(directory.parent)}
-        own = jobs.get(directory, {})
-        return {key: value for key, value in own.items() if len({words.get(key) for words in jobs.values()}) > 1}
+        own, values = jobs.get(directory, {}), defaultdict(set)
+        for words in jobs.values():
+            for key in own:
+                values[key].add(words.get(key, ""))
+        # The seed also where all have one: it is what a sweep is most often extended by.
+        varied = {key: sorted(found) for key, found in values.items() if len(found) > 1 or key == "seed"}
+        return Trial({key: own[key] for key in varied}, varied)
     typed = _by_key([word for word in _overrides(directory) if not word.startswith("--")])
-    return {key: value for key, value in typed.items() if key.split(".")[0] not in PLACING}
+    return Trial({key: value for key, value in typed.items() if key.split(".")[0] not in PLACING}, {})
 
 
 def ran(jobs: Sequence[Job]) -> list[Job]:
@@ -97,7 +104,7 @@ def ran(jobs: Sequence[Job]) -> list[Job]:
 
 def last_of(folder: Path) -> Path | None:
     """The newest sweep or run in a folder of them."""
-    found = [path for name in (LEDGER, SWEEP, OVERRIDES) for path in folder.glob(f"*/{name}")]
+    found = [path for name in (LEDGER, OVERRIDES) for path in folder.glob(f"*/{name}")]
     return max(found, key=lambda path: path.stat().st_ctime).parent if found else None
 
 

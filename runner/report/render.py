@@ -1,6 +1,7 @@
 """A report as text: for the terminal, as Markdown, as CSV."""
 
 import csv
+import dataclasses
 import io
 import shlex
 import sys
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from runner.report.records import Job
-from runner.report.statistics import Report, Row, as_number, show
+from runner.report.records import Job, ran
+from runner.report.statistics import Report, Row, as_number, show, summarize
 
 BESIDES = ("val/accuracy", "val/loss", "train/loss", "samples_per_second")  # shown beside the chosen metric
 
@@ -66,6 +67,14 @@ def best(report: Report) -> list[str]:
     sign = 1 if report.descending else -1
     job = max(chosen, key=lambda job: sign * job.metrics[report.metric or ""])
     return [f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}", f"  {command_of(job)}"]
+
+
+def closing(jobs: list[Job]) -> str:
+    """The end of a sweep whose jobs have been listed: how they compare, where there is something to compare."""
+    if len(ran(jobs)) < 2:
+        return ""
+    report = summarize(jobs)
+    return as_text(dataclasses.replace(report, jobs=report.finished, rows=[row for row in report.rows if row.means]))
 
 
 def as_text(report: Report) -> str:
@@ -127,7 +136,7 @@ def _states(row: Row) -> str:
 
 
 def _without_empty_columns(cells: Cells) -> Cells:
-    kept = [number for number in range(len(cells[0])) if any(line[number] for line in cells)]
+    kept = [number for number in range(len(cells[0])) if any(line[number] for line in cells[1:])]
     return [[line[number] for number in kept] for line in cells]
 
 

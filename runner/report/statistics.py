@@ -60,6 +60,10 @@ class Report:
         return self.rows[0] if self.rows and self.metric in self.rows[0].means else None
 
     @property
+    def finished(self) -> list[Job]:
+        return ran(self.jobs)
+
+    @property
     def unfinished(self) -> list[Job]:
         return [job for job in self.jobs if job.state != "finished"]
 

@@ -20,6 +20,8 @@ from runner.config import Config, InputError
 from runner.explain.diagnose import three_lines
 from runner.going_on import Typed
 from runner.launchers.env import Place
+from runner.report.records import read_jobs
+from runner.report.render import closing
 from runner.run_dir import Request, new_directory, read_result
 from runner.sweeps.ledger import DONE, JobRecord, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
 from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
@@ -221,6 +223,8 @@ def _conclude(directory: Path) -> bool:
     """Tell the user what became of the jobs. Returns whether any is not done."""
     jobs = read_ledger(directory)
     print(f"\n{table(jobs)}", flush=True)
+    if report := closing(read_jobs(directory, "run")):
+        print(f"{report}\n", flush=True)
     for job in jobs:
         if job.state == "failed":
             print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)

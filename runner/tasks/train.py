@@ -7,7 +7,7 @@ from rich.console import Console
 from runner.build import Experiment
 from runner.config import Config
 from runner.progress import Progress, available
-from runner.report.records import varied_words
+from runner.report.records import read_trial
 from runner.run_dir import CONFIG, RunDirectory
 from runner.tasks.restore import restore
 from runner.terminal import Bar
@@ -48,7 +48,7 @@ class Train:
             last = world.share("evaluated", lambda: str(directory.last_evaluation()))
             owes_evaluation = int(last) < progress.step
         if directory.writes:
-            experiment.logger.open(str(directory.path), progress.step, varied_words(directory.path))
+            experiment.logger.open(str(directory.path), progress.step, read_trial(directory.path))
             if progress.step == 0:
                 text = (directory.path / CONFIG).read_text()
                 experiment.logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))

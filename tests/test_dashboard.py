@@ -1,0 +1,189 @@
+"""TensorBoard in a real browser on a real sweep: what the pages show is what the runs have recorded.
+
+DASHBOARD_SCREENSHOTS=1 keeps the pages in docs/images, where README has them from.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Commands, free_port, wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+TIMEOUT_S = 60
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package has it)")
+
+
+@dataclass
+class Dashboard:
+    """TensorBoard's page on the outputs of one sweep."""
+
+    page: Any
+    url: str
+    sweep: Path
+
+    @property
+    def jobs(self) -> list[Path]:
+        return sorted(path for path in self.sweep.iterdir() if path.is_dir())
+
+    def open(self, tab: str) -> Any:
+        self.page.goto("about:blank")  # a new fragment alone would not load the page anew
+        self.page.goto(f"{self.url}/{tab}")
+        return self.page
+
+    def keep(self, name: str) -> None:
+        """The page as README shows it, when asked to."""
+        if os.environ.get("DASHBOARD_SCREENSHOTS"):
+            from PIL import Image
+
+            IMAGES.mkdir(parents=True, exist_ok=True)
+            path = IMAGES / f"{name}.png"
+            self.page.screenshot(path=path)
+            Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
+            assert path.stat().st_size < 150_000
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four jobs, of which one lost its last steps and was gone on with."""
+    commands = Commands(tmp_path_factory.mktemp("dashboard"))
+    words = ("model=mlp", "data.sample_shape=[1,8,8]", "epochs=3", "checkpoint.every_steps=10", "checkpoint.keep=9")
+    done = commands.runner("-m", *words, "optimizer.lr=0.1,0.01", "seed=0,1")
+    assert done.returncode == 0, done.stderr
+    (path,) = (commands.folder / "outputs" / "run").iterdir()
+    first = path / "0-lr-0.1_seed-0"
+    for step in (69, 60, 50, 46):
+        shutil.rmtree(first / "checkpoints" / f"step_{step}")
+    again = commands.runner(f"resume={first}")
+    assert again.returncode == 0 and "going on after step 40" in again.stdout, again.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def dashboard(sweep: Path) -> Iterator[Dashboard]:
+    commands, port = Commands(sweep.parent), free_port()
+    where = ("--logdir", str(sweep), "--host", "127.0.0.1", "--port", str(port))
+    server = commands.start("-m", "tensorboard.main", *where)
+
+    def answers() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_until(answers, server, timeout_s=TIMEOUT_S)
+        with playwright.sync_playwright() as driver:
+            # Inside of a container, root has no sandbox to put the pages in; they are this machine's own.
+            browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            try:
+                page = browser.new_page(viewport={"width": 1200, "height": 720})
+                page.set_default_timeout(TIMEOUT_S * 1000)
+                yield Dashboard(page, f"http://127.0.0.1:{port}", sweep)
+            finally:
+                browser.close()
+    finally:
+        commands.kill(server)
+        assert server.stdout and server.stderr
+        server.stdout.close()
+        server.stderr.close()
+
+
+def result(job: Path) -> dict[str, Any]:
+    return json.loads((job / "result.json").read_text())
+
+
+def test_runs_and_scalars_are_there_with_their_values(dashboard: Dashboard) -> None:
+    page = dashboard.open("?tagFilter=val%2Faccuracy#timeseries")
+    names = page.locator("runs-data-table .table-column-run .cell")
+    playwright.expect(names.filter(has_text="seed")).to_have_text([job.name for job in dashboard.jobs])
+    rows = page.locator("scalar-card-data-table tb-data-table-content-row")
+    playwright.expect(rows).to_have_count(4)
+    shown = {}
+    for row in rows.all():
+        cells = [cell.inner_text().strip() for cell in row.locator("tb-data-table-content-cell").all()]
+        name, _, value, step, *_ = [cell for cell in cells if cell]
+        shown[name] = (float(value), int(step))
+    expected = {job.name: (result(job)["metrics"]["val/accuracy"], 69) for job in dashboard.jobs}
+    assert {name: step for name, (_, step) in shown.items()} == {name: 69 for name in expected}
+    assert {n: v for n, (v, _) in shown.items()} == pytest.approx({n: v for n, (v, _) in expected.items()}, abs=1e-4)
+
+
+def test_a_run_that_was_gone_on_with_has_one_value_per_step(dashboard: Dashboard) -> None:
+    dashboard.open("#timeseries")
+    for tag, steps in (("train/loss", list(range(1, 70))), ("val/loss", [23, 46, 69])):
+        query = f"{dashboard.url}/data/plugin/scalars/scalars?run={dashboard.jobs[0].name}&tag={tag}"
+        read = dashboard.page.evaluate("url => fetch(url).then(answer => answer.json())", query)
+        assert [step for _, step, _ in read] == steps
+
+
+def test_losses_of_training_and_validation_share_a_chart(dashboard: Dashboard) -> None:
+    page = dashboard.open("#custom_scalars")
+    playwright.expect(page.get_by_text("train against val")).to_be_visible()
+    playwright.expect(page.get_by_text("Matches (8)")).to_be_visible()  # two losses of four runs
+    charts = page.locator("tf-custom-scalar-multi-line-chart-card")
+    playwright.expect(charts.first.locator(".plot.line-plot").first).to_be_attached()
+    dashboard.keep("custom_scalars")
+
+
+def test_predictions_are_shown_as_they_were_logged(dashboard: Dashboard) -> None:
+    page = dashboard.open("#images")
+    loaders = page.locator("tf-image-loader")
+    playwright.expect(loaders).to_have_count(8)  # a confusion matrix and samples of four runs
+    playwright.expect(page.locator("tf-image-loader img")).to_have_count(8)
+    shown = set()
+    for loader in loaders.all():
+        name, tag = (loader.locator(f".heading-label.{part}").inner_text() for part in ("run", "name"))
+        playwright.expect(loader.locator(".heading-label", has_text="step")).to_have_text(
+            re.compile(r"\s*step\s*69\s*")
+        )
+        source = loader.locator("img").get_attribute("src")
+        pixels = loader.locator("img").evaluate("image => image.decode().then(() => image.naturalWidth)")
+        content = page.request.get(f"{dashboard.url}/{source}").body()
+        events = EventAccumulator(str(dashboard.sweep / name), size_guidance={"images": 0})
+        events.Reload()
+        assert content == events.Images(tag)[-1].encoded_image_string and pixels > 100
+        shown.add((name, tag))
+    assert shown == {(job.name, tag) for job in dashboard.jobs for tag in ("val/confusion", "val/predictions")}
+    dashboard.keep("predictions")
+
+
+def test_hparams_has_a_row_per_job_with_its_values(dashboard: Dashboard) -> None:
+    page = dashboard.open("#hparams")
+    grid = page.locator("tf-hparams-table-view vaadin-grid")
+    playwright.expect(grid.get_by_text("0-lr-0.1_seed-0 in")).to_be_visible()
+    read = """grid => [...grid.shadowRoot.querySelectorAll('thead tr, tbody#items tr')].map(
+        row => [...row.querySelectorAll('slot')].map(
+            slot => slot.assignedNodes().map(node => node.textContent.trim()).join('')))"""
+    lines = [line for line in grid.evaluate(read) if any(line)]
+    header, rows = lines[0], lines[1:]
+    assert header[0] == "Trial ID" and {"optimizer.lr", "seed"} <= set(header)
+    assert not {"epochs", "model", "checkpoint.keep"} & set(header)  # they do not vary
+    found = {line[0].split(" in ")[0]: dict(zip(header, line, strict=False)) for line in rows}
+    assert set(found) == {job.name for job in dashboard.jobs}
+    for job in dashboard.jobs:
+        row, metrics = found[job.name], result(job)["metrics"]
+        assert f"lr-{float(row['optimizer.lr']):g}_seed-{float(row['seed']):g}" in job.name
+        for metric in ("val/accuracy", "val/loss", "train/loss"):
+            assert float(row[metric]) == pytest.approx(metrics[metric], rel=1e-4), (job.name, metric)
+    page.get_by_text("Parallel Coordinates View").click()
+    lines_drawn = page.locator("tf-hparams-parallel-coords-plot svg path[d]")
+    playwright.expect(lines_drawn.first).to_be_attached()
+    assert sum("L" in (path.get_attribute("d") or "") for path in lines_drawn.all()) >= 4
+    dashboard.keep("hparams")
+
+
+def test_the_page_says_when_there_is_nothing(dashboard: Dashboard) -> None:
+    """The counterpart of the tests above: their locators do not find what is not there."""
+    page = dashboard.open("?tagFilter=no%2Fsuch#timeseries")
+    playwright.expect(page.get_by_text("No matches")).to_be_visible()
+    playwright.expect(page.locator("scalar-card-data-table tb-data-table-content-row")).to_have_count(0)
