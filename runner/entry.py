@@ -150,9 +150,10 @@ def _register_plugins() -> None:
     plugins = Plugins.instance()
     # Only now: its scan executes Hydra's own plugins a second time, and what derives from them must come after.
     from hydra_plugins.runner.grid_sweeper import GridSweeper
+    from hydra_plugins.runner.optuna_sweeper import OptunaSweeper
     from hydra_plugins.runner.slots_launcher import SlotsLauncher
 
-    for plugin in (GridSweeper, SlotsLauncher):
+    for plugin in (GridSweeper, OptunaSweeper, SlotsLauncher):
         plugins.register(plugin)
 
 

@@ -80,7 +80,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
                 world.form_group()
             metrics = task.run(config, experiment, world, directory, console)
             directory.result.metrics = metrics
-            state = "finished"
+            state = "pruned" if directory.pruned else "finished"
             return metrics
         except Preempted as error:
             state = "preempted"

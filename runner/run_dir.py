@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,11 +35,12 @@ class Request:
     command: tuple[str, ...] = ()
     directory: str | None = None  # given to a job of a sweep and to a run that goes on; otherwise a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
+    judge: Callable[[int, dict[str, float]], bool] | None = None  # given step and metrics: whether to give the run up
 
 
 @dataclass
 class Result:
-    """result.json. `state` is running, finished, failed or preempted."""
+    """result.json. `state` is running, finished, failed, preempted or pruned."""
 
     state: str = "running"
     task: str = "train"
@@ -66,6 +67,8 @@ class RunDirectory:
     def __init__(self, path: Path, writes: bool = True):
         self.path, self.writes = path, writes
         self.result = Result()
+        self.judge: Callable[[int, dict[str, float]], bool] | None = None
+        self.pruned = False
         self._start = time.monotonic()
 
     @property
@@ -75,6 +78,7 @@ class RunDirectory:
     def record(self, config: Config, request: Request, **facts: Any) -> None:
         """Write what runs here, and the state running."""
         self.result = Result(command=list(request.command), versions=_versions(), **facts)
+        self.judge = request.judge
         if not self.writes:
             return
         self.result.git = _git()

@@ -72,6 +72,8 @@ class Trainer:
                 if self.progress.step < num_steps:  # else what ends the run follows, also for one resumed at its end
                     if self.progress.epoch % config.eval_every == 0:
                         metrics |= self._evaluate(metrics, speed)
+                        if self._is_pruned(metrics):
+                            return metrics
                     if self.progress.epoch % config.checkpoint.every_epochs == 0:
                         self._save()
                     speed.pause()
@@ -112,6 +114,14 @@ class Trainer:
             self.experiment.logger.predictions(self.progress.step, seen)
         log.info(_epoch_line(self.progress, metrics | evaluated, speed.samples_per_second))
         return evaluated
+
+    def _is_pruned(self, metrics: dict[str, float]) -> bool:
+        """Whether rank 0's judge, where there is one, gives this run up. All ranks must call it."""
+        judge = self.directory.judge
+        if judge is not None:
+            no = self.world.any_later(self.directory.writes and judge(self.progress.step, metrics))
+            self.directory.pruned = no()
+        return self.directory.pruned
 
     def _log(self, metrics: dict[str, float]) -> None:
         self.directory.log_metrics(self.progress.step, _epoch_of(self.progress), metrics)

@@ -1,11 +1,14 @@
 """Fixtures that several test modules share."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import parity_table
 import pytest
 from commands import Commands
+
+from runner.entry import main
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,3 +36,16 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
         assert process.stdout and process.stderr
         process.stdout.close()
         process.stderr.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a command of the runner in this process, in the test's own folder. Returns its status."""
+    monkeypatch.chdir(tmp_path)
+
+    def type_words(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["runner", *words])
+        monkeypatch.setattr(sys, "orig_argv", ["runner", *words])
+        return main()
+
+    return type_words

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from commands import Commands, wait_until
 
-from runner.entry import main
 from runner.sweeps.ledger import JobRecord, read_ledger
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
@@ -52,7 +50,7 @@ sleeps_s: 0.0
 """
 OWN = ("--config-dir", "own", *(word for word in TOY if word != "model=toy"), "model=own")
 
-Here = Callable[..., int]
+Here = Callable[..., int]  # the fixture of conftest.py
 
 
 @pytest.fixture
@@ -61,19 +59,6 @@ def own(tmp_path: Path) -> Path:
     (tmp_path / "own" / "own.py").write_text(MODULE)
     (tmp_path / "own" / "model" / "own.yaml").write_text(OPTIONS)
     return tmp_path
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Runs a command in this process. Returns its status."""
-    monkeypatch.chdir(tmp_path)
-
-    def type_words(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["runner", *words])
-        monkeypatch.setattr(sys, "orig_argv", ["runner", *words])
-        return main()
-
-    return type_words
 
 
 def the_sweep(folder: Path) -> Path:

@@ -23,6 +23,7 @@ from runner.launchers.env import Place
 from runner.report.records import read_jobs
 from runner.report.render import closing
 from runner.run_dir import Request, new_directory, read_result
+from runner.sweeps.judge import Judge
 from runner.sweeps.ledger import DONE, JobRecord, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
 from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
 
@@ -38,6 +39,7 @@ class Sweep:
     directory: str | None  # of the sweep that is gone on with; None until a new one is made
     backend: dict[str, Any]
     jobs: list[Job] = field(default_factory=list)  # in the order in which they are to run, by Hydra's job.num
+    judges: dict[int, Judge] = field(default_factory=dict)  # by job number, where a study asks for the jobs
 
     def open(
         self,
@@ -46,12 +48,14 @@ class Sweep:
         master: DictConfig,
         loader: ConfigLoader,
         check: Callable[[list[Config]], None],
+        asks: bool = False,
     ) -> list[Config]:
         """Compose and check every job, then make the sweep's directory, or go on with the one there is.
 
         What is left to run is then in `jobs`. Returns the configurations of the jobs given. Raises InputError, with
         nothing written, when a job has a value that is wrong by itself; values that only do not fit together are that
-        job's own failure. check: what else must hold; it raises InputError. All ranks must call it.
+        job's own failure. check: what else must hold; it raises InputError. asks: the jobs
+        given are examples, and the sweeper adds its own. All ranks must call it.
         """
         composer = Composer(master, loader)
         configs = composer.compose_all(jobs)
@@ -59,14 +63,15 @@ class Sweep:
         if self.place.world_size > 1:
             from runner.meeting import join
 
-            join(self.place, as_backend(self.backend)).agree("composed", [])
+            if messages := join(self.place, as_backend(self.backend)).agree("composed", []):
+                raise InputError(*messages)
 
         def plan() -> str:
             assert self.place.rank == 0  # the others would read what this one writes
             if self.directory is None:
-                self._begin(jobs, swept, configs, composer)
+                self._begin(jobs, swept, configs, composer, asks)
             else:
-                self._go_on(jobs, swept, configs, composer)
+                self._go_on(jobs, swept, configs, composer, asks)
             return json.dumps([self.directory, [asdict(job) for job in self.jobs]])
 
         self.directory, planned = json.loads(self.share("sweep", plan))
@@ -130,6 +135,7 @@ class Sweep:
             command=tuple(self.record.command),
             directory=str(self.path(job)),
             choices=choices,
+            judge=self.judges.get(job.number),
         )
 
     def words(self) -> list[list[str]]:
@@ -160,15 +166,19 @@ class Sweep:
         write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
 
-    def _begin(self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer) -> None:
+    def _begin(
+        self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer, asks: bool
+    ) -> None:
         self.record.shared = shared_values(configs, swept)
         path = new_directory(configs[0].outputs, configs[0].name, prefix="sweep-")
         hold(path)
-        self.jobs = number_jobs(jobs, [], composer)
+        self.jobs = [] if asks else number_jobs(jobs, [], composer)
         write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, self.jobs))
         self.directory = str(path)
 
-    def _go_on(self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer) -> None:
+    def _go_on(
+        self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer, asks: bool
+    ) -> None:
         path = Path(str(self.directory))
         hold(path)
         recorded, shared = read_ledger(path), read_sweep(path).shared
@@ -178,7 +188,7 @@ class Sweep:
         for job in recorded:
             if job.state in DONE and job.end is None:  # a kill came before the ledger's line
                 write_state(path, job.number, job.state, metrics=job.metrics)
-        added = number_jobs(jobs, recorded, composer)
+        added = [] if asks else number_jobs(jobs, recorded, composer)
         write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, added))
         unfinished = [Job(job.number, job.label, job.overrides) for job in recorded if job.state not in DONE]
         self.jobs = [*unfinished, *added]

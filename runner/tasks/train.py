@@ -64,7 +64,8 @@ class Train:
             if directory.writes:
                 experiment.logger.close(finished)
         accuracy = f"val/accuracy {metrics['val/accuracy']:.4f}, " if "val/accuracy" in metrics else ""
-        log.info("finished: %sval/loss %.4f", accuracy, metrics["val/loss"])
+        how = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
+        log.info("%s: %sval/loss %.4f", how, accuracy, metrics["val/loss"])
         log.info("run directory: %s", directory.path)
         log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
         return metrics
