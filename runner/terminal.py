@@ -35,7 +35,9 @@ def speaking(rank: int, directory: Path) -> Iterator[Console]:
     console = Console(file=sys.stdout)
     handlers: list[logging.Handler]
     if rank == 0:
-        handlers = [_ToConsole(console), logging.FileHandler(directory / "log.txt")]
+        handlers = [logging.FileHandler(directory / "log.txt")]
+        if not any(isinstance(handler, _ToConsole) for handler in LOGGER.handlers):  # a job within task=compare
+            handlers.append(_ToConsole(console))
     else:
         quiet = _LazyFile(directory / "logs" / f"rank_{rank}.txt")
         quiet.setLevel(logging.WARNING)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import Commands
 from ranks import run_ranks
 
 from runner.communication import CommunicationCounter
@@ -48,6 +49,19 @@ def test_modes_are_measured_and_what_does_not_fit_is_told(tmp_path: Path, monkey
     result = json.loads((path / "result.json").read_text())
     assert result["state"] == "finished" and result["task"] == "compare"
     assert set(result["metrics"]) == {"none/1", "allreduce/2", "ddp/2", "ps/2", "pipeline/2"}
+
+
+def test_inside_a_world_it_measures_that_size_and_says_each_line_once(commands: Commands) -> None:
+    done = commands.torchrun(2, "task=compare", *TINY, "compare.modes=[pipeline,none]")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pipeline rank 1: stages 1 of 2") == 1
+    (path,) = (commands.folder / "outputs" / "run").iterdir()
+    with (path / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["mode"], row["world_size"], row["difference_to_none"]) for row in rows] == [
+        ("pipeline", "2", ""),
+        ("none", "2", ""),
+    ]
 
 
 @pytest.mark.parametrize(

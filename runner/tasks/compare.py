@@ -97,8 +97,9 @@ class Compare:
             if place.rank == 0:
                 _compare_weights(cells, references, path)
                 log.info("\n%s", _as_text(cells))
-                log.info("\n%s", "\n".join(_notes(config)))
-                _write(cells, path, _notes(config))
+                notes = _notes(config, cells)
+                log.info("\n%s", "\n".join(notes))
+                _write(cells, path, notes)
             log.info("run directory: %s", path)
             rates = {
                 f"{cell.mode}/{cell.world_size}": cell.metrics["samples_per_second"] for cell in cells if cell.metrics
@@ -192,12 +193,12 @@ def _compare_weights(cells: list[Cell], references: dict[float, Cell], path: Pat
             )
 
 
-def _notes(config: Config) -> list[str]:
+def _notes(config: Config, cells: list[Cell]) -> list[str]:
     lines = [
         "exchanged per step: the largest rank's, of a collective the larger of what goes in and comes out, of RPC the "
         "tensors; the parameter server exchanges with every trainer"
     ]
-    if config.precision != "fp64":
+    if config.precision != "fp64" and any(cell.difference is not None for cell in cells):
         lines.append(
             f"off none by: in {config.precision} rounding grows from step to step; with precision=fp64 what is left "
             "is what a mode computes otherwise"
