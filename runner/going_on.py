@@ -56,6 +56,8 @@ def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed
     kept = _without(OverridesParser.create().parse_overrides([w for w in recorded if w[:2] != "--"]), own)
     words = [str(o.input_line) for o in (*kept, *own)]
     pointing = f"{key}='{path}'"
+    if _task(typed) == "rerun" and key == "run":
+        return _rerun(words, path, _absolute(config_dir) or next(iter(folders), None))
     return _with_search_path(
         Typed(
             overrides=[*words, pointing],
@@ -64,6 +66,15 @@ def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed
             directory=str(path) if key == "resume" else None,
         )
     )
+
+
+def _rerun(words: list[str], path: Path, config_dir: str | None) -> Typed:
+    """What makes the run again; what the new one records of it is a training run as the old one was."""
+    trained = [word for word in words if word.partition("=")[0] != "task"]
+    threads = (read_result(path) or {}).get("machine", {}).get("threads")
+    if threads and not any(word.partition("=")[0] == "threads" for word in words):
+        trained.append(f"threads={threads}")  # which the environment may give otherwise now
+    return _with_search_path(Typed([*trained, "task=rerun", f"run='{path}'"], trained, config_dir))
 
 
 def check_going_on(config: Config) -> list[str]:

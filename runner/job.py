@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from runner.backend import as_backend
@@ -112,7 +113,8 @@ def _build(
     """The task and what it needs, or why the input is refused, or the traceback of what broke while building."""
     try:
         task: Task = make_task(config)
-        if messages := world.choose_device() + check_fit(config, world):
+        check: Callable[..., list[str]] = getattr(task, "check", lambda config, world: [])
+        if messages := world.choose_device() + check_fit(config, world) + check(config, world):
             raise InputError(*messages)
         if world.world_size < task.min_world_size:
             raise InputError(

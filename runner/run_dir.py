@@ -2,27 +2,25 @@
 
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from runner import ROOT
 from runner.config import Config
+from runner.provenance import git_diff, git_state, machine, versions
 
-RESULT, METRICS, CONFIG, OVERRIDES, CHECKPOINTS = (
+RESULT, METRICS, CONFIG, OVERRIDES, CHECKPOINTS, DIFF = (
     "result.json",
     "metrics.jsonl",
     "config.yaml",
     "overrides.yaml",
     "checkpoints",
+    "git.diff",
 )
 
 
@@ -57,6 +55,7 @@ class Result:
     weights_sha256: str | None = None
     git: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     error: str | None = None
 
@@ -77,11 +76,14 @@ class RunDirectory:
 
     def record(self, config: Config, request: Request, **facts: Any) -> None:
         """Write what runs here, and the state running."""
-        self.result = Result(command=list(request.command), versions=_versions(), **facts)
+        self.result = Result(command=list(request.command), versions=versions(), machine=machine(), **facts)
         self.judge = request.judge
         if not self.writes:
             return
-        self.result.git = _git()
+        self.result.git = git_state()
+        (self.path / DIFF).unlink(missing_ok=True)
+        if self.result.git["dirty"]:
+            write_whole(self.path / DIFF, git_diff())
         typed = [f"--config-dir={request.config_dir}"] if request.config_dir else []
         write_whole(self.path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
         write_whole(self.path / OVERRIDES, yaml.safe_dump([*typed, *request.overrides]))
@@ -151,32 +153,6 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError):
         return float("inf")
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "hydra-core", "omegaconf"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-def _git() -> dict[str, Any]:
-    """Commit and state of the repository that the runner's code is in, or else the working directory."""
-    for folder in (ROOT, Path.cwd()):
-        try:
-            commit = _git_says(folder, "rev-parse", "HEAD")
-            return {"commit": commit, "dirty": bool(_git_says(folder, "status", "--porcelain"))}
-        except (OSError, subprocess.SubprocessError):
-            continue
-    return {"commit": None, "dirty": None}
-
-
-def _git_says(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
 
 
 def command_line() -> tuple[str, ...]:

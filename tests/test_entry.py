@@ -37,6 +37,7 @@ RESULT = {
     "weights_sha256": str,
     "git": dict,
     "versions": dict,
+    "machine": dict,
     "command": list,
     "error": type(None),
 }
@@ -352,4 +353,6 @@ def table(said: str) -> dict[str, list[str]]:
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    # What differs from the commit is kept as well, which a clone that is worked in has.
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return found - {"git.diff"}

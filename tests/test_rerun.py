@@ -1,0 +1,119 @@
+"""A run is made again from what it recorded, to the same weights, and what differs is told."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import Commands
+from worlds import Run, run
+
+from runner import provenance
+from runner.run_dir import RunDirectory
+from runner.tasks.rerun import differences
+
+SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "max_steps=6", "logger=none")
+
+
+def newest(folder: Path) -> Run:
+    return Run(max((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_ctime))
+
+
+def test_a_run_is_made_again_to_the_same_weights_whatever_the_environment_says(
+    commands: Commands, tmp_path: Path
+) -> None:
+    first = commands.runner(*SMALL, "optimizer.lr=0.3", "name=first", env={"OMP_NUM_THREADS": "2"})
+    assert first.returncode == 0, first.stderr
+    one = newest(tmp_path / "outputs" / "first")
+    again = commands.runner("task=rerun", "run=last", "name=first", env={"OMP_NUM_THREADS": "1"})
+    assert again.returncode == 0, again.stderr
+    other = newest(tmp_path / "outputs" / "first")
+    assert other.path != one.path and "differs nothing: commit, versions, machine and conf" in again.stdout
+    assert f"same weights: {one.result['weights_sha256']}\n" in again.stdout
+    assert other.result["metrics"]["rerun/same_weights"] == 1.0
+    assert other.result["weights_sha256"] == one.result["weights_sha256"]
+    assert one.result["machine"]["threads"] == other.result["machine"]["threads"] == 2
+    # Another rate on top is another run, and said to be.
+    changed = commands.runner("task=rerun", f"run={one.path}", "optimizer.lr=0.2")
+    assert "differs optimizer.lr: was 0.3, is 0.2\n" in changed.stdout and "other weights: they were" in changed.stdout
+
+
+def test_a_job_of_a_sweep_on_two_ranks_is_made_again(commands: Commands, tmp_path: Path) -> None:
+    spread = ("launcher=spawn", "parallel=ddp")
+    done = commands.runner("-m", *SMALL, *spread, "seed=3,4")
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "outputs" / "run").iterdir()
+    again = commands.runner("task=rerun", f"run={sweep}/1-seed-4")
+    assert again.returncode == 0 and "same weights: " in again.stdout, again.stdout + again.stderr
+    alone = commands.runner("task=rerun", f"run={sweep}/1-seed-4", "launcher=env")
+    assert alone.returncode == 2
+    assert "ran in a world of 2, and this one is of 1" in alone.stderr and "nproc_per_node=2" in alone.stderr
+    assert len(list((tmp_path / "outputs" / "run").iterdir())) == 2
+
+
+def test_what_cannot_be_made_again_is_refused(tmp_path: Path) -> None:
+    one = run(tmp_path, 1, *SMALL)
+    result = one.result
+    for facts, said in (
+        ({"state": "preempted"}, "has no final weights .* try resume="),
+        ({"task": "evaluate"}, "trains"),
+    ):
+        (one.path / "result.json").write_text(json.dumps(result | facts))
+        with pytest.raises(Exception, match=said):
+            run(tmp_path / "again", 1, "task=rerun", f"run='{one.path}'", f"outputs={tmp_path / 'again'}")
+    assert not (tmp_path / "again" / "run").exists()
+
+
+def test_what_differs_is_listed(tmp_path: Path) -> None:
+    one = run(tmp_path, 1, *SMALL)
+    then = tmp_path / "then"
+    shutil.copytree(one.path, then)
+    now = RunDirectory(one.path)
+    now.result.git, now.result.versions = one.result["git"], one.result["versions"]
+    now.result.machine = one.result["machine"]
+    assert differences(then, now) == []
+    result = one.result
+    result["git"]["commit"], result["versions"]["torch"], result["machine"]["threads"] = "abc", "1.0", 64
+    (then / "result.json").write_text(json.dumps(result))
+    (then / "git.diff").write_text("other")
+    config = yaml.safe_load((then / "config.yaml").read_text())
+    config["optimizer"]["lr"], config["name"] = 9.0, "elsewhere"
+    (then / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = differences(then, now)
+    assert [line.partition(":")[0] for line in lines] == [
+        "commit",
+        "torch",
+        "threads",
+        "uncommitted changes",
+        "optimizer.lr",
+    ]
+    assert lines[-1] == "optimizer.lr: was 9.0, is 0.05"
+
+
+def test_the_uncommitted_diff_makes_the_state_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        own = ("-c", "user.name=x", "-c", "user.email=x@y")
+        done = subprocess.run(["git", "-C", str(tmp_path), *own, *words], check=True, capture_output=True, text=True)
+        return done.stdout
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("one = 1\n")
+    git("add", "-A")
+    git("commit", "-qm", "x")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.git_state() == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
+    assert provenance.git_diff() == ""
+    (tmp_path / "code.py").write_text("one = 2\n")
+    (tmp_path / "new.py").write_text("")
+    assert provenance.git_state()["dirty"]
+    diff = provenance.git_diff()
+    assert diff.startswith("new file, not in this diff: new.py\n") and "+one = 2\n" in diff
+    git("checkout", "-q", "code.py")
+    (tmp_path / "kept.diff").write_text(diff)
+    git("apply", "kept.diff")
+    assert (tmp_path / "code.py").read_text() == "one = 2\n"
+    monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", 40)
+    cut = provenance.git_diff()
+    assert len(cut) < 120 and "cut here: the whole diff has" in cut
