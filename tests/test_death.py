@@ -72,16 +72,21 @@ def train(
             rank.join()
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "dp", "ps")])  # ps: test_ps.py
+WAYS = [(4, 2, "step", kill), (2, 1, "step", fail)]
+CASES = [(mode, *way) for mode in MODES if mode not in ("none", "dp", "ps") for way in WAYS]  # ps: test_ps.py
+
+
 @pytest.mark.parametrize(
-    ("world_size", "victim", "where", "die"), [(4, 2, "step", kill), (2, 1, "_evaluate", kill), (2, 1, "step", fail)]
+    ("mode", "world_size", "victim", "where", "die"),
+    # Evaluation has exchanges of its own under pipeline and fsdp alone.
+    [*CASES, ("pipeline", 2, 1, "_evaluate", kill), ("fsdp", 2, 1, "_evaluate", kill)],
 )
 def test_all_ranks_end_when_one_dies(
+    mode: str,
     world_size: int,
     victim: int,
     where: str,
     die: Callable[[], None],
-    mode: str,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:

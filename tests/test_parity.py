@@ -7,10 +7,14 @@ from pathlib import Path
 
 import parity_table
 import pytest
-from ranks import RankError
-from worlds import Run, run
+from worlds import Run, configure, run
 
 from runner import CONF
+from runner.backend import Backend
+from runner.build import build
+from runner.config import InputError
+from runner.launchers.env import Place
+from runner.world import World
 
 # SGD with momentum, the default; 10 steps, two epochs or more: the last batch of each is uneven, and so are its shares.
 EXPERIMENTS = {
@@ -114,8 +118,9 @@ def test_mode_equals_one_process(
 ) -> None:
     words = (*EXPERIMENTS[model], *COMMON, *way.words)
     if (way.name, model, world_size) in ABSENT:
-        with pytest.raises(RankError, match="InputError: parallel"):
-            run(tmp_path, world_size, *words)
+        config, request = configure(*words)
+        with pytest.raises(InputError, match=r"^parallel"):
+            build(config, request.choices, World(Place(0, 0, world_size, world_size), None, Backend()))
         return
     mode = way.words[0].removeprefix("parallel=")
     expected = reference(model, *REFERENCE.get(mode, ()))
