@@ -242,3 +242,25 @@ def test_slots_end_with_a_signal_and_go_on(commands: Commands, own: Path) -> Non
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=10)
     wait_until(lambda: commands.living(process) == [], timeout_s=5)
+
+
+def test_joblibs_launcher_runs_the_same_jobs(commands: Commands, own: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs hydra-joblib-launcher")
+    done = commands.runner(
+        "-m", *OWN, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "model.fails=true,false"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    jobs = jobs_of(own)
+    assert [job.state for job in jobs] == ["failed", "finished"] * 2
+    assert "2 of 4 jobs finished" in done.stdout
+
+
+def test_launchers_that_start_jobs_are_refused_in_a_world(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    assert here("-m", *TOY, "hydra/launcher=slots", "seed=0,1") == 2
+    assert "hydra/launcher=slots starts jobs itself" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -5,8 +5,6 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from hydra_plugins.runner.slots_launcher import SlotsLauncher
-
 
 class GridSweeper(BasicSweeper):
     """Hydra's own grid, whose jobs are checked before the first one runs and recorded in a ledger."""
@@ -24,6 +22,6 @@ class GridSweeper(BasicSweeper):
         overrides = OverridesParser.create(config_loader=loader).parse_overrides(self._parse_config() + arguments)
         swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
         sweep = current()
-        check = self.launcher.check if isinstance(self.launcher, SlotsLauncher) else lambda configs: None
+        check = getattr(self.launcher, "check", lambda configs: None)  # slots has one, Hydra's own launchers don't
         sweep.open(combine(overrides, self.zip), swept, self.config, loader, check)
         return self.launcher.launch(sweep.words(), initial_job_idx=0) if sweep.jobs else []

@@ -1,0 +1,67 @@
+"""What a job costs beside its training: in a sweep under one torchrun, and in the shell's loop of torchrun commands.
+
+usage: python benchmarks/sweep_overhead.py [--nproc 2] [--jobs 12] [OVERRIDE ...]
+A job's time is from its start to the next one's: in the sweep by its ledger, and besides with the sweep's own start and
+end shared out. Its training is its samples at the rate that it measured. Overrides go to the runner.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+JOB = ["model=toy", "data=toy", "parallel=ddp", "epochs=2", "backend=gloo"]
+SAMPLES = 2 * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)]
+    with tempfile.TemporaryDirectory() as scratch:
+        words = [*JOB, f"outputs={scratch}", *args.overrides]
+        begin = time.time()
+        run([*torchrun, "-m", "runner", "-m", *words, "name=sweep", f"seed=range({args.jobs})"])
+        whole = (time.time() - begin) / args.jobs
+        (ledger,) = Path(scratch, "sweep").glob("*/ledger.jsonl")
+        lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+        starts = [line["at"] for line in lines if line.get("state") == "running"]
+        ends = [line["at"] for line in lines if line.get("state") == "finished"]
+        in_sweep = (ends[-1] - starts[0]) / args.jobs
+        loop = []
+        for seed in range(args.jobs):
+            begin = time.time()
+            run([*torchrun, "-m", "runner", *words, "name=loop", f"seed={seed}"])
+            loop.append(time.time() - begin)
+        training = {name: train_s(Path(scratch, name)) for name in ("sweep", "loop")}
+    yardstick = statistics.mean(loop) - training["loop"]
+    rows = {
+        "shell's loop": yardstick,
+        "sweep, job to job": in_sweep - training["sweep"],
+        "sweep, with its start": whole - training["sweep"],
+    }
+    for name, overhead in rows.items():
+        print(f"{name:22s}  {overhead:6.3f} s per job beside its training  {overhead / yardstick:6.3f} x the loop's")
+    print(f"{args.jobs} jobs on {args.nproc} ranks; training {training['loop']:.3f} s per job in the loop")
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+
+
+def train_s(folder: Path) -> float:
+    """Seconds of training of a job, on average."""
+    rates = [json.loads(path.read_text())["samples_per_second"] for path in folder.rglob("result.json")]
+    return statistics.mean(SAMPLES / rate for rate in rates)
+
+
+if __name__ == "__main__":
+    main()
