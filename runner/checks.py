@@ -40,6 +40,8 @@ def _check_task(config: Config) -> list[str]:
         if (given := getattr(config, section)) != default and task.section != section:
             names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
             return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
+    if config.profile and task.__name__ not in ("Train", "Rerun"):
+        return [f"profile=true has no effect on task={task.__name__.lower()}; drop it, or profile the training"]
     going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
     if going_on and not (task.needs_experiment or task.reads_run):
         (key, value), *_ = going_on.items()

@@ -83,6 +83,7 @@ class Config:
     log_every: int = 1
     eval_every: int = 1
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    profile: bool = False
     compare: Comparison = field(default_factory=Comparison)
     report: Reporting = field(default_factory=Reporting)
     resume: str | None = None

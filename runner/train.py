@@ -2,7 +2,9 @@
 
 import itertools
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
@@ -42,6 +44,8 @@ class Trainer:
     progress: Progress
     saved_step: int | None = None  # the last one that this process has taken a checkpoint of
     owes_evaluation: bool = False  # the run that it goes on with stopped between an epoch and its evaluation
+    # Entered while it trains; gives what is called after each step.
+    watching: AbstractContextManager[Callable[[], None]] = field(default_factory=lambda: nullcontext(lambda: None))
 
     def train(self) -> dict[str, float]:
         """Train to the end. Returns the last metrics. All ranks must call it.
@@ -54,7 +58,7 @@ class Trainer:
         speed = Speedometer()
         metrics: dict[str, float] = {}
 
-        with self.bar, StopRequest() as stop:
+        with self.bar, StopRequest() as stop, self.watching as after_step:
             if self.owes_evaluation and self.progress.step < num_steps:
                 metrics |= self._evaluate(metrics, speed)
                 speed.pause()
@@ -63,6 +67,7 @@ class Trainer:
                 for batch in itertools.islice(steps, num_steps - self.progress.step):
                     stopping = self.world.any_later(stop.received is not None)
                     metrics |= self.step(batch, num_steps, steps_per_epoch, speed)
+                    after_step()
                     if stopping():
                         self._save()
                         raise Preempted(stop.received or "a signal to another rank")

@@ -54,11 +54,14 @@ class Train:
                 experiment.logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
         num_steps = count_steps(config, experiment.train_loader.sampler.steps_per_epoch)
         bar = Bar(console if directory.writes else None, num_steps, progress.step)
+        trainer = Trainer(config, experiment, spread, world, directory, bar, progress, owes_evaluation=owes_evaluation)
+        if config.profile and directory.writes and progress.step < num_steps:
+            from runner.profiling import profiling
+
+            trainer.watching = profiling(directory.path, num_steps - progress.step, world.device)
         finished = False
         try:
-            metrics = Trainer(
-                config, experiment, spread, world, directory, bar, progress, owes_evaluation=owes_evaluation
-            ).train()
+            metrics = trainer.train()
             finished = True
         finally:
             if directory.writes:
