@@ -4,15 +4,9 @@ import torch
 
 from runner.config import GROUPS, Comparison, Config, Reporting, check_combination, check_values
 from runner.explain.locate import locate
-from runner.explain.options import check_options
+from runner.explain.options import PROVIDED, check_options
 from runner.world import World
 
-# What the runner itself passes to a group's constructor, beside the options.
-PROVIDED = {
-    "data": ("train",),
-    "loader": ("dataset", "sampler", "precision", "device", "memory_format"),
-    "optimizer": ("params",),
-}
 # What a data set's node says for the models to interpolate; its constructor may take it or not.
 DESCRIBED = {"data": ("sample_shape", "num_outputs")}
 

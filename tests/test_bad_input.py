@@ -34,6 +34,7 @@ TABLE = {
     "logger=tensorbord": "logger=tensorbord: no such logger; did you mean tensorboard?",
     "experiment=nothing": "experiment=nothing: no such experiment",
     "optimizer.lrr=0.1": "optimizer.lrr=0.1: no such key; did you mean optimizer.lr?",
+    "data.num_train=64": "data.num_train=64: no such key; data has sample_shape, num_outputs",
     "checkpoint.every=3": "checkpoint.every=3: no such key; did you mean checkpoint.every_",
     "+typo=1": "+typo=1: no such key",
     "++epoch=3": "++epoch=3: no such key; did you mean epochs?",

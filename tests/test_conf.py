@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from runner import CONF
-from runner.checks import DESCRIBED, PROVIDED, check_input
+from runner.checks import DESCRIBED, check_input
 from runner.config import GROUPS, as_config
 from runner.explain.locate import locate
-from runner.explain.options import check_options
+from runner.explain.options import PROVIDED, check_options
 from runner.loader import Loader
 from runner.precision import Precision
 from runner.sampler import Sampler

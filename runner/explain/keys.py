@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from runner.explain.annotations import describe, fix, show, suits
-from runner.explain.options import accepted_options
+from runner.explain.options import PROVIDED, accepted_options
 from runner.explain.suggest import nearest
 
 
@@ -79,7 +79,8 @@ def _no_such_key(cfg: DictConfig, key: str, typed: str, groups: Collection[str])
     target = None
     if isinstance(node, DictConfig) and (target := node.get("_target_")):
         with contextlib.suppress(ValueError):  # that the target is wrong is told when the rest composes
-            options = [name for name in accepted_options(target) if name not in node]
+            provided = PROVIDED.get(parent, ())
+            options = [name for name in accepted_options(target) if name not in node and name not in provided]
     if leaf in options:
         return f"the file of {parent} has no {leaf}, but {target} takes it; type +{key}={typed}"
     hint = near_key(key, key_names(cfg, hydras=key.startswith("hydra.")), groups)

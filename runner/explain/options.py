@@ -12,6 +12,12 @@ from runner.explain.suggest import did_you_mean
 
 __all__ = ["accepted_options", "accepts", "check_options", "locate"]
 
+# What the runner itself passes to a group's constructor, beside the options.
+PROVIDED = {
+    "data": ("train",),
+    "loader": ("dataset", "sampler", "precision", "device", "memory_format"),
+    "optimizer": ("params",),
+}
 _MISSING = "???"  # OmegaConf's mark of a value that has to be given
 _EMPTY = inspect.Parameter.empty
 _HYDRAS_OWN: dict[str, Any] = {
