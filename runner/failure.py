@@ -8,12 +8,16 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 LAST_WORD_S = 5.0  # for ranks that miss the same peer as this one, to say so
+# gloo's errors are plain RuntimeErrors, most of which name a file of its own.
+GLOO_SAYS = ("gloo/", "caused pair closure", "Connection closed by peer", "Connection reset by peer")
 ANSWER_TIMEOUT_S = LAST_WORD_S + 5.0  # for the store, whose machine may be gone
 
 
 def misses_peer(error: BaseException) -> bool:
     """Whether it is about a rank that no longer answers: whoever raises it is not the cause."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_SAYS)
 
 
 def first_failure(store: dist.Store, rank: int, world_size: int, text: str, misses_peer: bool) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
@@ -30,11 +30,15 @@ class Commands:
 
     def start(self, *words: str, env: Mapping[str, str] | None = None) -> Popen[str]:
         """`python WORDS`: on the CPU, with one thread per process, in no world unless `env` says so."""
+        return self.start_as([sys.executable, *words], env)
+
+    def start_as(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> Popen[str]:
+        """As `start`, of any command."""
         mark = uuid.uuid4().hex
         outer = {name: value for name, value in os.environ.items() if name not in WORLD}
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARK: mark, **(env or {})}
         process = Popen(
-            [sys.executable, *words],
+            command,
             cwd=self.folder,
             env={**outer, **own},
             stdout=subprocess.PIPE,

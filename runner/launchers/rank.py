@@ -21,6 +21,7 @@ from runner.train import Preempted
 
 Outcome = dict[str, Any]
 PRELOADED = ("torch._dynamo", "runner.launchers.rank")  # what a fork server imports once for the ranks of all jobs
+END_TIMEOUT_S = 15.0  # for the other ranks, once one has died
 CTRL_C_GRACE_S = 9.0
 
 
@@ -41,6 +42,7 @@ def run_rank(
         outcome = {"preempted": str(error)}
     except JobFailed as error:
         outcome = {"failed": str(error)}
+        world.speak(lambda: None)  # an agent ends the others as soon as one has ended
     return outcome, world.close
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class Slurm:
             "time": time,
             **{key.replace("_", "-"): value for key, value in (sbatch or {}).items()},
         }
-        self.resources = Resources(options, signal_s, parallel_jobs)
+        self.resources = Resources(options, signal_s, parallel_jobs, int(join_timeout_s))
         variables = {name: str(value) for name, value in (env or {}).items()}
         self.environment = Environment(modules, conda, venv, setup, variables, prefix)
 
@@ -123,7 +124,7 @@ class Slurm:
 
     def _script(self, config: Config, works: Sequence[Work], log: Path) -> str:
         options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.resources.options}
-        resources = Resources(options, self.resources.signal_s, self.resources.parallel_jobs)
+        resources = replace(self.resources, options=options)
         return render(resources, self.environment, works, log, self.python, self.nproc_per_node)
 
 

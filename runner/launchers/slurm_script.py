@@ -18,6 +18,7 @@ class Resources:
     options: Mapping[str, str | int | bool] = field(default_factory=dict)
     signal_s: int = 120
     parallel_jobs: int | None = None
+    join_timeout_s: int = 120
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def render(
         f'    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc_per_node} --rdzv-backend=c10d',
         '    --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts=0',
         f'    --signals-to-handle={SIGNALS} -m runner "${{overrides[@]}}")',
-        _RUN.format(python=shlex.quote(python)),
+        _RUN.format(python=shlex.quote(python), join_s=resources.join_timeout_s),
     ]
     return "\n".join(lines)
 
@@ -109,7 +110,9 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
 
 _RUN = """
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
-    bash -c 'export PET_LOCAL_ADDR=$(address "$SLURMD_NODENAME"); exec "$@"' agent "${{command[@]}}" &
+    bash -c 'export PET_LOCAL_ADDR=$(address "$SLURMD_NODENAME")
+             export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}
+             exec "$@"' agent "${{command[@]}}" &
 step=$! told=
 # Shortly before the time limit, and when preempted: the ranks save and end.
 trap 'told=yes; kill -USR1 "$step" 2>/dev/null' USR1 TERM

@@ -12,10 +12,8 @@ import torch.multiprocessing as mp
 
 from runner.config import Config
 from runner.launchers.env import Place, checked_timeout
-from runner.launchers.rank import PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
+from runner.launchers.rank import END_TIMEOUT_S, PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
 from runner.run_dir import Request
-
-END_TIMEOUT_S = 15.0  # for the other ranks, once one has died
 
 
 class Spawn:

@@ -3,8 +3,13 @@
 import logging
 import multiprocessing
 import os
+import socket
 import sys
+import threading
+import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -14,10 +19,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from runner.config import Config, InputError
 from runner.launchers.env import Place, checked_timeout, find_place
 from runner.launchers.network import address_towards
-from runner.launchers.rank import PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
+from runner.launchers.rank import END_TIMEOUT_S, PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
 from runner.run_dir import Request
 
-RESTART = 75  # exit status by which a rank asks its agent for a new world; sysexits.h calls it a temporary failure
+LAST_CALL_S = 30  # that enough nodes wait for still more
+TOLD = 75  # exit status of a rank whose failure rank 0 has told; sysexits.h calls it a temporary one
 
 
 class Torchrun:
@@ -67,7 +73,13 @@ class Torchrun:
             run_id=uuid.uuid4().hex if alone else self.rdzv_id,
             rdzv_backend="c10d",
             rdzv_endpoint=f"{self.host}:{self.port}",
-            rdzv_configs={"join_timeout": int(self.join_timeout_s), "read_timeout": int(self.join_timeout_s)},
+            rdzv_configs={
+                "join_timeout": int(self._meeting_s()),
+                "read_timeout": int(self.join_timeout_s),
+                "last_call_timeout": LAST_CALL_S,
+                # torch finds it out by this machine's own name, which need not resolve.
+                "is_host": alone or self._is_meeting_place(),
+            },
             max_restarts=self.max_restarts,
             monitor_interval=0.05,
             start_method="forkserver",
@@ -77,17 +89,64 @@ class Torchrun:
         outcomes: dict[int, Outcome] = {}
         died = None
         try:
-            with passing_signals_on():
+            with passing_signals_on(), self._ending_when_cut_off() as had_ranks:
                 outcomes = elastic_launch(launch_config, _run_rank)(config, request, self.join_timeout_s)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            died = None if failure.exitcode == RESTART else how_it_died(rank, failure.exitcode)
+            died = None if failure.exitcode == TOLD else how_it_died(rank, failure.exitcode)
         except RendezvousError as error:
-            raise InputError(
-                f"launcher.rdzv_endpoint={self.host}:{self.port}: {self.max_nodes} nodes did not meet there within "
-                f"launcher.join_timeout_s={self.join_timeout_s:g} ({str(error).splitlines()[0]}); is every one started?"
-            ) from None
+            why = str(error) or type(error).__name__
+            where = f"launcher.rdzv_endpoint={self.host}:{self.port}"
+            if had_ranks.is_set():
+                died = f"{where}: the nodes did not meet again ({why})"
+            else:
+                raise InputError(
+                    f"{where}: {self.min_nodes} nodes did not meet there within launcher.join_timeout_s="
+                    f"{self.join_timeout_s:g} ({why}); is every one started?"
+                ) from None
         return conclude(next(iter(outcomes.values()), None), died)
+
+    @contextmanager
+    def _ending_when_cut_off(self) -> Iterator[threading.Event]:
+        """End this process when it has had no ranks for longer than meeting takes. Yields whether it has had any.
+
+        An agent asks the store where the nodes meet all the time, and one that is cut off from it waits for the answer
+        for as long as TCP does, whatever becomes of its ranks.
+        """
+        back, had_ranks = threading.Event(), threading.Event()
+        patience_s = self._meeting_s() + END_TIMEOUT_S
+
+        def watch() -> None:
+            last = time.monotonic()
+            while not back.wait(0.5):
+                if multiprocessing.active_children():
+                    last = time.monotonic()
+                    had_ranks.set()
+                elif time.monotonic() - last > patience_s:
+                    print(f"nothing answers at {self.host}:{self.port}, where the nodes meet", file=sys.stderr)
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield had_ranks
+        finally:
+            back.set()
+
+    def _meeting_s(self) -> float:
+        return self.join_timeout_s + (LAST_CALL_S if self.max_nodes > self.min_nodes else 0)
+
+    def _is_meeting_place(self) -> bool:
+        """Whether the endpoint is on this machine, and no other agent of it serves there already."""
+        try:
+            there = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            if there[4][0] != address_towards(self.host):
+                return False
+            with socket.socket(there[0], there[1]) as probe:
+                return probe.connect_ex(there[4]) != 0
+        except OSError:
+            return False  # meeting there will tell
 
 
 def _run_rank(config: Config, request: Request, join_timeout_s: float) -> Outcome:
@@ -95,8 +154,8 @@ def _run_rank(config: Config, request: Request, join_timeout_s: float) -> Outcom
     place = find_place()
     outcome, leave = run_rank(config, request, place, join_timeout_s)
     leave()
-    if "failed" in outcome and place.restart < int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
-        sys.exit(RESTART)
+    if "failed" in outcome:
+        sys.exit(TOLD)  # a rank that returns has succeeded, for an agent: it would wait for those of other nodes
     return outcome
 
 

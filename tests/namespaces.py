@@ -1,0 +1,74 @@
+"""Hosts on one machine: network namespaces with addresses and names of their own, joined by a bridge."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+from commands import Commands
+
+
+def why_not() -> str | None:
+    """What keeps namespaces from being made here."""
+    if os.geteuid() != 0:
+        return "needs root to make network namespaces"
+    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
+        return f"needs {', '.join(missing)}"
+    done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=30, check=False)
+    return f"no network namespace can be made: {done.stderr.strip()}" if done.returncode else None
+
+
+@dataclass
+class Hosts:
+    """Host number n is named host<n> and has the address 10.213.7.<n>, from 1."""
+
+    number: int
+    made: list[str] = field(default_factory=list)
+
+    @property
+    def bridge(self) -> str:
+        return f"rt{os.getpid() % 100_000}"
+
+    @staticmethod
+    def address(host: int) -> str:
+        return f"10.213.7.{host}"
+
+    def start(self) -> None:
+        self._network(0)
+        _ip("-n", self._name(0), "link", "add", self.bridge, "type", "bridge")
+        _ip("-n", self._name(0), "link", "set", self.bridge, "up")
+        for host in range(1, self.number + 1):
+            self._network(host)
+            inner, outer = self._name(host), f"v{host}"
+            _ip("-n", self._name(0), "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", inner)
+            _ip("-n", self._name(0), "link", "set", outer, "master", self.bridge, "up")
+            _ip("-n", inner, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _ip("-n", inner, "link", "set", "eth0", "up")
+
+    def runner(self, commands: Commands, host: int, *words: str) -> "subprocess.Popen[str]":
+        """`python -m runner WORDS` on the host, which knows no other by name."""
+        inside = ("ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c")
+        script = f'hostname host{host}; exec "$@"'
+        return commands.start_as([*inside, script, "sh", sys.executable, "-m", "runner", *words])
+
+    def cut(self, host: int) -> None:
+        """Take the host's link down: nobody is told, nothing arrives any more."""
+        _ip("-n", self._name(0), "link", "set", f"v{host}", "down")
+
+    def stop(self) -> None:
+        for name in reversed(self.made):
+            _ip("netns", "delete", name)
+
+    def _network(self, host: int) -> None:
+        _ip("netns", "add", self._name(host))
+        self.made.append(self._name(host))
+        _ip("-n", self._name(host), "link", "set", "lo", "up")
+
+    def _name(self, host: int) -> str:
+        return f"{self.bridge}-{host}"
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
