@@ -115,6 +115,8 @@ def show(value: float, like: float | None = None) -> str:
         return str(value)
     if size >= 1000:
         return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.1f}"
     return f"{value:.4f}" if size >= 0.001 or value == 0 else f"{value:.4g}"
 
 
