@@ -95,6 +95,8 @@ def read_sweep(directory: Path) -> SweepRecord:
 def write_lines(directory: Path, *lines: dict[str, Any]) -> None:
     """Append lines, all of them or, when the machine dies meanwhile, the first of them."""
     text = "".join(json.dumps(line) + "\n" for line in lines)
+    if not text:
+        return
     # One write to a file opened for appending: jobs in several processes do not tear each other's lines.
     file = os.open(directory / LEDGER, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:

@@ -181,15 +181,17 @@ class Sweep:
     ) -> None:
         path = Path(str(self.directory))
         hold(path)
-        recorded, shared = read_ledger(path), read_sweep(path).shared
-        check_shared(path, recorded, shared, jobs[0], swept, composer)
+        recorded, before = read_ledger(path), read_sweep(path)
+        check_shared(path, recorded, before.shared, jobs[0], swept, composer)
         still = shared_values(configs, swept)
-        self.record.shared = {key: value for key, value in shared.items() if key in still}
+        self.record.shared = {key: value for key, value in before.shared.items() if key in still}
         for job in recorded:
             if job.state in DONE and job.end is None:  # a kill came before the ledger's line
                 write_state(path, job.number, job.state, metrics=job.metrics)
         added = [] if asks else number_jobs(jobs, recorded, composer)
-        write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, added))
+        if (self.record.typed, self.record.shared) != (before.typed, before.shared):
+            write_lines(path, {"sweep": asdict(self.record)})
+        write_lines(path, *map(asdict, added))
         unfinished = [Job(job.number, job.label, job.overrides) for job in recorded if job.state not in DONE]
         self.jobs = [*unfinished, *added]
         done = len(recorded) - len(unfinished)
