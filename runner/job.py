@@ -15,6 +15,7 @@ from runner.failure import misses_peer
 from runner.fresh import freshen
 from runner.launchers.placement import take_cores
 from runner.run_dir import Request, RunDirectory, new_directory
+from runner.signals import unhurried
 from runner.tasks.protocol import Task
 from runner.terminal import speaking
 from runner.train import Preempted
@@ -73,6 +74,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             seed=config.seed,
         )
         state, text, lost = "failed", "", False
+        failure: Exception | None = None
         try:
             if crashed:
                 raise JobFailed(crashed[0])
@@ -93,17 +95,21 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             text = "interrupted"
             raise
         except Exception as error:
-            text, lost = _traceback(error), misses_peer(error)
+            failure = error
         finally:
-            if experiment is not None:
-                experiment.train_loader.close()
-                experiment.val_loader.close()
-            if state == "failed":
-                text = world.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}", lost)
-                log.error("%s", text.rstrip())
-                directory.result.error = text
-            directory.result.state = state
-            directory.save_result()
+            with unhurried():
+                if failure is not None:
+                    text, lost = _traceback(failure), misses_peer(failure)
+                    failure = None  # it holds frames, and so the model
+                if experiment is not None:
+                    experiment.train_loader.close()
+                    experiment.val_loader.close()
+                if state == "failed":
+                    text = world.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}", lost)
+                    log.error("%s", text.rstrip())
+                    directory.result.error = text
+                directory.result.state = state
+                directory.save_result()
         raise JobFailed(text)
 
 

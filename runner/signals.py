@@ -1,10 +1,25 @@
 """Signals that ask a run to save and stop."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """Put off a SIGTERM to the end: torchrun sends it as soon as one rank has died, to those that tell of it."""
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if received:
+            signal.raise_signal(signal.SIGTERM)
 
 
 class StopRequest:

@@ -1,5 +1,6 @@
 """The loop: resume, evaluation, preemption, checkpoints, precision, what is logged."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -188,10 +189,31 @@ def test_a_rank_that_fails_fails_the_job_with_its_own_words(tmp_path: Path, monk
     with pytest.raises(RankError, match="JobFailed"):
         run(tmp_path, 2, *TINY, "parallel=ddp")
     (path,) = (tmp_path / "run").iterdir()
-    result = __import__("json").loads((path / "result.json").read_text())
+    result = json.loads((path / "result.json").read_text())
     assert result["state"] == "failed"
     assert "rank 1 on" in result["error"] and "RuntimeError: the second rank's own" in result["error"]
     assert "the second rank's own" in (path / "log.txt").read_text()
+
+
+def test_a_failure_is_told_though_a_launcher_ends_this_rank_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.parallel.replica import Replica
+    from runner.world import World
+
+    report = World.report_failure
+
+    def report_under_fire(self: World, *args: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return report(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Replica, "step", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(World, "report_failure", report_under_fire)
+    with pytest.raises(RankError, match=f"status {-signal.SIGTERM}"):
+        run(tmp_path, 1, *TINY)
+    (path,) = (tmp_path / "run").iterdir()
+    result = json.loads((path / "result.json").read_text())
+    assert result["state"] == "failed" and "ZeroDivisionError" in result["error"]
 
 
 def test_resume_refuses_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
