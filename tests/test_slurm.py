@@ -11,6 +11,8 @@ from commands import Commands, wait_until
 from slurm import Cluster, why_not
 from worlds import Run, run
 
+from runner.sweeps.ledger import read_ledger
+
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "name=job")
 TWO_BY_TWO = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
 
@@ -138,3 +140,26 @@ def test_what_sbatch_refuses_is_told_and_nothing_is_left(cluster: Cluster, comma
     assert done.returncode == 2
     assert "invalid partition specified: big" in done.stderr
     assert list((tmp_path / "outputs" / "job").iterdir()) == []
+
+
+def test_a_sweep_is_one_array_which_a_later_command_collects(
+    cluster: Cluster, commands: Commands, tmp_path: Path
+) -> None:
+    sweep = ("-m", *TINY, "epochs=1", "seed=0,1,2", "launcher=slurm", "launcher.parallel_jobs=2")
+    done = commands.finish(commands.start("-m", "runner", *sweep, env=cluster.env))
+    assert done.returncode == 0, done.stdout + done.stderr
+    match = re.search(r"submitted 3 jobs as job (\d+)\nsweep directory: (.+)\n", done.stdout)
+    assert match, done.stdout
+    path = Path(match[2])
+    assert "#SBATCH --array=0-2%2\n" in (path / "slurm" / "job.sh").read_text()
+    assert {job.state for job in read_ledger(path)} <= {"queued", "running", "finished"}
+
+    again = commands.finish(commands.start("-m", "runner", "-m", f"resume={path}", env=cluster.env))
+    assert "in the queue, 0 go on, 0 are new" in again.stdout or "3 jobs are done" in again.stdout, again.stdout
+    wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=150)
+    report = commands.runner("task=report", f"run={path}")
+    assert report.returncode == 0 and re.search(r"\b3\b", report.stdout), report.stdout + report.stderr
+    hashes = {Run(job.directory).result["weights_sha256"] for job in read_ledger(path)}
+    assert len(hashes) == 3
+    alone = run(tmp_path / "here", 2, *TINY, "epochs=1", "seed=1", "backend=gloo")
+    assert alone.result["weights_sha256"] in hashes

@@ -31,6 +31,7 @@ class Env:
     """launcher=env: the processes exist already; this one runs its part of the job."""
 
     starts_processes = False
+    queues = False
 
     def __init__(self, join_timeout_s: float = 120.0):
         self.join_timeout_s = checked_timeout(join_timeout_s)

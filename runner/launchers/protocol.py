@@ -1,5 +1,7 @@
 """What the entry knows of a launcher."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from runner.config import Config
@@ -11,6 +13,7 @@ class Launcher(Protocol):
     """How the processes of one run come to be; a file of runner/launchers and a YAML file of conf/launcher."""
 
     starts_processes: bool
+    queues: bool  # jobs of a sweep are not launched one by one but submitted together: see Queue
     join_timeout_s: float  # that a process waits for the others to appear
 
     def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
@@ -18,3 +21,13 @@ class Launcher(Protocol):
 
         Raises InputError, Preempted or JobFailed, as runner.job.run_job does.
         """
+
+
+class Queue(Launcher, Protocol):
+    """A launcher that hands jobs to a queue, which runs them when it likes."""
+
+    def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
+        """Submit the jobs of a sweep, which is kept in the directory. Returns their names in the queue."""
+
+    def wait_for_sweep(self) -> bool:
+        """Return once they have ended, if that is asked for. Returns whether it is."""

@@ -1,6 +1,5 @@
 """Slurm: the run as a batch job, shown, submitted or waited for."""
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -14,30 +13,21 @@ from typing import Any
 from runner.config import Config, InputError
 from runner.job import JobFailed
 from runner.launchers.env import Place, checked_timeout
+from runner.launchers.queue import OVER, is_in_queue, state_of
 from runner.launchers.slurm_script import Environment, Resources, Work, render
 from runner.run_dir import Request, new_directory, read_result
 
 # What the launcher's own options say, or the script relies on.
-OWN: tuple[str, ...] = (
-    "array",
-    "chdir",
-    "gpus-per-node",
-    "job-name",
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-)
-OWN += ("cpus-per-task", "exclusive", "partition", "account", "time", "requeue", "signal")
+ASKED = {"account", "cpus-per-task", "exclusive", "gpus-per-node", "job-name", "nodes", "partition", "time"}
+OWN = ASKED | {"array", "chdir", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
 POLL_S = 1.0
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
 class Slurm:
     """launcher=slurm; conf/launcher/slurm.yaml says what each option is for."""
 
     starts_processes = True
+    queues = True
 
     def __init__(
         self,
@@ -77,6 +67,7 @@ class Slurm:
         if conda and venv:
             raise ValueError(f"launcher.conda={conda} and launcher.venv={venv}: one environment at a time")
         self.nproc_per_node = nproc_per_node
+        self._submitted: list[str] = []
         self.name, self.dry_run, self.wait = job_name, dry_run, wait
         self.join_timeout_s = checked_timeout(join_timeout_s)
         self.python = "python" if conda or venv or prefix else sys.executable
@@ -114,6 +105,26 @@ class Slurm:
             raise
         print(f"submitted job {job}\nrun directory: {directory}", flush=True)
         return follow(job, directory) if self.wait else {}
+
+    def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
+        """Show or submit the jobs of a sweep as one array. Returns their names in the queue; none of those shown."""
+        works = [self._work(Path(str(request.directory)), request) for _, request in jobs]
+        log = directory / "slurm" / ("%A_%a.log" if len(works) > 1 else "%j.log")
+        script = self._script(jobs[0][0], works, log)
+        if self.dry_run:
+            print(script, end="")
+            return []
+        _check_commands()
+        job = submit(script, directory)
+        print(f"submitted {len(works)} jobs as job {job}\nsweep directory: {directory}", flush=True)
+        self._submitted = [f"{job}_{number}" for number in range(len(works))] if len(works) > 1 else [job]
+        return self._submitted
+
+    def wait_for_sweep(self) -> bool:
+        """With launcher.wait, return when every job of the sweep has ended. Returns whether that was waited for."""
+        while self.wait and any(is_in_queue(job) for job in self._submitted):
+            time.sleep(POLL_S)
+        return self.wait
 
     def _work(self, directory: Path, request: Request) -> Work:
         """The words of the run inside the job, where torchrun starts it."""
@@ -164,17 +175,6 @@ def follow(job: str, directory: Path) -> dict[str, float]:
     text = f"job {job} ended {state}, status {status}; its log is {log}"
     print(text, file=sys.stderr, flush=True)
     raise JobFailed(text)
-
-
-def state_of(job: str) -> tuple[str, int]:
-    """The job's state in Slurm's words, and its exit status; a job that Slurm has forgotten has ended."""
-    words = ("scontrol", "--oneliner", "show", "job", job)
-    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    state = re.search(r"\bJobState=(\w+)", said.stdout)
-    status = re.search(r"\bExitCode=(\d+):", said.stdout)
-    if state is None:
-        return ("COMPLETED", 0) if "Invalid job id" in said.stderr else ("UNKNOWN", 1)
-    return state[1], int(status[1]) if status else 1
 
 
 def _check_commands() -> None:

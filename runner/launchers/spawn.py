@@ -24,6 +24,7 @@ class Spawn:
     """
 
     starts_processes = True
+    queues = False
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ class Torchrun:
     """
 
     starts_processes = True
+    queues = False
 
     def __init__(
         self,

@@ -9,8 +9,9 @@ cut short is passed over. Later lines add to earlier ones:
     {"number": 0, "state": "finished", "at": 1795212351.7, "metrics": {"val/loss": 0.1}, "error": null}
 
 A job's state is waiting, running, finished, failed, refused (its values do not fit together; nothing was written),
-preempted or pruned; times are seconds since 1970. A job that waits has no state line. A `running` line may name the
-device `slots` that the job has, and a job's first line the `trial` of the study that asked for it.
+preempted, pruned, or queued: handed to a queue, where `queued_as` is its name, and what its run writes tells what
+became of it. Times are seconds since 1970. A job that waits has no state line. A `running` line may name the device
+`slots` that the job has, and a job's first line the `trial` of the study that asked for it.
 """
 
 import fcntl
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config import InputError
-from runner.run_dir import read_result
+from runner.run_dir import RESULT, read_result
 
 LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
 DONE = ("finished", "pruned")
@@ -44,6 +45,7 @@ class JobRecord:
     start: float | None = None  # the latest, in seconds since 1970
     end: float | None = None  # none where the ledger does not know of it
     slots: list[int] = field(default_factory=list)
+    queued_as: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
@@ -79,6 +81,9 @@ def read_ledger(directory: Path) -> list[JobRecord]:
         if job.state not in DONE and job.num_starts and (result := read_result(job.directory)):
             if result["state"] in DONE:
                 job.state, job.metrics, job.error, job.end = result["state"], result["metrics"], None, None
+            elif job.state == "queued":
+                if (job.directory / RESULT).stat().st_mtime >= (job.start or 0):  # and not what was before it
+                    job.state, job.error = result["state"], result["error"]
             elif job.error is None:
                 job.error = result["error"]
     return sorted(jobs.values(), key=lambda job: job.number)
@@ -144,8 +149,9 @@ def _lines(directory: Path) -> Iterator[dict[str, Any]]:
 
 def _add(job: JobRecord, line: dict[str, Any]) -> None:
     job.state = line["state"]
-    if job.state == "running":
+    if job.state in ("running", "queued"):
         job.num_starts += 1
+        job.queued_as = line.get("queued_as")
         job.start, job.end, job.slots, job.error = line["at"], None, line.get("slots", []), None
     else:
         job.end, job.metrics, job.error = line["at"], line.get("metrics", {}), line.get("error")

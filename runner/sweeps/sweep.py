@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -20,6 +20,8 @@ from runner.config import Config, InputError
 from runner.explain.diagnose import three_lines
 from runner.going_on import Typed
 from runner.launchers.env import Place
+from runner.launchers.protocol import Queue
+from runner.launchers.queue import group_by_launcher, is_in_queue
 from runner.report.records import read_jobs
 from runner.report.render import closing
 from runner.run_dir import Request, new_directory, read_result
@@ -39,6 +41,7 @@ class Sweep:
     directory: str | None  # of the sweep that is gone on with; None until a new one is made
     backend: dict[str, Any]
     jobs: list[Job] = field(default_factory=list)  # in the order in which they are to run, by Hydra's job.num
+    queued: list[tuple[Job, Config, Request]] = field(default_factory=list)  # for a queue, once all are known
     judges: dict[int, Judge] = field(default_factory=dict)  # by job number, where a study asks for the jobs
 
     def open(
@@ -60,6 +63,7 @@ class Sweep:
         composer = Composer(master, loader)
         configs = composer.compose_all(jobs)
         check(configs)
+        self._check_queue(configs, asks)
         if self.place.world_size > 1:
             from runner.meeting import join
 
@@ -94,6 +98,7 @@ class Sweep:
 
     def __call__(self, cfg: DictConfig) -> dict[str, float]:
         """Run one job on this rank. Returns its metrics."""
+        from runner.build import make_launcher
         from runner.entry import checked
         from runner.job import JobFailed
         from runner.launch import launch
@@ -104,12 +109,16 @@ class Sweep:
         job = self.jobs[position]
         if self.record.config_dir and self.record.config_dir not in sys.path:
             sys.path.append(self.record.config_dir)  # a launcher's own process has it not yet
-        if self.place.rank == 0:
+        if self.place.rank == 0 and not self.queued:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         request = self.request(job, typed, dict(owner.runtime.choices))
-        self.tell(job, "running")
         try:
-            metrics = launch(checked(cfg, typed), request, self.place)
+            config = checked(cfg, typed)
+            if make_launcher(config).queues:
+                self.queued.append((job, config, request))
+                return {}
+            self.tell(job, "running")
+            metrics = launch(config, request, self.place)
         except InputError as error:
             if self.place.rank == 0:
                 print(*three_lines(error.messages), sep="\n", file=sys.stderr, flush=True)
@@ -126,6 +135,19 @@ class Sweep:
             raise
         self.tell_result(job, metrics)
         return metrics
+
+    def submit(self) -> bool:
+        """Hand over the jobs that are for a queue. Returns whether they are still there."""
+        from runner.build import make_launcher
+
+        waits = True
+        for same in group_by_launcher(self.queued):
+            launcher = cast(Queue, make_launcher(same[0][1]))
+            works = [(config, request) for _, config, request in same]
+            for (job, _, _), name in zip(same, launcher.submit_sweep(works, Path(str(self.directory))), strict=False):
+                self.tell(job, "queued", queued_as=name)
+            waits = launcher.wait_for_sweep() and waits
+        return bool(self.queued) and not waits
 
     def request(self, job: Job, typed: list[str], choices: dict[str, str]) -> Request:
         """How a job is asked for. typed: the words that are composed for it."""
@@ -166,6 +188,15 @@ class Sweep:
         write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
 
+    def _check_queue(self, configs: list[Config], asks: bool) -> None:
+        from runner.build import make_launcher
+
+        if asks and any(make_launcher(config).queues for config in configs):
+            raise InputError(
+                "launcher=slurm queues jobs, and hydra/sweeper=optuna needs the result of each before it asks for the "
+                "next; start the sweep inside a job, with launcher=env"
+            )
+
     def _begin(
         self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer, asks: bool
     ) -> None:
@@ -192,10 +223,12 @@ class Sweep:
         if (self.record.typed, self.record.shared) != (before.typed, before.shared):
             write_lines(path, {"sweep": asdict(self.record)})
         write_lines(path, *map(asdict, added))
-        unfinished = [Job(job.number, job.label, job.overrides) for job in recorded if job.state not in DONE]
+        left = [job for job in recorded if job.state not in DONE]
+        queued = [job for job in left if job.queued_as and is_in_queue(job.queued_as)]
+        unfinished = [Job(job.number, job.label, job.overrides) for job in left if job not in queued]
         self.jobs = [*unfinished, *added]
-        done = len(recorded) - len(unfinished)
-        print(f"going on with {path}: {done} jobs are done, {len(unfinished)} go on, {len(added)} are new", flush=True)
+        done = f"{len(recorded) - len(left)} jobs are done" + (f", {len(queued)} in the queue" if queued else "")
+        print(f"going on with {path}: {done}, {len(unfinished)} go on, {len(added)} are new", flush=True)
 
 
 def current() -> Sweep:
@@ -223,6 +256,9 @@ def run_sweep(typed: Typed, place: Place) -> int:
         owner.multirun("config", sweep, typed.overrides, with_log_configuration=False)
     finally:
         _current.pop()
+    if sweep.submit():
+        print(f"\n`python -m runner task=report run={sweep.directory}` says how they stand", flush=True)
+        return 0
     failed = json.loads(sweep.share("failed", lambda: json.dumps(_conclude(Path(str(sweep.directory))))))
     if place.world_size > 1:
         from runner.meeting import join

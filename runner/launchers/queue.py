@@ -1,0 +1,33 @@
+"""Jobs in Slurm's queue, and which jobs of a sweep go there together."""
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+def state_of(job: str) -> tuple[str, int]:
+    """The job's state in Slurm's words, and its exit status; a job that Slurm has forgotten has ended."""
+    words = ("scontrol", "--oneliner", "show", "job", job)
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    state = re.search(r"\bJobState=(\w+)", said.stdout)
+    status = re.search(r"\bExitCode=(\d+):", said.stdout)
+    if state is None:
+        return ("COMPLETED", 0) if "Invalid job id" in said.stderr else ("UNKNOWN", 1)
+    return state[1], int(status[1]) if status else 1
+
+
+def is_in_queue(job: str) -> bool:
+    """Whether the job waits or runs, as far as Slurm knows."""
+    return state_of(job)[0] not in OVER
+
+
+def group_by_launcher(jobs: Sequence[tuple[Any, Any, Any]]) -> list[list[tuple[Any, Any, Any]]]:
+    """Jobs, with their configurations in the second place, that ask for the same: one array takes no others."""
+    groups: dict[str, list[tuple[Any, Any, Any]]] = {}
+    for job in jobs:
+        groups.setdefault(json.dumps(job[1].launcher, sort_keys=True, default=str), []).append(job)
+    return list(groups.values())
