@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from runner.launchers.env import quiet_profiler
+
 log = logging.getLogger(__name__)
 
 # Fewer than the Speedometer leaves out as warm-up: samples_per_second is that of the steps that nobody watches.
@@ -33,6 +35,7 @@ def profiling(directory: Path, num_steps: int, device: torch.device) -> Iterator
             log.info("%s", line)
         log.info("profile of %d steps: %s; open it in https://ui.perfetto.dev or chrome://tracing", recorded, path)
 
+    quiet_profiler()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # where there is a single step
         plan = schedule(skip_first=skipped, wait=0, warmup=warmup, active=recorded, repeat=1)

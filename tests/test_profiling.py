@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Commands
 from worlds import Run, configure, run
 
 from runner.config import InputError
@@ -43,6 +44,11 @@ def test_a_run_that_is_gone_on_with_is_recorded_from_there(tmp_path: Path) -> No
     assert not (one.path / "profile" / "rank_0.json").exists()
     run(tmp_path, 1, f"resume='{one.path}'", "max_steps=6")
     assert sum(event["name"].startswith("Optimizer.step") for event in events(one) if event.get("ph") == "X") == 1
+
+
+def test_the_profiler_says_nothing_of_its_own(commands: Commands) -> None:
+    done = commands.runner(*SMALL, "max_steps=3")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_is_refused_where_nothing_is_trained(tmp_path: Path) -> None:

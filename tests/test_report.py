@@ -223,6 +223,15 @@ def test_nothing_that_a_directory_names_is_executed(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "executed").exists() and str(tmp_path / "mine") not in sys.path
 
 
+@pytest.mark.parametrize("text", ["[1]", "{", "", "null", '"x"'])
+def test_files_that_are_no_records_are_passed_over(text: str, tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", "model=mlp", accuracy=0.5)
+    for name in ("result.json", "config.yaml", "metrics.jsonl"):
+        (path / name).write_text(text)
+    (job,) = read_jobs(path, "run")
+    assert (job.state, job.metrics, job.curve("val/loss")) == ("not run", {}, [])
+
+
 def test_jobs_of_which_none_has_finished_are_listed(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", state="failed", error="RuntimeError: no")
     text = as_text(summarize(read_jobs(path, "run")))

@@ -113,3 +113,8 @@ def integer(environ: Mapping[str, str], key: str, default: int | None = None) ->
         return int(text or "")
     except ValueError:
         raise InputError(f"{key}={text} must be an integer") from None
+
+
+def quiet_profiler() -> None:
+    """Let torch's profiler not tell, on standard error, of its stages and that there is no GPU."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")

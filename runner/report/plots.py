@@ -52,10 +52,10 @@ def _metric_by_key(report: Report) -> Any:
         panel.set(xlabel=key, ylabel=report.metric)
         if names:
             panel.set_xticks(range(len(names)), names, rotation=30 if max(map(len, names)) > 6 else 0)
-        elif len(set(places)) <= 4:
-            panel.set_xticks(sorted(set(places)), [f"{place:g}" for place in sorted(set(places))])
         elif min(places) > 0 and max(places) >= 30 * min(places):
             panel.set_xscale("log")
+        elif len(set(places)) <= 4:
+            panel.set_xticks(sorted(set(places)))
     panels[0].legend()
     return figure
 

@@ -114,7 +114,7 @@ def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None 
     folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
     typed = [word for word in recorded if not word.startswith("--")]
     result = read_result(path)
-    if result is None:  # it waits, or was refused
+    if not isinstance(result, dict):  # it waits, or was refused
         return Job(path, label, entry.state if entry else "not run", typed, error=(entry and entry.error) or "")
     settings = _settings(path)
     own = {key: result.get(key) for key in ("samples_per_second", "seconds")}
@@ -146,7 +146,8 @@ def _overrides(path: Path) -> list[str]:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        return dict(_dotted(yaml.safe_load((path / CONFIG).read_text()) or {}))
+        read = yaml.safe_load((path / CONFIG).read_text())
+        return dict(_dotted(read)) if isinstance(read, dict) else {}
     except (OSError, yaml.YAMLError):
         return {}
 
