@@ -95,7 +95,8 @@ def check_shared(
     fixed = [word for word in job if _key(word) not in varying]
     changed: dict[str, str] = {}
     for each in recorded:
-        now = flatten(composer.compose(put_on_top(each.overrides, fixed)))
+        same = set(fixed) <= set(each.overrides)
+        now = flatten(composer.compose(each.overrides if same else put_on_top(each.overrides, fixed)))
         for key, before in shared.items():
             if key not in now or json.dumps(now[key]) != json.dumps(before):
                 values = show(before), show(now[key]) if key in now else "gone"

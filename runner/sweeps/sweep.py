@@ -52,13 +52,12 @@ class Sweep:
         loader: ConfigLoader,
         check: Callable[[list[Config]], None],
         asks: bool = False,
-    ) -> list[Config]:
+    ) -> None:
         """Compose and check every job, then make the sweep's directory, or go on with the one there is.
 
-        What is left to run is then in `jobs`. Returns the configurations of the jobs given. Raises InputError, with
-        nothing written, when a job has a value that is wrong by itself; values that only do not fit together are that
-        job's own failure. check: what else must hold; it raises InputError. asks: the jobs
-        given are examples, and the sweeper adds its own. All ranks must call it.
+        What is left to run is then in `jobs`. Raises InputError, with nothing written, when a job has a value that is
+        wrong by itself; values that only do not fit together are that job's own failure. check: what else must hold;
+        it raises InputError. asks: the jobs given are examples, and the sweeper adds its own. All ranks must call it.
         """
         composer = Composer(master, loader)
         configs = composer.compose_all(jobs)
@@ -83,7 +82,6 @@ class Sweep:
         with open_dict(master):  # the launcher makes these two, and nothing else, in its name
             master.hydra.overrides.hydra += [f"hydra.sweep.dir='{self.directory}'", "hydra.sweep.subdir=."]
             master.hydra.sweep.dir = self.directory
-        return configs
 
     def share(self, topic: str, make: Callable[[], str]) -> str:
         """What `make` returned on rank 0. Raises InputError everywhere when it was refused. All ranks must call it."""
