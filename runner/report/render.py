@@ -14,6 +14,7 @@ from runner.report.records import Job, ran
 from runner.report.statistics import Report, Row, as_number, show, summarize
 
 BESIDES = ("val/accuracy", "val/loss", "train/loss", "samples_per_second")  # shown beside the chosen metric
+MAX_ROWS = 30  # on the terminal
 
 Cells = list[list[str]]
 
@@ -79,7 +80,10 @@ def closing(jobs: list[Job]) -> str:
 
 def as_text(report: Report) -> str:
     """For the terminal."""
-    parts = [_text_table(table(report))]
+    shown = dataclasses.replace(report, rows=report.rows[:MAX_ROWS])
+    parts = [_text_table(table(shown))]
+    if len(report.rows) > MAX_ROWS:
+        parts[0] += f"\nand {len(report.rows) - MAX_ROWS} more, which task=report writes in report.md"
     if lines := best(report):
         parts.append("\n".join(lines))
     if any(len(values) > 1 for values in report.effects.values()) and len(report.rows) > 2:
