@@ -116,6 +116,7 @@ TABLE = {
     "-m seed=0,1 batch_size=1,2,3 hydra.sweeper.zip=[seed,batch_size]": "be as many, but seed has 2, batch_size has 3",
     "-m seed=0,1 hydra.sweeper.zip=[seed,sed]": "hydra.sweeper.zip=[seed,sed]: sed has no values; did you mean seed?",
     "-m seed=0,1 hydra/launcher=slots hydra.launcher.slots=9999": "slots=9999 must be at most the ... cores",
+    "-m seed=0,1 hydra/launcher=slots launcher=slurm": "launcher=slurm queues them; drop one",
     "-m seed=0,1 hydra/launcher=slots hydra.launcher.slots=x": "hydra.launcher.slots=x must be an integer",
     "-m seed=0,1 hydra/launcher=slots hydra.launcher.slots=1 launcher=spawn": "there are hydra.launcher.slots=1",
     "-m seed=0,1 hydra.sweeper.zip=[seed]": "hydra.sweeper.zip=[seed] must name two keys at least",

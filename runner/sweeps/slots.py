@@ -42,6 +42,8 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
     """Raises InputError when this machine has not so many devices, or a job needs more slots than there are."""
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise InputError(f"hydra.launcher.slots={slots} must be an integer of at least 1; try 2")
+    from runner.build import make_launcher
+
     num_cores, num_gpus = len(_cores()), _count_gpus(configs)
     devices, kind = (num_gpus, "GPUs") if num_gpus else (num_cores, "CPU cores")
     if slots > devices:
@@ -50,6 +52,8 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
             f"try hydra.launcher.slots={devices}"
         )
     for config in configs:
+        if make_launcher(config).queues:
+            raise InputError("hydra/launcher=slots runs jobs on this machine, and launcher=slurm queues them; drop one")
         if "nodes" in config.launcher and config.launcher["nodes"] != 1:
             raise InputError("hydra/launcher=slots runs jobs on this machine alone; leave launcher.nodes out")
         if (ranks := count_ranks(config)) > slots:

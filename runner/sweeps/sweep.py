@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +12,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
-from rich.console import Console
-from rich.table import Table
 
 from runner.backend import as_backend
 from runner.config import Config, InputError
@@ -22,11 +20,10 @@ from runner.going_on import Typed
 from runner.launchers.env import Place
 from runner.launchers.protocol import Queue
 from runner.launchers.queue import group_by_launcher, is_in_queue
-from runner.report.records import read_jobs
-from runner.report.render import closing
 from runner.run_dir import Request, new_directory, read_result
+from runner.sweeps.ending import conclude
 from runner.sweeps.judge import Judge
-from runner.sweeps.ledger import DONE, JobRecord, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
+from runner.sweeps.ledger import DONE, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
 from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
 
 _current: list["Sweep"] = []
@@ -257,38 +254,9 @@ def run_sweep(typed: Typed, place: Place) -> int:
     if sweep.submit():
         print(f"\n`python -m runner task=report run={sweep.directory}` says how they stand", flush=True)
         return 0
-    failed = json.loads(sweep.share("failed", lambda: json.dumps(_conclude(Path(str(sweep.directory))))))
+    failed = json.loads(sweep.share("failed", lambda: json.dumps(conclude(Path(str(sweep.directory))))))
     if place.world_size > 1:
         from runner.meeting import join
 
         join(place, as_backend(dict(base.backend))).close()
     return 1 if failed else 0
-
-
-def _conclude(directory: Path) -> bool:
-    """Tell the user what became of the jobs. Returns whether any is not done."""
-    jobs = read_ledger(directory)
-    print(f"\n{table(jobs)}", flush=True)
-    if report := closing(read_jobs(directory, "run")):
-        print(f"{report}\n", flush=True)
-    for job in jobs:
-        if job.state == "failed":
-            print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)
-    done = [job for job in jobs if job.state in DONE]
-    pruned = sum(job.state == "pruned" for job in done)
-    what = f"finished or pruned ({pruned})" if pruned else "finished"
-    print(f"{len(done)} of {len(jobs)} jobs {what}: {directory}", flush=True)
-    return len(done) < len(jobs)
-
-
-def table(jobs: Sequence[JobRecord]) -> str:
-    """What became of each job, a line each."""
-    lines = Table("job", "state", "val/accuracy", "val/loss", "why", box=None, pad_edge=False)
-    for job in jobs:
-        why = (job.error or "").strip().splitlines() or [""]
-        numbers = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in ("val/accuracy", "val/loss")]
-        lines.add_row(job.label, job.state, *numbers, why[-1 if job.state == "failed" else 0])
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
-    with console.capture() as captured:
-        console.print(lines)
-    return captured.get()
