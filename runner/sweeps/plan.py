@@ -147,12 +147,17 @@ def varying_keys(jobs: Sequence[Sequence[str]]) -> list[str]:
 def make_label(number: int, job: Sequence[str], varying: Sequence[str]) -> str:
     """The directory of a job: its number and what makes it different."""
     words = dict(word.partition("=")[::2] for word in job)
-    text = "_".join(f"{key.lstrip('+~').split('.')[-1]}-{words[key]}" for key in varying if key in words)
+    text = "_".join(f"{key.lstrip('+~').split('.')[-1]}-{_short(words[key])}" for key in varying if key in words)
     return f"{number}-{re.sub(r'[^A-Za-z0-9._-]+', '.', text)}"[:LABEL_LENGTH].rstrip("-._")
 
 
 def _identity(config: Config) -> str:
     return json.dumps(flatten(config), sort_keys=True)
+
+
+def _short(value: str) -> str:
+    """A number that nobody typed has more digits than a name needs."""
+    return f"{float(value):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e[-+]?\d+)?", value) else value
 
 
 def _key(word: str) -> str:
