@@ -89,7 +89,9 @@ def test_all_ranks_end_when_one_dies(
     die: Callable[[], None],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("runner.failure.LAST_WORD_S", 1.0)
     statuses = train(tmp_path, mode, world_size, victim, where, die)
     killed = -signal.SIGKILL if die is kill else 1
     assert statuses == [killed if rank == victim else 1 for rank in range(world_size)]
@@ -98,6 +100,8 @@ def test_all_ranks_end_when_one_dies(
     assert result["state"] == "failed"
     told = "".join(capfd.readouterr())
     assert told.count("Traceback") == (path / "log.txt").read_text().count("Traceback") == 1
-    if die is fail:  # a killed one says nothing; the first that misses it does
+    if die is kill:
+        assert f"no word from rank {victim} on" in result["error"]
+    else:
         assert result["error"].startswith(f"rank {victim} on")
         assert told.count("RuntimeError: what the rank itself says") == 1
