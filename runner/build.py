@@ -110,7 +110,9 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             memory_format=memory_format,
         )
 
-    classifies, num_classes = not torch.as_tensor(train_data[0][1]).is_floating_point(), config.data["num_outputs"]
+    target, num_classes = torch.as_tensor(train_data[0][1]), config.data["num_outputs"]
+    classifies = not target.is_floating_point()
+    one_class_each = classifies and target.dim() == 0
     sample = precision.cast(train_data[0][0][None].to(world.device))
     return Experiment(
         parallel=parallel,
@@ -134,7 +136,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         num_parameters=sum(p.numel() for p in module.parameters()),
         classifies=classifies,
         warnings=warnings,
-        num_classes=num_classes if classifies and num_classes <= MAX_CLASSES else None,
+        num_classes=num_classes if one_class_each and num_classes <= MAX_CLASSES else None,
     )
 
 

@@ -24,7 +24,9 @@ class Predictions:
         """Count this rank's share of a batch; outputs (N, num_classes), targets (N,), indices into the data (N)."""
         predicted = outputs.argmax(-1)
         cells = self.num_classes**2
-        self._sums[:cells] += torch.bincount(targets * self.num_classes + predicted, minlength=cells)
+        known = (targets < self.num_classes) & (predicted < self.num_classes)  # a model may give more outputs
+        counted = torch.bincount((targets * self.num_classes + predicted)[known], minlength=cells)
+        self._sums[:cells] += counted
         self._sums[-1] += len(targets)
         for place, index in enumerate(indices):
             if index < self.num_samples:

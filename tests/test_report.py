@@ -15,7 +15,7 @@ from commands import Commands
 from runner.config import InputError
 from runner.entry import main
 from runner.report.records import read_jobs
-from runner.report.render import as_text, command_of
+from runner.report.render import as_text, closing, command_of
 from runner.report.statistics import Report, mean_of, show, summarize
 from runner.sweeps.ledger import write_lines, write_state
 
@@ -245,6 +245,13 @@ def test_jobs_of_which_none_has_finished_are_listed(tmp_path: Path) -> None:
     assert "RuntimeError: no" in text and "best" not in text
     with pytest.raises(InputError, match="no job has finished with any"):
         summarize(read_jobs(path, "run"), "val/loss")
+
+
+def test_the_end_of_a_sweep_says_how_its_jobs_compare(tmp_path: Path) -> None:
+    said = closing(read_jobs(make_sweep(tmp_path), "run"))
+    assert "0.6000 ± 0.1414" in said and "best optimizer.lr=0.2" in said
+    assert "lost" not in said and "0.4 " not in said.partition("best")[0]  # the jobs without a result are listed before
+    assert closing(read_jobs(make_run(tmp_path / "one", accuracy=0.5), "run")) == ""
 
 
 def test_on_several_ranks_one_of_them_reports(tmp_path: Path, commands: Commands) -> None:

@@ -111,6 +111,15 @@ def test_each_sample_is_counted_once_and_the_first_are_kept() -> None:
     assert run_ranks(of, 3) == [(counts, kept)] * 3  # three ranks that all saw everything
 
 
+def test_more_outputs_than_classes_are_no_error() -> None:
+    data = [(torch.zeros(1, 2, 2), torch.tensor(n % 2)) for n in range(4)]
+    seen = Predictions(data, 2, torch.device("cpu"))
+    seen.add(torch.eye(3)[[0, 1, 2, 2]], torch.tensor([0, 1, 0, 1]), range(4))
+    seen.gather(World(Place(), None, Backend()))
+    assert seen.confusion.tolist() == [[1, 0], [0, 1]]
+    assert [guess for _, _, guess in seen.samples()] == [0, 1, 2, 2]
+
+
 def test_no_predictions_of_a_regression_and_none_for_no_logger(tmp_path: Path) -> None:
     assert pictures(run(tmp_path / "toy", 1, "model=toy", "data=toy", "max_steps=2").path) == {}
     assert set(pictures(run(tmp_path / "off", 1, *SMALL, "max_steps=2", "logger.images=false").path)) == set()
