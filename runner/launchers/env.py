@@ -32,6 +32,7 @@ class Env:
 
     starts_processes = False
     queues = False
+    started_on_each = False
 
     def __init__(self, join_timeout_s: float = 120.0):
         self.join_timeout_s = checked_timeout(join_timeout_s)

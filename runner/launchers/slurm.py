@@ -28,6 +28,7 @@ class Slurm:
 
     starts_processes = True
     queues = True
+    started_on_each = False
 
     def __init__(
         self,

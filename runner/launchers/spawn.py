@@ -46,6 +46,7 @@ class Spawn:
         if nodes == 1 and master_addr:
             raise ValueError(f"launcher.master_addr={master_addr} has an effect on several nodes; add launcher.nodes")
         self.nproc_per_node, self.nodes, self.node_rank = nproc_per_node, nodes, node_rank
+        self.started_on_each = nodes > 1
         self.master_addr, self.master_port = master_addr or "localhost", master_port
         self.join_timeout_s = checked_timeout(join_timeout_s)
 

@@ -56,6 +56,7 @@ class Torchrun:
             raise ValueError(
                 f"launcher.rdzv_endpoint={rdzv_endpoint} has an effect on several nodes; add launcher.nodes"
             )
+        self.started_on_each = self.max_nodes > 1
         host, _, port = (rdzv_endpoint or "localhost:0").rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} must be HOST:PORT, as node1:29400")

@@ -59,7 +59,7 @@ class Sweep:
         composer = Composer(master, loader)
         configs = composer.compose_all(jobs)
         check(configs)
-        self._check_queue(configs, asks)
+        self._check_launchers(configs, asks)
         if self.place.world_size > 1:
             from runner.meeting import join
 
@@ -183,13 +183,19 @@ class Sweep:
         write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
 
-    def _check_queue(self, configs: list[Config], asks: bool) -> None:
+    def _check_launchers(self, configs: list[Config], asks: bool) -> None:
         from runner.build import make_launcher
 
-        if asks and any(make_launcher(config).queues for config in configs):
+        launchers = [make_launcher(config) for config in configs]
+        if asks and any(launcher.queues for launcher in launchers):
             raise InputError(
                 "launcher=slurm queues jobs, and hydra/sweeper=optuna needs the result of each before it asks for the "
                 "next; start the sweep inside a job, with launcher=env"
+            )
+        if any(launcher.started_on_each for launcher in launchers):
+            raise InputError(
+                "launcher.nodes: each machine would make a sweep of its own; start the sweep by torchrun on all of "
+                "them (torchrun --nnodes ... -m runner -m ...), or with launcher=slurm"
             )
 
     def _begin(
