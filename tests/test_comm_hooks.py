@@ -1,4 +1,4 @@
-"""parallel=ddp with compressed gradients: near the uncompressed run, by bounds that follow from the formats."""
+"""parallel=ddp with compressed gradients, beyond the parity matrix: near the exact run, by the formats' bounds."""
 
 from pathlib import Path
 
@@ -15,9 +15,7 @@ def distance(one: Run, other: Run) -> float:
     return max((one.weights[name] - tensor).abs().max().item() for name, tensor in other.weights.items())
 
 
-@pytest.mark.parametrize(
-    ("hook", "epsilon", "precision"), [("fp16", 2**-11, "fp64"), ("fp16", 2**-11, "bf16"), ("bf16", 2**-8, "fp32")]
-)
+@pytest.mark.parametrize(("hook", "epsilon", "precision"), [("fp16", 2**-11, "bf16"), ("bf16", 2**-8, "fp32")])
 def test_rounded_gradients_miss_by_their_rounding(hook: str, epsilon: float, precision: str, tmp_path: Path) -> None:
     """A rank's gradient is rounded to relative epsilon, and so is their sum: 2 epsilon of each step's move.
 
