@@ -11,8 +11,19 @@ from omegaconf import DictConfig
 class OptunaSweeper(Sweeper):
     """Every rank runs the trial that rank 0's study proposes; conf/hydra/sweeper/optuna.yaml has the options."""
 
-    def __init__(self, **options: Any):
-        self.options = options
+    def __init__(
+        self,
+        metric: Any,
+        direction: Any,
+        n_trials: Any,
+        n_jobs: Any,
+        study_name: Any,
+        storage: Any,
+        params: Any,
+        sampler: Any,
+        pruner: Any,
+    ):
+        self.options = (metric, direction, n_trials, n_jobs, study_name, storage, params, sampler, pruner)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.loader, self.config = hydra_context.config_loader, config
@@ -25,4 +36,4 @@ class OptunaSweeper(Sweeper):
         from runner.sweeps.sweep import current
 
         assert self.launcher is not None and self.config is not None
-        run_study(current(), Options(**self.options), arguments, self.launcher, self.config, self.loader)
+        run_study(current(), Options(*self.options), arguments, self.launcher, self.config, self.loader)

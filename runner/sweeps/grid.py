@@ -39,6 +39,8 @@ def _values(override: Override) -> list[str]:
 
 
 def _groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]:
+    if isinstance(zipped, str):
+        raise InputError(f"hydra.sweeper.zip={zipped} must be a list of keys, as [optimizer.lr,batch_size]")
     groups = [list(zipped)] if zipped and isinstance(zipped[0], str) else [list(group) for group in zipped or ()]
     seen: list[str] = []
     for group in groups:

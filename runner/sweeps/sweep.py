@@ -10,6 +10,7 @@ from typing import Any, cast
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
@@ -255,6 +256,9 @@ def run_sweep(typed: Typed, place: Place) -> int:
     assert owner is not None
     try:
         owner.multirun("config", sweep, typed.overrides, with_log_configuration=False)
+    except InstantiationException as error:  # of the sweeper or the launcher; a job's own is that job's failure
+        key = str(error).rpartition("full_key: ")[2].strip()
+        raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
     finally:
         _current.pop()
     if sweep.submit():
