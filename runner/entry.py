@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner import CONF
 from runner.config import GROUPS, KEYS, Config, InputError, as_config, check_types
-from runner.explain.diagnose import explain, given_twice, refuse_overrides, three_lines, unchosen, unknown_keys
+from runner.explain.diagnose import explain, given_twice, refuse_overrides, tell, unchosen, unknown_keys
 from runner.explain.help import render_help
 from runner.going_on import Typed, check_going_on, go_on
 from runner.launchers.env import Place, find_place, started_by_launch
@@ -183,15 +183,10 @@ def _refuse_everywhere(messages: list[str], init: str) -> int:
 
             world = join(place, Backend(init=init))
             agreed = world.agree("composed", messages)
-            world.speak(lambda: _print(agreed))
+            world.speak(lambda: tell(agreed))
             world.close()
             return REFUSED
     except InputError as error:  # there is no such world
         messages = error.messages
-    _print(messages)
+    tell(messages)
     return REFUSED
-
-
-def _print(messages: list[str]) -> None:
-    for line in three_lines(messages):
-        print(line, file=sys.stderr, flush=True)

@@ -1,11 +1,9 @@
 """One job from its checked configuration to an exit status: which launcher, and what the user is told at the end."""
 
-import sys
-
 from runner.backend import as_backend
 from runner.build import make_launcher, make_task
 from runner.config import Config, InputError
-from runner.explain.diagnose import three_lines
+from runner.explain.diagnose import tell
 from runner.job import JobFailed
 from runner.launchers.env import Place
 from runner.meeting import JOIN_TIMEOUT_S, join
@@ -40,18 +38,18 @@ def launch_and_tell(config: Config, request: Request, place: Place) -> int:
     try:
         world = join(place, as_backend(config.backend), timeout_s)
     except InputError as error:
-        print(*three_lines(error.messages), sep="\n", file=sys.stderr, flush=True)
+        tell(error.messages)
         return 2
     try:
         if lines := world.agree("composed", lines):
             raise InputError(*lines)
         launch(config, request, place)
     except InputError as error:
-        status, lines = 2, three_lines(error.messages)
+        status, lines = 2, error.messages
     except Preempted:
         status = 143
     except JobFailed:
         status = 1
-    world.speak(lambda: print(*lines, sep="\n", file=sys.stderr, flush=True) if lines else None)
+    world.speak(lambda: tell(lines))
     world.close()
     return status

@@ -1,6 +1,8 @@
 """Where the processes of a world meet: its store, connected to once per process."""
 
+import json
 import socket
+import time
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -10,7 +12,7 @@ from runner.backend import Backend
 from runner.config import InputError
 from runner.launchers.env import Place
 from runner.launchers.parent import end_with_parent
-from runner.world import World
+from runner.world import SPEAK_TIMEOUT_S, World
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
 _joined: dict[Place, World] = {}
@@ -19,12 +21,15 @@ _joined: dict[Place, World] = {}
 def join(place: Place, backend: Backend, timeout_s: float = JOIN_TIMEOUT_S) -> World:
     """Connect this process to the store of its world, once per process. All ranks must call it.
 
-    Raises InputError when the others cannot be found within the timeout.
+    Raises InputError when the others cannot be found within the timeout; without a message where rank 0 has that.
     """
     if place not in _joined:
         if place.has_parent:
             end_with_parent()
-        _joined[place] = World(place, _connect(place, backend.init, timeout_s), backend)
+        store = _connect(place, backend.init, timeout_s)
+        if store is not None:
+            _meet(store, place, timeout_s)
+        _joined[place] = World(place, store, backend)
     return _joined[place]
 
 
@@ -48,13 +53,51 @@ def _connect(place: Place, init: str, timeout_s: float) -> dist.Store | None:
         ) from None
 
 
+def _meet(store: dist.Store, place: Place, timeout_s: float) -> None:
+    """Wait until all ranks are here."""
+    here = dist.PrefixStore(f"here{place.restart}", store)
+    here.set(str(place.rank), "")
+    if place.rank == 0:
+        deadline = time.monotonic() + timeout_s
+        absent = [rank for rank in range(place.world_size) if not _comes(here, str(rank), deadline)]
+        here.set("absent", json.dumps(absent))
+        if absent:
+            raise InputError(
+                f"ranks {absent} of {place.world_size} did not appear within launcher.join_timeout_s={timeout_s:g}; "
+                "check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
+            )
+        return
+    if not _comes(here, "absent", time.monotonic() + timeout_s + SPEAK_TIMEOUT_S):
+        raise InputError(f"rank 0 of {place.world_size} did not appear within {timeout_s:g} s")
+    if json.loads(here.get("absent")):
+        raise InputError
+
+
+def _comes(store: dist.Store, key: str, deadline: float) -> bool:
+    """Whether the key is set in time; asked again and again, for a store's own waiting ends with lines of its own."""
+    while not (found := store.check([key])) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
 def _find(host: str, port: int, place: Place, timeout_s: float) -> dist.Store:
+    # torch's own waiting ends in thirty lines on the terminal.
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, place.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def _serve(host: str, port: int, place: Place, timeout_s: float) -> dist.Store:
     """A store on the loopback alone where the master is there and so are all ranks; torch listens everywhere."""
+    socket.getaddrinfo(host, port)  # one that does not resolve is told at once
     listener = None
     if place.on_one_machine and _resolves_to_loopback(host):
         listener = socket.create_server((host, port)).detach()

@@ -42,3 +42,15 @@ def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
     second, first = run_both(tmp_path, *TINY, "model.hiden=3", f"backend.init=tcp://127.0.0.1:{free_port()}")
     assert (first[0], second[0]) == (2, 2)
     assert "model.hiden=3: no such key; did you mean model.hidden?" in first[2] and second[2] == ""
+
+
+def test_a_rank_that_does_not_appear_is_named(tmp_path: Path) -> None:
+    words = (*TINY, f"backend.init=tcp://127.0.0.1:{free_port()}", "launcher.join_timeout_s=2")
+    alone = start(tmp_path, 0, *words)
+    try:
+        out, err = alone.communicate(timeout=60)
+    finally:
+        alone.kill()
+    assert (alone.returncode, out) == (2, "")
+    assert err.startswith("ranks [1] of 2 did not appear within launcher.join_timeout_s=2") and err.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, product
 
@@ -135,8 +136,11 @@ def given_twice(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def three_lines(messages: Sequence[str]) -> list[str]:
-    return list(messages) if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
+def tell(messages: Sequence[str]) -> None:
+    """Say what is wrong with the input, in three lines at most."""
+    lines = list(messages) if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _problems_over(choices: Choices, groups: list[list[_Typed]], keys: list[_Typed]) -> list[tuple[int, str]]:

@@ -70,18 +70,18 @@ def check_interface(wanted: str | None) -> list[str]:
     return [f"backend.interface={wanted}: this machine has no such network interface, only {', '.join(sorted(known))}"]
 
 
-def address_towards(host: str, port: int = 9) -> str:
+def address_towards(host: str, key: str = "MASTER_ADDR") -> str:
     """This machine's own address on the way to a host; nothing is sent.
 
-    Raises InputError for a name that does not resolve or an address that no route leads to.
+    Raises InputError for a name that does not resolve or an address that no route leads to; the key has named it.
     """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)
             return probe.getsockname()[0]
     except OSError as error:
-        raise InputError(f"MASTER_ADDR={host} cannot be reached from {socket.gethostname()} ({error})") from None
+        raise InputError(f"{key}={host} cannot be reached from {socket.gethostname()} ({error})") from None
 
 
 def interface_of(address: str) -> str | None:

@@ -79,7 +79,7 @@ def passing_signals_on(processes: Callable[[], Sequence[Any]] = multiprocessing.
         for process in alive:
             # A terminal's Ctrl-C has reached the ranks by itself; as a SIGTERM it is not counted as a second one.
             os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
-        if number == signal.SIGINT and not late.is_alive():
+        if number == signal.SIGINT and late.ident is None:
             late.start()
 
     def kill() -> None:

@@ -85,7 +85,7 @@ class Torchrun:
             max_restarts=self.max_restarts,
             monitor_interval=0.05,
             start_method="forkserver",
-            local_addr="localhost" if alone else address_towards(self.host),
+            local_addr="localhost" if alone else address_towards(self.host, "launcher.rdzv_endpoint"),
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on, so that the ranks save
         )
         outcomes: dict[int, Outcome] = {}

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from runner.backend import as_backend
 from runner.config import Config, InputError
-from runner.explain.diagnose import three_lines
+from runner.explain.diagnose import tell
 from runner.going_on import Typed
 from runner.launchers.env import Place
 from runner.launchers.protocol import Queue
@@ -117,7 +117,7 @@ class Sweep:
             metrics = launch(config, request, self.place)
         except InputError as error:
             if self.place.rank == 0:
-                print(*three_lines(error.messages), sep="\n", file=sys.stderr, flush=True)
+                tell(error.messages)
             self.tell(job, "refused", error="\n".join(error.messages))
             raise
         except Preempted as error:
