@@ -136,10 +136,13 @@ def given_twice(overrides: Sequence[str]) -> list[str]:
     ]
 
 
+def three_lines(messages: Sequence[str]) -> list[str]:
+    return list(messages) if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
+
+
 def tell(messages: Sequence[str]) -> None:
     """Say what is wrong with the input, in three lines at most."""
-    lines = list(messages) if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
-    for line in lines:
+    for line in three_lines(messages):
         print(line, file=sys.stderr, flush=True)
 
 
