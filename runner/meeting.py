@@ -75,8 +75,11 @@ def _meet(store: dist.Store, place: Place, timeout_s: float) -> None:
 
 def _comes(store: dist.Store, key: str, deadline: float) -> bool:
     """Whether the key is set in time; asked again and again, for a store's own waiting ends with lines of its own."""
-    while not (found := store.check([key])) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    try:
+        while not (found := store.check([key])) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    except RuntimeError:  # whoever served it has given up
+        return False
     return found
 
 

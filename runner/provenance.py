@@ -12,6 +12,8 @@ from runner import ROOT
 
 MAX_DIFF_BYTES = 1 << 20
 TIMEOUT_S = 10
+# Whatever the user's own settings are, this is what `git apply` takes.
+PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
 
 
 def versions() -> dict[str, str]:
@@ -57,7 +59,7 @@ def git_diff() -> str:
     for folder in (ROOT, Path.cwd()):
         try:
             new = _git_says(folder, "ls-files", "--others", "--exclude-standard").splitlines()
-            diff = _git_says(folder, "diff", "--binary", "HEAD")
+            diff = _git_says(folder, "diff", *PLAIN, "--binary", "HEAD")
         except (OSError, subprocess.SubprocessError):
             continue
         text = "".join(f"new file, not in this diff: {name}\n" for name in new) + diff

@@ -61,6 +61,8 @@ class Trainer:
         with self.bar, StopRequest() as stop, self.watching as after_step:
             if self.owes_evaluation and self.progress.step < num_steps:
                 metrics |= self._evaluate(metrics, speed)
+                if self._is_pruned(metrics):
+                    return metrics
                 speed.pause()
             while self.progress.step < num_steps:
                 steps = loader.steps(self.progress.epoch, self.progress.step_in_epoch)
@@ -70,6 +72,7 @@ class Trainer:
                     after_step()
                     if stopping():
                         self._save()
+                        self.world.agree("saved", [])  # a launcher ends all ranks once the first one has ended
                         raise Preempted(stop.received or "a signal to another rank")
                     if config.checkpoint.every_steps and self.progress.step % config.checkpoint.every_steps == 0:
                         self._save()
@@ -78,6 +81,7 @@ class Trainer:
                     if self.progress.epoch % config.eval_every == 0:
                         metrics |= self._evaluate(metrics, speed)
                         if self._is_pruned(metrics):
+                            self._save()
                             return metrics
                     if self.progress.epoch % config.checkpoint.every_epochs == 0:
                         self._save()

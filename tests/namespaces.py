@@ -58,7 +58,7 @@ class Hosts:
 
     def stop(self) -> None:
         for name in reversed(self.made):
-            _ip("netns", "delete", name)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
 
     def _network(self, host: int) -> None:
         _ip("netns", "add", self._name(host))

@@ -103,8 +103,8 @@ class Cluster:
 
     def stop(self) -> None:
         """End the jobs and every daemon that was started."""
-        self.ask("scancel", "--user=root")
-        with suppress(AssertionError):
+        with suppress(AssertionError, subprocess.TimeoutExpired):
+            self.ask("scancel", "--user=root")
             self._wait(lambda: not self.ask("squeue", "-h").stdout.strip(), timeout_s=20)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)

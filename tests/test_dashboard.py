@@ -88,6 +88,7 @@ def dashboard(sweep: Path) -> Iterator[Dashboard]:
             try:
                 page = browser.new_page(viewport={"width": 1200, "height": 720})
                 page.set_default_timeout(TIMEOUT_S * 1000)
+                playwright.expect.set_options(timeout=TIMEOUT_S * 1000)
                 yield Dashboard(page, f"http://127.0.0.1:{port}", sweep)
             finally:
                 browser.close()

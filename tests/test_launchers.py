@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +12,37 @@ from test_parity import MODES
 from worlds import Run, run
 
 from runner.config import InputError
+from runner.job import JobFailed
 from runner.launch import launch
 from runner.launchers.env import Place
+from runner.launchers.rank import conclude
 from runner.launchers.slurm import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.torchrun import Torchrun
-from runner.train import Trainer
+from runner.train import Preempted, Trainer
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, "epochs=100000", "log_every=100")
-LAUNCH = ("-m", "torch.distributed.launch", "--nproc-per-node=2")
-WAYS: dict[str, Callable[[Commands], tuple[str, ...]]] = {
-    "torchrun": lambda _: ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"),
-    "launch": lambda _: (*LAUNCH, f"--master-port={free_port()}"),
-    "spawn": lambda _: (),
-    "agent": lambda _: (),
-}
+MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 CHOSEN = {"spawn": ("launcher=spawn",), "agent": ("launcher=torchrun",)}
 FOUND = {"torchrun": "torchrun", "launch": "torch.distributed.launch", "spawn": "spawn", "agent": "torchrun"}
 
 
-def start(commands: Commands, way: str, *words: str) -> "subprocess.Popen[str]":
-    return commands.start(*WAYS[way](commands), "-m", "runner", *words, *CHOSEN.get(way, ()))
+def start(commands: Commands, way: str, *words: str, num_ranks: int = 2) -> "subprocess.Popen[str]":
+    if way in MODULES:
+        where = (f"--nproc-per-node={num_ranks}", f"--master-port={free_port()}")
+        return commands.start("-m", MODULES[way], *where, "-m", "runner", *words)
+    return commands.start("-m", "runner", *words, *CHOSEN[way], f"launcher.nproc_per_node={num_ranks}")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_same_weights_by_every_launcher(way: str, commands: Commands, tmp_path: Path) -> None:
-    here = run(tmp_path / "here", 2, *TINY, "epochs=1", "backend=gloo")
-    done = commands.finish(start(commands, way, *TINY, "epochs=1"), 90)
+@pytest.mark.parametrize(
+    ("way", "num_ranks"), [("torchrun", 1), ("launch", 1), ("launch", 2), *((way, 4) for way in FOUND)]
+)
+def test_the_same_weights_by_every_launcher(way: str, num_ranks: int, commands: Commands, tmp_path: Path) -> None:
+    here = run(tmp_path / "here", num_ranks, *TINY, "epochs=1", "backend=gloo")
+    done = commands.finish(start(commands, way, *TINY, "epochs=1", num_ranks=num_ranks), 120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"2 processes ({FOUND[way]})" in done.stdout
+    assert f"process{'es' if num_ranks > 1 else ''} ({FOUND[way]})" in done.stdout
     (path,) = (tmp_path / "outputs" / "run").iterdir()
     assert Run(path).result["weights_sha256"] == here.result["weights_sha256"]
 
@@ -123,6 +123,13 @@ def test_every_mode_listens_on_the_loopback_alone(mode: str, tmp_path: Path, mon
     for rank in range(2):
         addresses = (tmp_path / f"rank-{rank}").read_text().split()
         assert addresses and all(map(is_loopback, addresses)), (mode, addresses)
+
+
+def test_ranks_that_a_signal_ended_before_they_heard_it_have_not_failed() -> None:
+    with pytest.raises(Preempted, match="SIGTERM"):
+        conclude(None, "rank 0 on here died: SIGTERM", ["SIGTERM"])
+    with pytest.raises(JobFailed, match="died: SIGKILL"):
+        conclude(None, "rank 0 on here died: SIGKILL", [])
 
 
 @pytest.mark.parametrize("kind", [Spawn, Torchrun, Slurm])

@@ -102,6 +102,24 @@ def test_a_study_goes_on_and_keeps_what_failed(here: Here, tmp_path: Path) -> No
         assert (job.state, trial.state.name) == (("failed", "FAIL") if hidden == 1 else ("finished", "COMPLETE"))
 
 
+def test_a_seeded_study_that_goes_on_proposes_other_trials(here: Here, tmp_path: Path) -> None:
+    seeded = ("hydra/sweeper/sampler=random", "optimizer.lr=interval(0.01,0.1)")  # the seed is in STUDY
+    assert here("-m", *TOY, *STUDY, *seeded, "hydra.sweeper.n_trials=2") == 0
+    assert here("-m", "resume=last", "hydra.sweeper.n_trials=4") == 0
+    proposed = [trial.params["optimizer.lr"] for trial in open_study(tmp_path).trials]
+    assert len(proposed) == len(set(proposed)) == 4
+
+
+def test_a_sweep_does_not_go_on_with_another_study(
+    here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here("-m", *TOY, *STUDY, "optimizer.lr=interval(0.01,0.1)", "hydra.sweeper.n_trials=2") == 0
+    assert here("-m", "resume=last", "hydra.sweeper.storage=sqlite:///other.db", "hydra.sweeper.n_trials=3") == 2
+    said = capfd.readouterr().err
+    assert "hydra.sweeper.storage=sqlite:///other.db: the study" in said and "has not the trials of" in said
+    assert len(jobs_of(tmp_path)) == 2
+
+
 def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path) -> None:
     words = ("-m", *TOY, *STUDY, "hydra.sweeper.n_trials=2", "hydra.sweeper.study_name=both")
     words += ("hydra.sweeper.storage=sqlite:///study.db", "optimizer.lr=interval(0.01,0.1)")

@@ -14,7 +14,7 @@ from runner.launchers.env import Place
 from runner.launchers.placement import numa_nodes, share_of_nodes, take_cores
 from runner.world import World
 
-NODES = [set(range(0, 4)), set(range(4, 8))]
+NODES = {1: set(range(0, 4)), 2: set(range(4, 8))}
 
 
 @pytest.fixture(autouse=True)
@@ -74,13 +74,13 @@ def test_the_users_threads_stand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("local_rank", "local_world_size", "expected"),
     [
-        (0, 1, NODES[0] | NODES[1]),
-        (0, 2, NODES[0]),
-        (1, 2, NODES[1]),
-        (1, 3, NODES[0]),
-        (2, 3, NODES[1]),
-        (3, 8, NODES[0]),
-        (4, 8, NODES[1]),
+        (0, 1, NODES[1] | NODES[2]),
+        (0, 2, NODES[1]),
+        (1, 2, NODES[2]),
+        (1, 3, NODES[1]),
+        (2, 3, NODES[2]),
+        (3, 8, NODES[1]),
+        (4, 8, NODES[2]),
     ],
 )
 def test_ranks_are_spread_over_the_numa_nodes(local_rank: int, local_world_size: int, expected: set[int]) -> None:
@@ -88,14 +88,14 @@ def test_ranks_are_spread_over_the_numa_nodes(local_rank: int, local_world_size:
 
 
 def test_a_gpus_node_comes_first() -> None:
-    assert share_of_nodes(NODES, Place(0, 0, 2, 2), gpu_node=1) == NODES[1]
+    assert share_of_nodes(NODES, Place(0, 0, 2, 2), gpu_node=2) == NODES[2]
 
 
 def test_a_rank_is_bound_to_its_node_within_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, cores in enumerate(("0-3,8", "4-7")):
         (tmp_path / f"node{number}").mkdir()
         (tmp_path / f"node{number}" / "cpulist").write_text(cores + "\n")
-    assert numa_nodes(tmp_path) == [{0, 1, 2, 3, 8}, {4, 5, 6, 7}]
+    assert numa_nodes(tmp_path) == {0: {0, 1, 2, 3, 8}, 1: {4, 5, 6, 7}}
     monkeypatch.setattr("runner.launchers.placement.numa_nodes", lambda: numa_nodes(tmp_path))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 4})
     bound: list[set[int]] = []

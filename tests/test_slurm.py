@@ -11,6 +11,7 @@ from commands import Commands, wait_until
 from slurm import Cluster, why_not
 from worlds import Run, run
 
+from runner.progress import available
 from runner.sweeps.ledger import read_ledger
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "name=job")
@@ -87,7 +88,7 @@ def test_wrong_input_is_told_once_under_srun(cluster: Cluster, commands: Command
 
 def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     """Twice: by its time limit, and by hand, as a preemption does. It ends with the weights of a run left alone."""
-    steps = ("epochs=60", "eval_every=60", "checkpoint.every_epochs=60", "--config-dir", "slow", "model=slow")
+    steps = ("epochs=60", "eval_every=60", "checkpoint.every_steps=5", "--config-dir", "slow", "model=slow")
     words = [word for word in TINY if word != "model=mlp"]
     (tmp_path / "slow" / "model").mkdir(parents=True)
     (tmp_path / "slow" / "slow.py").write_text(SLOW)
@@ -99,25 +100,33 @@ def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands
     job, one = submitted(commands.finish(process))
     requeued = one.path / "slurm" / "requeued.json"
     wait_until(requeued.exists, timeout_s=150)
-    first = json.loads(requeued.read_text())["step"]
-    cluster.wait_for(job, ["RUNNING"], timeout_s=120)
-    wait_until(lambda: log_of(one).count("going on after step") == 1, timeout_s=60)
+    by_limit = json.loads(requeued.read_text())["step"]
+    wait_until(lambda: newest(one) > by_limit, timeout_s=150)
+    cluster.ask("scancel", "--signal=USR1", "--batch", job)
+    wait_until(lambda: json.loads(requeued.read_text())["step"] > by_limit, timeout_s=60)
     (tmp_path / "fast").touch()
-    cluster.wait_for(job, ["COMPLETED"], timeout_s=120)
-    assert "goes back into the queue" in log_of(one) and 0 < first < one.result["step"]
+    cluster.wait_for(job, ["COMPLETED"], timeout_s=150)
+    assert log_of(one).count("goes back into the queue") == 2
     assert one.result["state"] == "finished"
     assert [path.name for path in (tmp_path / "outputs" / "job").iterdir()] == [one.path.name]
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
     assert sorted(one.losses) == list(range(1, one.result["step"] + 1))
 
 
-def test_a_job_that_is_cancelled_ends(cluster: Cluster, commands: Commands) -> None:
-    slow = ("launcher=slurm", "launcher.setup=[sleep 60]")
-    job, one = submitted(commands.finish(commands.start("-m", "runner", *TINY, *slow, env=cluster.env)))
-    cluster.wait_for(job, ["RUNNING"], timeout_s=60)
+def test_a_job_that_is_cancelled_ends_though_it_has_saved(cluster: Cluster, commands: Commands) -> None:
+    long = ("epochs=100000", "log_every=100", "launcher=slurm")
+    job, one = submitted(commands.finish(commands.start("-m", "runner", *TINY, *long, env=cluster.env)))
+    wait_until(lambda: newest(one) > 0, timeout_s=90)
     cluster.ask("scancel", job)
     cluster.wait_for(job, ["CANCELLED"], timeout_s=60)
-    assert not (one.path / "result.json").exists()
+    wait_until(lambda: "stopped after step" in log_of(one), timeout_s=30)
+    assert cluster.state_of(job) == "CANCELLED" and "goes back" not in log_of(one)
+
+
+def newest(one: Run) -> int:
+    """The step of the newest checkpoint, or 0."""
+    checkpoints = available(one.path / "checkpoints")
+    return int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
 
 
 def test_a_job_that_fails_has_its_status(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
@@ -151,7 +160,7 @@ def test_a_sweep_is_one_array_which_a_later_command_collects(
     match = re.search(r"submitted 3 jobs as job (\d+)\nsweep directory: (.+)\n", done.stdout)
     assert match, done.stdout
     path = Path(match[2])
-    assert "#SBATCH --array=0-2%2\n" in (path / "slurm" / "job.sh").read_text()
+    assert "#SBATCH --array=0-2%2\n" in (path / "slurm" / "jobs-0.sh").read_text()
     assert {job.state for job in read_ledger(path)} <= {"queued", "running", "finished"}
 
     again = commands.finish(commands.start("-m", "runner", "-m", f"resume={path}", env=cluster.env))

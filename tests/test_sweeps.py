@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import Commands, wait_until
 
+from runner.sweeps.ending import table
 from runner.sweeps.ledger import JobRecord, read_ledger
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
@@ -241,7 +242,7 @@ def test_slots_end_with_a_signal_and_go_on(commands: Commands, own: Path) -> Non
     wait_until(lambda: len(commands.living(process)) > 1, process)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=10)
-    wait_until(lambda: commands.living(process) == [], timeout_s=5)
+    wait_until(lambda: commands.living(process) == [], timeout_s=30)
 
 
 def test_joblibs_launcher_runs_the_same_jobs(commands: Commands, own: Path) -> None:
@@ -264,3 +265,10 @@ def test_launchers_that_start_jobs_are_refused_in_a_world(
     assert here("-m", *TOY, "hydra/launcher=slots", "seed=0,1") == 2
     assert "hydra/launcher=slots starts jobs itself" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_errors_text_is_no_markup_to_the_table(tmp_path: Path) -> None:
+    error = "Traceback\nRuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]"
+    lines = table([JobRecord(0, "0-seed-0", [], tmp_path, state="failed", error=error)]).splitlines()
+    assert lines[1].split(maxsplit=2)[:2] == ["0-seed-0", "failed"]
+    assert lines[1].rstrip().endswith("RuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]")

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def take_cores(world: World, threads: int | None) -> None:
     threads: as many, instead; so does OMP_NUM_THREADS, unless it is torchrun's own 1.
     """
     cores = _allowed()
-    nodes = [own for node in numa_nodes() if (own := node & cores)]
+    nodes = {number: own for number, node in numa_nodes().items() if (own := node & cores)}
     if len(nodes) > 1:
         cores = share_of_nodes(nodes, world.place, _node_of_gpu(world))
         os.sched_setaffinity(0, cores)
@@ -31,19 +31,19 @@ def take_cores(world: World, threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def numa_nodes(root: Path = NUMA) -> list[set[int]]:
-    """The cores of each NUMA node of this machine; empty where the system does not say."""
-    lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
-    return [_cores_of(path.read_text().strip()) for path in lists]
+def numa_nodes(root: Path = NUMA) -> dict[int, set[int]]:
+    """The cores of each NUMA node of this machine, by its number; empty where the system does not say."""
+    lists = {int(path.parent.name.removeprefix("node")): path for path in root.glob("node[0-9]*/cpulist")}
+    return {number: _cores_of(path.read_text().strip()) for number, path in sorted(lists.items())}
 
 
-def share_of_nodes(nodes: Sequence[set[int]], place: Place, gpu_node: int | None = None) -> set[int]:
+def share_of_nodes(nodes: Mapping[int, set[int]], place: Place, gpu_node: int | None = None) -> set[int]:
     """The cores of the node that the rank's GPU hangs on, or of the rank's share of the nodes, at least one."""
-    if gpu_node is not None and gpu_node < len(nodes):
+    if gpu_node is not None and gpu_node in nodes:
         return nodes[gpu_node]
     first = place.local_rank * len(nodes) // place.local_world_size
     last = max((place.local_rank + 1) * len(nodes) // place.local_world_size, first + 1)
-    return set().union(*nodes[first:last])
+    return set().union(*list(nodes.values())[first:last])
 
 
 def _sharing(world: World, cores: set[int]) -> list[int]:

@@ -6,13 +6,21 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+from runner.config import InputError
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED")
+OVER = (*ENDED, "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED")
 
 
 def state_of(job: str) -> tuple[str, int]:
     """The job's state in Slurm's words, and its exit status; a job that Slurm has forgotten has ended."""
     words = ("scontrol", "--oneliner", "show", "job", job)
-    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        raise InputError(f"job {job} is in Slurm's queue; go on where scontrol is") from None
+    except subprocess.TimeoutExpired:
+        return "UNKNOWN", 1
     state = re.search(r"\bJobState=(\w+)", said.stdout)
     status = re.search(r"\bExitCode=(\d+):", said.stdout)
     if state is None:

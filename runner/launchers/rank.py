@@ -46,8 +46,10 @@ def run_rank(
     return outcome, world.close
 
 
-def conclude(outcome: Outcome | None, died: str | None) -> dict[str, float]:
-    """The metrics. Raises what the rank did, which rank 0 has told."""
+def conclude(outcome: Outcome | None, died: str | None, received: Sequence[str]) -> dict[str, float]:
+    """The metrics. Raises what the rank did, which rank 0 has told; received: the signals that asked for an end."""
+    if outcome is None and received:
+        raise Preempted(received[0])  # before the ranks could hear it; they have lost nothing
     if died and "metrics" not in (outcome or {}):
         # A killed rank has said nothing, and rank 0 at most that it misses it.
         print(died, file=sys.stderr, flush=True)
@@ -69,10 +71,15 @@ def how_it_died(rank: int, exit_code: int) -> str:
 
 
 @contextmanager
-def passing_signals_on(processes: Callable[[], Sequence[Any]] = multiprocessing.active_children) -> Iterator[None]:
-    """Pass signals that ask to stop on to the ranks; after a Ctrl-C they have 9 s. Without ranks this one ends."""
+def passing_signals_on(processes: Callable[[], Sequence[Any]] = multiprocessing.active_children) -> Iterator[list[str]]:
+    """Pass signals that ask to stop on to the ranks; after a Ctrl-C they have 9 s. Without ranks this one ends.
+
+    Yields the names of the signals that came.
+    """
+    received: list[str] = []
 
     def pass_on(number: int, frame: object) -> None:
+        received.append(signal.Signals(number).name)
         alive = [process for process in processes() if process.is_alive() and process.pid]
         if not alive:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -85,12 +92,14 @@ def passing_signals_on(processes: Callable[[], Sequence[Any]] = multiprocessing.
     def kill() -> None:
         for process in processes():
             process.kill()
+        print("the ranks did not end in time after a Ctrl-C", file=sys.stderr, flush=True)
+        os._exit(130)  # an agent would start them again
 
     late = threading.Timer(CTRL_C_GRACE_S, kill)
     late.daemon = True
     before = {number: signal.signal(number, pass_on) for number in ASKING}
     try:
-        yield
+        yield received
     finally:
         late.cancel()
         for number, handler in before.items():

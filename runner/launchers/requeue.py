@@ -1,24 +1,25 @@
-"""How a Slurm job ends, as its script's last command: a run that was told to stop goes back into the queue.
+"""How a Slurm job ends, near the end of its script: whether a run that was told to stop goes back into the queue.
 
 usage: python -m runner.launchers.requeue RUN_DIR STATUS SIGNAL, where SIGNAL is empty if the script received none
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from runner.progress import available
 from runner.run_dir import CHECKPOINTS, RESULT, read_result, write_whole
 
+STARTED = Path("slurm") / "started"  # touched by the script before each start
 REQUEUED = Path("slurm") / "requeued.json"
+AGAIN = 143
 
 
 def main() -> int:
-    """Queue the job again where its run has been told to stop and has got on since the last time."""
+    """The job's exit status; AGAIN where it was told to stop and has got on since the last time."""
     directory, status, signalled = Path(sys.argv[1]), int(sys.argv[2]), bool(sys.argv[3])
-    result = read_result(directory) or {"state": "running"}
+    result = _result_of_this_start(directory)
     if result["state"] == "finished":
         return 0
     if result["state"] != "preempted" and not (signalled and result["state"] == "running"):
@@ -32,9 +33,16 @@ def main() -> int:
         write_whole(directory / RESULT, json.dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
         return 1
     write_whole(before, json.dumps({"step": step}) + "\n")
-    job = os.environ["SLURM_JOB_ID"]  # a task of an array has one of its own
-    print(f"stopped after step {step}: job {job} goes back into the queue", flush=True)
-    return 143 if subprocess.run(["scontrol", "requeue", job], check=False).returncode == 0 else 1
+    print(f"stopped after step {step}", flush=True)
+    return AGAIN
+
+
+def _result_of_this_start(directory: Path) -> dict[str, Any]:
+    """result.json, unless it is from before this start of the job: then the run has not come to write it."""
+    result, started = read_result(directory), directory / STARTED
+    if result is None or (started.exists() and (directory / RESULT).stat().st_mtime_ns < started.stat().st_mtime_ns):
+        return {"state": "running"}
+    return result
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def main() -> int:
 
 def confine(cores: list[int], gpus: list[int]) -> None:
     """Keep this process, and those that it starts, to these devices. CUDA must not have been used yet."""
-    if hasattr(os, "sched_setaffinity"):
+    if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", str(len(cores)))

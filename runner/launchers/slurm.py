@@ -1,5 +1,6 @@
 """Slurm: the run as a batch job, shown, submitted or waited for."""
 
+import math
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from runner.run_dir import Request, new_directory, read_result
 # What the launcher's own options say, or the script relies on.
 ASKED = {"account", "cpus-per-task", "exclusive", "gpus-per-node", "job-name", "nodes", "partition", "time"}
 OWN = ASKED | {"array", "chdir", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
+OWN |= {"parsable", "test-only", "wait"}
 POLL_S = 1.0
 
 
@@ -54,8 +56,10 @@ class Slurm:
         wait: bool = False,
         join_timeout_s: float = 120.0,
     ):
-        for key, value in (("nodes", nodes), ("nproc_per_node", nproc_per_node), ("signal_s", signal_s)):
-            if value < 1:
+        counts: dict[str, int | None] = {"nodes": nodes, "nproc_per_node": nproc_per_node, "signal_s": signal_s}
+        counts |= {"parallel_jobs": parallel_jobs, "cpus_per_node": cpus_per_node, "gpus_per_node": gpus_per_node}
+        for key, value in counts.items():
+            if value is not None and value < 1:
                 raise ValueError(f"launcher.{key}={value} must be at least 1")
         if gpus_per_node is not None and gpus_per_node < nproc_per_node:
             raise ValueError(
@@ -83,7 +87,7 @@ class Slurm:
             "time": time,
             **{key.replace("_", "-"): value for key, value in (sbatch or {}).items()},
         }
-        self.resources = Resources(options, signal_s, parallel_jobs, int(join_timeout_s))
+        self.resources = Resources(options, signal_s, parallel_jobs, math.ceil(join_timeout_s))
         variables = {name: str(value) for name, value in (env or {}).items()}
         self.environment = Environment(modules, conda, venv, setup, variables, prefix)
 
@@ -116,7 +120,7 @@ class Slurm:
             print(script, end="")
             return []
         _check_commands()
-        job = submit(script, directory)
+        job = submit(script, directory, name=f"jobs-{min(_number(work) for work in works)}.sh")
         print(f"submitted {len(works)} jobs as job {job}\nsweep directory: {directory}", flush=True)
         self._submitted = [f"{job}_{number}" for number in range(len(works))] if len(works) > 1 else [job]
         return self._submitted
@@ -140,10 +144,15 @@ class Slurm:
         return render(resources, self.environment, works, log, self.python, self.nproc_per_node)
 
 
-def submit(script: str, directory: Path) -> str:
+def _number(work: Work) -> int:
+    """Of a job of a sweep, whose directory begins with it."""
+    return int(work.directory.name.partition("-")[0])
+
+
+def submit(script: str, directory: Path, name: str = "job.sh") -> str:
     """Keep the script and hand it to sbatch. Returns the job's id. Raises InputError where sbatch refuses it."""
     (directory / "slurm").mkdir(exist_ok=True)
-    path = directory / "slurm" / "job.sh"
+    path = directory / "slurm" / name
     path.write_text(script)
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
@@ -163,7 +172,7 @@ def follow(job: str, directory: Path) -> dict[str, float]:
             time.sleep(POLL_S)
             state, status = state_of(job)
             if log.exists():
-                with log.open() as file:
+                with log.open(errors="replace") as file:
                     file.seek(read)
                     print(file.read(), end="", flush=True)
                     read = file.tell()

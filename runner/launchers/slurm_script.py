@@ -45,17 +45,17 @@ def render(
     resources: Resources, environment: Environment, works: Sequence[Work], log: Path, python: str, nproc_per_node: int
 ) -> str:
     """The script. Several works are the tasks of a job array; their log's path may hold sbatch's own %A and %a."""
-    lines = ["#!/bin/bash", *_directives(resources, log, len(works)), ""]
+    lines = ["#!/bin/bash", *_directives(resources, log, len(works)), "", _TRAP]
     lines += _prepare(environment)
     lines += _choose(works)
     lines += [_BODY.format(ports=len(PORTS), first_port=PORTS[0], grace_s=resources.signal_s)]
-    agent = [*shlex.split(environment.prefix or ""), python, "-m", "torch.distributed.run"]
+    inside = [*shlex.split(environment.prefix or ""), python]
     lines += [
-        f"command=({shlex.join(agent)}",
+        f"command=({shlex.join([*inside, '-m', 'torch.distributed.run'])}",
         f'    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc_per_node} --rdzv-backend=c10d',
         '    --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts=0',
         f'    --signals-to-handle={SIGNALS} -m runner "${{overrides[@]}}")',
-        _RUN.format(python=shlex.quote(python), join_s=resources.join_timeout_s),
+        _RUN.format(python=shlex.join(inside), join_s=resources.join_timeout_s),
     ]
     return "\n".join(lines)
 
@@ -66,18 +66,19 @@ def _directives(resources: Resources, log: Path, num_works: int) -> list[str]:
     if num_works > 1:
         throttle = f"%{resources.parallel_jobs}" if resources.parallel_jobs else ""
         options["array"] = f"0-{num_works - 1}{throttle}"
-    given = {name: value for name, value in options.items() if value not in (None, False)}
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
     return [
         f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}") for name, value in given.items()
     ]
 
 
 def _prepare(environment: Environment) -> list[str]:
-    lines = [f"module load {shlex.quote(module)}" for module in environment.modules]
+    lines = [f"module load {shlex.quote(module)} || exit 1" for module in environment.modules]
     if environment.conda:
-        lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(environment.conda)}"]
+        lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(environment.conda)} || exit 1"]
     if environment.venv:
-        lines += [f"source {shlex.quote(str(Path(environment.venv) / 'bin' / 'activate'))}"]
+        activate = Path(environment.venv).expanduser() / "bin" / "activate"
+        lines += [f"source {shlex.quote(str(activate))} || exit 1"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.variables.items()]
     return [*lines, *environment.setup]
 
@@ -108,18 +109,33 @@ port=$(({first_port} + SLURM_JOB_ID % {ports}))  # one that no other job on the 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
 """
 
+_TRAP = """\
+# Shortly before the time limit, and when preempted: the ranks save and end.
+step= told=
+trap 'told=yes; [[ -z $step ]] || kill -USR1 "$step" 2>/dev/null' USR1 TERM
+"""
+
 _RUN = """
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
+mkdir -p "$RUNNER_DIRECTORY/slurm" && touch "$RUNNER_DIRECTORY/slurm/started"
+srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
     bash -c 'export PET_LOCAL_ADDR=$(address "$SLURMD_NODENAME")
              export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}
              exec "$@"' agent "${{command[@]}}" &
-step=$! told=
-# Shortly before the time limit, and when preempted: the ranks save and end.
-trap 'told=yes; kill -USR1 "$step" 2>/dev/null' USR1 TERM
+step=$!
+[[ -z $told ]] || kill -USR1 "$step"
 while true; do
     wait "$step"
     status=$?
     kill -0 "$step" 2>/dev/null || break
 done
 {python} -m runner.launchers.requeue "$RUNNER_DIRECTORY" "$status" "$told"
+status=$?
+# 143 asks for another turn; a job that was cancelled meanwhile no longer counts as running.
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}
+if [[ $status == 143 && $(scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
+    echo "job $job goes back into the queue"
+    scontrol requeue "$job"
+fi
+exit "$status"
 """

@@ -79,13 +79,13 @@ class Spawn:
             )
             for place in places
         ]
-        with passing_signals_on(lambda: processes):
+        with passing_signals_on(lambda: processes) as received:
             for process in processes:
                 process.start()
             theirs.close()
             outcome, died = _watch(processes, ours, first)
         del store  # it has served until here
-        return conclude(outcome, died)
+        return conclude(outcome, died, received)
 
 
 def _serve_store() -> tuple[dist.Store, int]:

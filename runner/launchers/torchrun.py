@@ -1,6 +1,7 @@
 """torchrun's elastic agent, run by the runner itself: on this machine, or as one of several."""
 
 import logging
+import math
 import multiprocessing
 import os
 import socket
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -76,8 +78,8 @@ class Torchrun:
             rdzv_backend="c10d",
             rdzv_endpoint=f"{self.host}:{self.port}",
             rdzv_configs={
-                "join_timeout": int(self._meeting_s()),
-                "read_timeout": int(self.join_timeout_s),
+                "join_timeout": math.ceil(self._meeting_s()),
+                "read_timeout": math.ceil(self.join_timeout_s),
                 "last_call_timeout": LAST_CALL_S,
                 # torch finds it out by this machine's own name, which need not resolve.
                 "is_host": alone or self._is_meeting_place(),
@@ -85,13 +87,13 @@ class Torchrun:
             max_restarts=self.max_restarts,
             monitor_interval=0.05,
             start_method="forkserver",
-            local_addr="localhost" if alone else address_towards(self.host, "launcher.rdzv_endpoint"),
+            local_addr="localhost" if alone else self._own_address(),
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on, so that the ranks save
         )
         outcomes: dict[int, Outcome] = {}
-        died = None
+        died, received, had_ranks = None, list[str](), threading.Event()
         try:
-            with passing_signals_on(), self._ending_when_cut_off() as had_ranks:
+            with passing_signals_on() as received, self._ending_when_cut_off(had_ranks):
                 outcomes = elastic_launch(launch_config, _run_rank)(config, request, self.join_timeout_s)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
@@ -106,16 +108,16 @@ class Torchrun:
                     f"{where}: {self.min_nodes} nodes did not meet there within launcher.join_timeout_s="
                     f"{self.join_timeout_s:g} ({why}); is every one started?"
                 ) from None
-        return conclude(next(iter(outcomes.values()), None), died)
+        return conclude(next(iter(outcomes.values()), None), died, received)
 
     @contextmanager
-    def _ending_when_cut_off(self) -> Iterator[threading.Event]:
-        """End this process when it has had no ranks for longer than meeting takes. Yields whether it has had any.
+    def _ending_when_cut_off(self, had_ranks: threading.Event) -> Iterator[None]:
+        """End this process when it has had no ranks for longer than meeting takes; the event says if it has had any.
 
         An agent asks the store where the nodes meet all the time, and one that is cut off from it waits for the answer
         for as long as TCP does, whatever becomes of its ranks.
         """
-        back, had_ranks = threading.Event(), threading.Event()
+        back = threading.Event()
         patience_s = self._meeting_s() + END_TIMEOUT_S
 
         def watch() -> None:
@@ -132,18 +134,24 @@ class Torchrun:
 
         threading.Thread(target=watch, daemon=True).start()
         try:
-            yield had_ranks
+            yield
         finally:
             back.set()
 
     def _meeting_s(self) -> float:
         return self.join_timeout_s + (LAST_CALL_S if self.max_nodes > self.min_nodes else 0)
 
+    def _own_address(self) -> str:
+        """By which the other nodes reach this one."""
+        own = address_towards(self.host, "launcher.rdzv_endpoint")
+        return self.host if ip_address(own).is_loopback else own  # where it is this one's name, the others resolve it
+
     def _is_meeting_place(self) -> bool:
         """Whether the endpoint is on this machine, and no other agent of it serves there already."""
         try:
             there = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            if there[4][0] != address_towards(self.host):
+            # A machine's own name is an alias of its loopback on Debian.
+            if not ip_address(there[4][0]).is_loopback and there[4][0] != address_towards(self.host):
                 return False
             with socket.socket(there[0], there[1]) as probe:
                 return probe.connect_ex(there[4]) != 0

@@ -35,7 +35,8 @@ def table(jobs: Sequence[JobRecord]) -> str:
         why = (job.error or "").strip().splitlines() or [""]
         numbers = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in ("val/accuracy", "val/loss")]
         lines.add_row(job.label, job.state, *numbers, why[-1 if job.state == "failed" else 0])
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+    # An error's text is no markup: gloo's begin with a path in brackets.
+    console = Console(file=sys.stdout, markup=False, emoji=False, width=None if sys.stdout.isatty() else 200)
     with console.capture() as captured:
         console.print(lines)
     return captured.get()

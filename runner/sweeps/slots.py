@@ -138,8 +138,8 @@ def _start(sweep: Sweep, job: Job, slotted: Slotted, slots: list[int]) -> Runnin
     return Running(job, slots, process, stderr, time.monotonic())
 
 
-def _record(sweep: Sweep, ended: Running) -> None:
-    """Write what became of a job, and tell the user."""
+def _record(sweep: Sweep, ended: Running, stopped: bool = False) -> None:
+    """Write what became of a job, and tell the user. stopped: it was asked to end."""
     assert ended.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         ended.process.stdin.close()
@@ -152,6 +152,8 @@ def _record(sweep: Sweep, ended: Running) -> None:
         state, error = sweep.tell_result(ended.job, metrics), None
     else:
         state = {2: "refused", 143: "preempted"}.get(status, "failed")
+        if stopped and status < 0:  # it had no time to save, or not heard of signals yet
+            state = "preempted"
         died = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         error = said if state == "refused" else result.get("error") or said or died
         sweep.tell(ended.job, state, error=error)
@@ -173,7 +175,7 @@ def _await_end(sweep: Sweep, running: list[Running]) -> None:
             os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()
         running.remove(each)
-        _record(sweep, each)
+        _record(sweep, each, stopped=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from hydra.plugins.launcher import Launcher
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -112,7 +112,11 @@ def run_study(
 ) -> None:
     """Run the trials. All ranks must call it. Raises InputError, with nothing written, for wrong options."""
     words = [*(f"{key}={value}" for key, value in options.params.items()), *arguments]
-    overrides = {o.get_key_element(): o for o in OverridesParser.create(config_loader=loader).parse_overrides(words)}
+    try:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(words)
+    except HydraException as error:
+        raise InputError(f"hydra.sweeper.params: {str(error).splitlines()[0]}") from None
+    overrides = {override.get_key_element(): override for override in parsed}
     swept = {key: override for key, override in overrides.items() if override.is_sweep_override()}
     fixed = [f"{key}={o.get_value_element_as_str()}" for key, o in overrides.items() if key not in swept]
     sample = [*fixed, *(f"{key}={_first(override)}" for key, override in swept.items())]
@@ -188,9 +192,17 @@ def _open(sweep: Sweep, options: Options, fixed: list[str], swept: dict[str, Ove
         storage=open_storage(storage_of(options, path)),
         study_name=options.study_name or path.name,
         direction=direction,
-        sampler=instantiate(options.sampler),
         load_if_exists=True,
     )
+    trials = study.get_trials(deepcopy=False)
+    if any(job.trial is not None and job.trial >= len(trials) for job in read_ledger(path)):
+        raise InputError(
+            f"hydra.sweeper.storage={options.storage}: the study {study.study_name} has not the trials of {path}; "
+            "keep the storage and the name that the sweep was started with"
+        )
+    # A generator that starts anew would propose the first trials again.
+    seed = options.sampler.get("seed")
+    study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + len(trials)}))
     if study.direction.name.lower() != direction:
         raise InputError(
             f"hydra.sweeper.direction={direction}: the study {study.study_name} is to {study.direction.name.lower()}; "

@@ -126,6 +126,9 @@ class Sweep:
         except JobFailed as error:
             self.tell(job, "failed", error=str(error))
             raise
+        except KeyboardInterrupt:
+            self.tell(job, "preempted", error="interrupted")
+            raise
         except BaseException as error:
             self.tell(job, "failed", error=f"{type(error).__name__}: {error}")
             raise
@@ -136,14 +139,15 @@ class Sweep:
         """Hand over the jobs that are for a queue. Returns whether they are still there."""
         from runner.build import make_launcher
 
-        waits = True
+        queues = []
         for same in group_by_launcher(self.queued):
-            launcher = cast(Queue, make_launcher(same[0][1]))
+            queues.append(cast(Queue, make_launcher(same[0][1])))
             works = [(config, request) for _, config, request in same]
-            for (job, _, _), name in zip(same, launcher.submit_sweep(works, Path(str(self.directory))), strict=False):
+            names = queues[-1].submit_sweep(works, Path(str(self.directory)))
+            for (job, _, _), name in zip(same, names, strict=False):  # none of jobs that are only shown
                 self.tell(job, "queued", queued_as=name)
-            waits = launcher.wait_for_sweep() and waits
-        return bool(self.queued) and not waits
+        waits = [queue.wait_for_sweep() for queue in queues]
+        return bool(queues) and not all(waits)
 
     def request(self, job: Job, typed: list[str], choices: dict[str, str]) -> Request:
         """How a job is asked for. typed: the words that are composed for it."""
@@ -244,7 +248,7 @@ def run_sweep(typed: Typed, place: Place) -> int:
 
     base = compose(typed.overrides, RunMode.MULTIRUN)
     launcher = str(base.hydra.runtime.choices["hydra/launcher"])
-    if place.found != "one process" and launcher != "basic":
+    if not place.found.startswith("one process") and launcher != "basic":
         raise InputError(
             f"hydra/launcher={launcher} starts jobs itself, but {place.found} has started this process as rank "
             f"{place.rank} of {place.world_size}; leave one of the two out"

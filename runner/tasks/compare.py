@@ -210,7 +210,7 @@ def _as_text(cells: list[Cell]) -> str:
     table = Table(*HEADER, box=None, pad_edge=False)
     for cell in cells:
         table.add_row(*cell.row())
-    console = Console(width=200, no_color=True)
+    console = Console(width=200, no_color=True, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
