@@ -14,7 +14,7 @@ from commands import Commands
 
 from runner.config import InputError
 from runner.entry import main
-from runner.report.records import read_jobs
+from runner.report.records import read_jobs, read_trial
 from runner.report.render import as_text, closing, command_of
 from runner.report.statistics import Report, mean_of, show, summarize
 from runner.sweeps.ledger import write_lines, write_state
@@ -258,3 +258,13 @@ def test_on_several_ranks_one_of_them_reports(tmp_path: Path, commands: Commands
     sweep = make_sweep(tmp_path)
     done = commands.torchrun(2, "task=report", f"run={sweep}")
     assert done.returncode == 0 and done.stdout.count("best optimizer.lr=0.2") == 1, done.stdout + done.stderr
+
+
+def test_the_first_trial_of_a_study_varies_what_was_typed_as_a_range(tmp_path: Path) -> None:
+    typed = ["optimizer.lr=interval(0.01,0.1)", "batch_size=choice(32,64)", "epochs=2"]
+    write_lines(
+        tmp_path,
+        {"sweep": {"typed": typed, "config_dir": None, "command": [], "shared": {}}},
+        {"number": 0, "label": "0-a", "overrides": ["epochs=2", "optimizer.lr=0.05", "batch_size=32"], "trial": 0},
+    )
+    assert read_trial(tmp_path / "0-a").words == {"optimizer.lr": "0.05", "batch_size": "32"}

@@ -76,6 +76,8 @@ def test_a_run_has_a_session_of_what_was_typed_and_a_layout(tmp_path: Path) -> N
 
 
 def test_the_words_that_vary_are_those_that_tell_jobs_apart(tmp_path: Path) -> None:
+    typed = ["model=mlp", "optimizer.lr=0.1,0.2", "seed=0,1"]
+    write_lines(tmp_path, {"sweep": {"typed": typed, "config_dir": None, "command": [], "shared": {}}})
     jobs = [["model=mlp", f"optimizer.lr={lr}", f"seed={seed}"] for lr in (0.1, 0.2) for seed in (0, 1)]
     for number, words in enumerate(jobs):
         write_lines(tmp_path, {"number": number, "label": str(number), "overrides": words})

@@ -13,7 +13,7 @@ import yaml
 
 from runner.config import InputError
 from runner.run_dir import CONFIG, METRICS, OVERRIDES, read_result
-from runner.sweeps.ledger import LEDGER, JobRecord, is_sweep, read_ledger
+from runner.sweeps.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 
 # What says where a job ran or was kept, and not what was tried.
 PLACING = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
@@ -92,11 +92,17 @@ def read_trial(directory: Path) -> Trial:
         for words in jobs.values():
             for key in own:
                 values[key].add(words.get(key, ""))
-        # The seed also where all have one: it is what a sweep is most often extended by.
-        varied = {key: sorted(found) for key, found in values.items() if len(found) > 1 or key == "seed"}
+        typed = _by_key(read_sweep(directory.parent).typed)
+        # The seed also where all have one: it is what a sweep is most often extended by. And what was typed otherwise,
+        # as an interval: the first trial of a study has nothing yet to differ from.
+        varied = {
+            key: sorted(found)
+            for key, found in values.items()
+            if len(found) > 1 or key == "seed" or typed.get(key, own[key]) != own[key]
+        }
         return Trial({key: own[key] for key in varied}, varied)
-    typed = _by_key([word for word in _overrides(directory) if not word.startswith("--")])
-    return Trial({key: value for key, value in typed.items() if key.split(".")[0] not in PLACING}, {})
+    alone = _by_key([word for word in _overrides(directory) if not word.startswith("--")])
+    return Trial({key: value for key, value in alone.items() if key.split(".")[0] not in PLACING}, {})
 
 
 def ran(jobs: Sequence[Job]) -> list[Job]:
