@@ -88,7 +88,7 @@ def test_a_host_that_is_cut_off_is_named(elastic: bool, hosts: Hosts, commands: 
         "epochs=1000",
         "max_steps=2000",
         "backend.timeout_s=4",
-        "launcher.join_timeout_s=20",
+        "launcher.join_timeout_s=15",
         *nodes,
         *restarts,
     ]

@@ -79,7 +79,7 @@ def begun(commands: Commands, way: str, tmp_path: Path) -> "subprocess.Popen[str
 
 
 def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(commands: Commands, tmp_path: Path) -> None:
-    long = (*TINY, "epochs=60", "eval_every=60")
+    long = (*TINY, "epochs=30", "eval_every=30")
     whole = run(tmp_path / "here", 2, *long, "backend=gloo")
     process = start(commands, "agent", *long, "launcher.max_restarts=1")
     wait_until(lambda: any(tmp_path.glob("outputs/run/*/checkpoints/step_*")), process, timeout_s=60)

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from runner.backend import as_backend
-from runner.config import Config
+from runner.config import Config, InputError
 from runner.launchers.env import Place
 from runner.meeting import join
 from runner.report.plots import draw
@@ -41,7 +41,10 @@ class Report:
         summary = summarize(_once(jobs), config.report.metric, config.report.direction)
         world = join(place, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
-        world.share("report", lambda: _tell(summary, config, [Path(path) for _, path in named], place))
+        try:
+            world.share("report", lambda: _tell(summary, config, [Path(path) for _, path in named], place))
+        except ValueError as error:
+            raise InputError(f"report.output: the report cannot be kept ({error}); name a folder for it") from None
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 
