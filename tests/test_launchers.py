@@ -192,7 +192,7 @@ def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Co
         "#SBATCH --exclusive",
         "#SBATCH --constraint=h100",
         "#SBATCH --overcommit",
-        "module load cuda/12",
+        "module load cuda/12 || exit 1",
         "export NAME='a b'",
         "ulimit -n 4096",
         "command=(apptainer exec --nv i.sif python -m torch.distributed.run",
