@@ -218,3 +218,12 @@ def as_config(container: Mapping[str, Any]) -> Config:
     values["compare"] = Comparison(**values["compare"])
     values["report"] = Reporting(**values["report"])
     return Config(**values)
+
+
+def dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values in a node and in those that it holds, by dotted key; an empty node is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= dotted(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat

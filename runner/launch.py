@@ -20,7 +20,7 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
     if task.conducts:
         return task.conduct(config, request, place)
     launcher = make_launcher(config)
-    if launcher.starts_processes and not place.found.startswith("one process"):
+    if launcher.starts_processes and not place.may_start_processes:
         raise InputError(
             f"launcher={request.choices['launcher']} starts processes itself, but {place.found} has started this one "
             f"as rank {place.rank} of {place.world_size}; add launcher=env"

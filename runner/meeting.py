@@ -4,13 +4,13 @@ import json
 import socket
 import time
 from datetime import timedelta
-from ipaddress import ip_address
 
 import torch.distributed as dist
 
 from runner.backend import Backend
 from runner.config import InputError
 from runner.launchers.env import Place
+from runner.launchers.network import is_loopback
 from runner.launchers.parent import end_with_parent
 from runner.world import SPEAK_TIMEOUT_S, World
 
@@ -99,22 +99,23 @@ def _find(host: str, port: int, place: Place, timeout_s: float) -> dist.Store:
 
 
 def _serve(host: str, port: int, place: Place, timeout_s: float) -> dist.Store:
-    """A store on the loopback alone where the master is there and so are all ranks; torch listens everywhere."""
     socket.getaddrinfo(host, port)  # one that does not resolve is told at once
-    listener = None
-    if place.on_one_machine and _resolves_to_loopback(host):
-        listener = socket.create_server((host, port)).detach()
+    return serve_store(host, port, place.on_one_machine and _resolves_to_loopback(host), timeout_s)
+
+
+def serve_store(host: str, port: int, loopback: bool, timeout_s: float) -> dist.TCPStore:
+    """A world's store, served by this process; port 0 is a free one. loopback: no other machine reaches it."""
+    # Given a listening socket, the store keeps to that; asked for a port, it listens on every interface.
+    listener = socket.create_server((host, port)) if loopback else None
     return dist.TCPStore(
         host,
-        port,
-        place.world_size,
+        listener.getsockname()[1] if listener else port,
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener,
+        master_listen_fd=listener.detach() if listener else None,
     )
 
 
 def _resolves_to_loopback(host: str) -> bool:
-    addresses = {where[4][0] for where in socket.getaddrinfo(host, None, socket.AF_INET)}
-    return all(ip_address(address).is_loopback for address in addresses)
+    return all(is_loopback(str(where[4][0])) for where in socket.getaddrinfo(host, None, socket.AF_INET))

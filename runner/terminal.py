@@ -10,8 +10,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 LOGGER = logging.getLogger("runner")
+WIDTH = 200  # of a table that goes into a file, in characters
 
 
 class _ToConsole(logging.Handler):
@@ -78,6 +80,22 @@ class _LazyFile(logging.FileHandler):
     def _open(self) -> Any:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
+
+
+def draw_table(table: Table, width: int | None) -> str:
+    """The table as lines of text; what is in it is no markup, as an error's text that begins with a path in brackets.
+
+    width: in characters; None is the terminal's.
+    """
+    console = Console(file=sys.stdout, no_color=True, markup=False, emoji=False, width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def width_of_terminal() -> int | None:
+    """For `draw_table`: the terminal's, or enough for a table that goes into a file."""
+    return None if sys.stdout.isatty() else WIDTH
 
 
 class Bar:

@@ -128,8 +128,8 @@ class Trainer:
         """Whether rank 0's judge, where there is one, gives this run up. All ranks must call it."""
         judge = self.directory.judge
         if judge is not None:
-            no = self.world.any_later(self.directory.writes and judge(self.progress.step, metrics))
-            self.directory.pruned = no()
+            given_up = self.directory.writes and judge(self.progress.step, metrics)
+            self.directory.pruned = self.world.any_later(given_up)()
         return self.directory.pruned
 
     def _log(self, metrics: dict[str, float]) -> None:

@@ -8,6 +8,8 @@ from runner.backend import as_backend
 from runner.config import Config, InputError
 from runner.run_dir import Request
 
+ALONE = "one process"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -18,13 +20,18 @@ class Place:
     world_size: int = 1
     local_world_size: int = 1
     restart: int = 0  # how often the launcher has started this world again
-    found: str = "one process"  # what described it
+    found: str = ALONE  # what described it
     master_addr: str = ""
     master_port: int = 0
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
     on_one_machine: bool = True  # as far as is known
     directory: str | None = None  # given to a run whose job Slurm may start again
     has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
+
+    @property
+    def may_start_processes(self) -> bool:
+        """Whether no launcher has started this one as a part of its world."""
+        return self.found.startswith(ALONE)
 
 
 class Env:

@@ -53,10 +53,10 @@ def choose_interface(place: Place, wanted: str | None, addresses: dist.Store) ->
         return None, ()
     mine = address_towards(place.master_addr)
     addresses.set(str(place.rank), mine)
-    if _is_loopback(mine):
+    if is_loopback(mine):
         # A master's own name is often an alias of its loopback; the address of another machine shows the way out.
         others = [addresses.get(str(rank)).decode() for rank in range(place.world_size)]
-        outside = next((other for other in others if not _is_loopback(other)), None)
+        outside = next((other for other in others if not is_loopback(other)), None)
         mine = mine if outside is None else address_towards(outside)
     found = interface_of(mine)
     return found, ((GLOO, TENSORPIPE) if found == loopback() else (GLOO, NCCL, TENSORPIPE))
@@ -86,7 +86,7 @@ def address_towards(host: str, key: str = "MASTER_ADDR") -> str:
 
 def interface_of(address: str) -> str | None:
     """The interface that has the address, or None where this system does not say."""
-    if _is_loopback(address):
+    if is_loopback(address):
         return loopback()
     return next((name for _, name in socket.if_nameindex() if address in _addresses_of(name)), None)
 
@@ -108,5 +108,6 @@ def _addresses_of(interface: str) -> list[str]:
     return found + [str(ip_address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface]
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches the address, which may name its interface behind a %."""
     return ip_address(address.partition("%")[0]).is_loopback

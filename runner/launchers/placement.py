@@ -20,7 +20,7 @@ def take_cores(world: World, threads: int | None) -> None:
 
     threads: as many, instead; so does OMP_NUM_THREADS, unless it is torchrun's own 1.
     """
-    cores = _allowed()
+    cores = allowed_cores()
     nodes = {number: own for number, node in numa_nodes().items() if (own := node & cores)}
     if len(nodes) > 1:
         cores = share_of_nodes(nodes, world.place, _node_of_gpu(world))
@@ -84,7 +84,8 @@ def _node_of_gpu(world: World) -> int | None:
     return number if number >= 0 else None  # -1 where the machine has only one
 
 
-def _allowed() -> set[int]:
+def allowed_cores() -> set[int]:
+    """The cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))

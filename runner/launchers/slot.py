@@ -24,7 +24,7 @@ class Slotted:
 
 def main() -> int:
     """Run the job. Returns the exit status that the job alone would have."""
-    slotted: Slotted = pickle.load(sys.stdin.buffer)
+    slotted: Slotted = pickle.load(sys.stdin.buffer)  # by a pipe that the sweep's own process alone writes to
     threading.Thread(target=_end_with_sweep, daemon=True, name="sweep").start()
     confine(slotted.cores, slotted.gpus)
     if folder := slotted.request.config_dir:

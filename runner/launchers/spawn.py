@@ -2,17 +2,16 @@
 
 import multiprocessing
 import os
-import socket
 import time
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from runner.config import Config
 from runner.launchers.env import Place, checked_timeout
 from runner.launchers.rank import END_TIMEOUT_S, PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
+from runner.meeting import serve_store
 from runner.run_dir import Request
 
 
@@ -51,7 +50,8 @@ class Spawn:
         self.join_timeout_s = checked_timeout(join_timeout_s)
 
     def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
-        store, port = _serve_store() if self.nodes == 1 else (None, self.master_port)
+        store = serve_store("localhost", 0, True, self.join_timeout_s) if self.nodes == 1 else None
+        port = store.port if store else self.master_port
         first = self.node_rank * self.nproc_per_node
         places = [
             Place(
@@ -86,15 +86,6 @@ class Spawn:
             outcome, died = _watch(processes, ours, first)
         del store  # it has served until here
         return conclude(outcome, died, received)
-
-
-def _serve_store() -> tuple[dist.Store, int]:
-    listener = socket.create_server(("localhost", 0))
-    port = listener.getsockname()[1]
-    # Given a listening socket, the store keeps to loopback; asked for a port, it listens on every interface.
-    listening = listener.detach()
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
-    return store, port
 
 
 def _run_rank(config: Config, request: Request, place: Place, timeout_s: float, parent: Connection | None) -> None:

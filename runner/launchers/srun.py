@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 
 from runner.config import InputError
-from runner.launchers.env import Place, integer
+from runner.launchers.env import ALONE, Place, integer
 
 PORTS = range(10_000, 30_000)  # below those that systems give away by themselves
 
@@ -20,7 +20,7 @@ def place_in_step(environ: Mapping[str, str]) -> Place:
         )
     world_size = integer(environ, "SLURM_STEP_NUM_TASKS")
     if world_size == 1:
-        return Place(found="one process under srun")
+        return Place(found=f"{ALONE} under srun")
     rank = integer(environ, "SLURM_PROCID")
     tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     return Place(

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ipaddress import ip_address
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from runner.config import Config, InputError
 from runner.launchers.env import Place, checked_timeout, find_place
-from runner.launchers.network import address_towards
+from runner.launchers.network import address_towards, is_loopback
 from runner.launchers.rank import END_TIMEOUT_S, PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
 from runner.run_dir import Request
 
@@ -144,14 +143,14 @@ class Torchrun:
     def _own_address(self) -> str:
         """By which the other nodes reach this one."""
         own = address_towards(self.host, "launcher.rdzv_endpoint")
-        return self.host if ip_address(own).is_loopback else own  # where it is this one's name, the others resolve it
+        return self.host if is_loopback(own) else own  # where it is this one's name, the others resolve it
 
     def _is_meeting_place(self) -> bool:
         """Whether the endpoint is on this machine, and no other agent of it serves there already."""
         try:
             there = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             # A machine's own name is an alias of its loopback on Debian.
-            if not ip_address(there[4][0]).is_loopback and there[4][0] != address_towards(self.host):
+            if not is_loopback(str(there[4][0])) and there[4][0] != address_towards(self.host):
                 return False
             with socket.socket(there[0], there[1]) as probe:
                 return probe.connect_ex(there[4]) != 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from runner.config import InputError
+from runner.config import InputError, dotted
 from runner.run_dir import CONFIG, METRICS, OVERRIDES, read_result
 from runner.sweeps.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 
@@ -155,17 +155,9 @@ def _overrides(path: Path) -> list[str]:
 def _settings(path: Path) -> dict[str, Any]:
     try:
         read = yaml.load((path / CONFIG).read_text(), Loader=SAFE)
-        return dict(_dotted(read)) if isinstance(read, dict) else {}
+        return dotted(read) if isinstance(read, dict) else {}
     except (OSError, yaml.YAMLError):
         return {}
-
-
-def _dotted(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

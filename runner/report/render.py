@@ -4,14 +4,13 @@ import csv
 import dataclasses
 import io
 import shlex
-import sys
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from runner.report.records import Job, ran
 from runner.report.statistics import Report, Row, as_number, show, summarize
+from runner.terminal import draw_table, width_of_terminal
 
 BESIDES = ("val/accuracy", "val/loss", "train/loss", "samples_per_second")  # shown beside the chosen metric
 MAX_ROWS = 30  # on the terminal
@@ -152,10 +151,7 @@ def _text_table(cells: Cells) -> str:
         drawn.add_column(name, justify="right" if numeric and name else "left", overflow="fold")
     for line in cells[1:]:
         drawn.add_row(*line)
-    console = Console(file=sys.stdout, no_color=True, markup=False, width=None if sys.stdout.isatty() else 200)
-    with console.capture() as captured:
-        console.print(drawn)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+    return draw_table(drawn, width_of_terminal())
 
 
 def _markdown_table(cells: Cells) -> str:

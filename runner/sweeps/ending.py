@@ -1,21 +1,20 @@
 """What the user is told at the end of a sweep."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from runner.report.records import read_jobs
 from runner.report.render import closing
 from runner.sweeps.ledger import DONE, JobRecord, read_ledger
+from runner.terminal import draw_table, width_of_terminal
 
 
 def conclude(directory: Path) -> bool:
     """Tell the user what became of the jobs. Returns whether any is not done."""
     jobs = read_ledger(directory)
-    print(f"\n{table(jobs)}", flush=True)
+    print(f"\n{table(jobs)}\n", flush=True)
     if report := closing(read_jobs(directory, "run")):
         print(f"{report}\n", flush=True)
     for job in jobs:
@@ -35,8 +34,4 @@ def table(jobs: Sequence[JobRecord]) -> str:
         why = (job.error or "").strip().splitlines() or [""]
         numbers = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in ("val/accuracy", "val/loss")]
         lines.add_row(job.label, job.state, *numbers, why[-1 if job.state == "failed" else 0])
-    # An error's text is no markup: gloo's begin with a path in brackets.
-    console = Console(file=sys.stdout, markup=False, emoji=False, width=None if sys.stdout.isatty() else 200)
-    with console.capture() as captured:
-        console.print(lines)
-    return captured.get()
+    return draw_table(lines, width_of_terminal())

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
-from runner.config import Config, InputError
+from runner.config import Config, InputError, dotted
 from runner.explain.annotations import show
 from runner.explain.diagnose import explain
 from runner.going_on import go_on, put_on_top
@@ -124,17 +124,7 @@ def shared_values(configs: Sequence[Config], swept: Sequence[str]) -> dict[str, 
 
 def flatten(config: Config) -> dict[str, Any]:
     """What the configuration says of the job itself, by dotted key."""
-    flat: dict[str, Any] = {}
-
-    def put(prefix: str, node: Any) -> None:
-        if isinstance(node, dict) and node:
-            for key, value in node.items():
-                put(f"{prefix}.{key}" if prefix else str(key), value)
-        else:
-            flat[prefix] = node
-
-    put("", {key: value for key, value in asdict(config).items() if key not in NOT_THE_JOBS})
-    return flat
+    return dotted({key: value for key, value in asdict(config).items() if key not in NOT_THE_JOBS})
 
 
 def varying_keys(jobs: Sequence[Sequence[str]]) -> list[str]:

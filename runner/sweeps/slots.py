@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from runner.backend import as_backend
 from runner.config import Config, InputError
+from runner.launchers.placement import allowed_cores
 from runner.launchers.slot import Slotted
 from runner.run_dir import read_result
 from runner.signals import StopRequest
@@ -44,7 +45,7 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
         raise InputError(f"hydra.launcher.slots={slots} must be an integer of at least 1; try 2")
     from runner.build import make_launcher
 
-    num_cores, num_gpus = len(_cores()), _count_gpus(configs)
+    num_cores, num_gpus = len(allowed_cores()), _count_gpus(configs)
     devices, kind = (num_gpus, "GPUs") if num_gpus else (num_cores, "CPU cores")
     if slots > devices:
         raise InputError(
@@ -80,7 +81,7 @@ def run_in_slots(
     waiting = [_compose(sweep, position, words, master, loader) for position, words in enumerate(jobs, start=first)]
     check_slots(slots, [slotted.config for _, slotted in waiting])
     num_gpus = _count_gpus([slotted.config for _, slotted in waiting])
-    cores, gpus = deal(_cores(), slots), deal(list(range(num_gpus)), slots)
+    cores, gpus = deal(sorted(allowed_cores()), slots), deal(list(range(num_gpus)), slots)
     free, num_jobs = list(range(slots)), len(waiting)
     running: list[Running] = []
     with StopRequest() as stop, _all_ending(running):
@@ -188,12 +189,6 @@ def _all_ending(running: list[Running]) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _count_gpus(configs: Sequence[Config]) -> int:

@@ -248,7 +248,7 @@ def run_sweep(typed: Typed, place: Place) -> int:
 
     base = compose(typed.overrides, RunMode.MULTIRUN)
     launcher = str(base.hydra.runtime.choices["hydra/launcher"])
-    if not place.found.startswith("one process") and launcher != "basic":
+    if not place.may_start_processes and launcher != "basic":
         raise InputError(
             f"hydra/launcher={launcher} starts jobs itself, but {place.found} has started this process as rank "
             f"{place.rank} of {place.world_size}; leave one of the two out"

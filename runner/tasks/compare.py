@@ -18,7 +18,7 @@ from runner.launchers.env import Place
 from runner.meeting import join
 from runner.progress import available
 from runner.run_dir import CHECKPOINTS, Request, RunDirectory, new_directory
-from runner.terminal import speaking
+from runner.terminal import WIDTH, draw_table, speaking
 from runner.world import World
 
 log = logging.getLogger(__name__)
@@ -210,10 +210,7 @@ def _as_text(cells: list[Cell]) -> str:
     table = Table(*HEADER, box=None, pad_edge=False)
     for cell in cells:
         table.add_row(*cell.row())
-    console = Console(width=200, no_color=True, markup=False, emoji=False)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return draw_table(table, WIDTH)  # the run's log.txt keeps it
 
 
 def _write(cells: list[Cell], path: Path, notes: list[str]) -> None:

@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from runner.build import Experiment
-from runner.config import Config
+from runner.config import Config, dotted
 from runner.run_dir import CONFIG, DIFF, RunDirectory, read_result
 from runner.tasks.train import Train
 from runner.world import World
@@ -86,11 +86,7 @@ def _diff(path: Path) -> str:
     return (path / DIFF).read_text() if (path / DIFF).exists() else ""
 
 
-def _settings(path: Path, prefix: str = "", node: Any = None) -> dict[str, Any]:
+def _settings(path: Path) -> dict[str, Any]:
     """The configuration with dotted keys, without what is aside."""
-    settings: dict[str, Any] = {}
-    for key, value in (yaml.safe_load((path / CONFIG).read_text()) if node is None else node).items():
-        if prefix or key not in ASIDE:
-            nested = isinstance(value, dict)
-            settings |= _settings(path, f"{prefix}{key}.", value) if nested else {f"{prefix}{key}": value}
-    return settings
+    recorded = yaml.safe_load((path / CONFIG).read_text())
+    return dotted({key: value for key, value in recorded.items() if key not in ASIDE})
