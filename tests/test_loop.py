@@ -1,4 +1,4 @@
-"""The loop: resume, evaluation, preemption, checkpoints, precision, what is logged."""
+"""The loop: evaluation, preemption, checkpoints, precision, what is logged."""
 
 import json
 import os
@@ -10,64 +10,9 @@ import torch
 from ranks import RankError
 from worlds import configure, run
 
-from runner.config import InputError
 from runner.progress import available
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
-
-
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "none"), (2, "ddp"), (2, "allreduce")])
-def test_resumed_in_mid_epoch_it_ends_at_the_same_weights(world_size: int, parallel: str, tmp_path: Path) -> None:
-    words = (*TINY, "model.dropout=0.2", "epochs=3", f"parallel={parallel}", "optimizer=adamw", "scheduler=cosine")
-    # The schedule counts the whole run's steps, so that the first part must know them: it is stopped, not shortened.
-    whole = run(tmp_path / "whole", world_size, *words)
-    stopped = run(tmp_path / "part", world_size, *words, "checkpoint.every_steps=3", "checkpoint.keep=10")
-    for path in available(stopped.path / "checkpoints")[5:]:
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-    assert available(stopped.path / "checkpoints")[-1].name == "step_12"  # the middle of the second epoch
-    resumed = run(tmp_path / "part", world_size, f"resume={stopped.path}", f"outputs={tmp_path / 'part'}")
-    assert resumed.path == stopped.path
-    assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
-    assert resumed.losses == whole.losses
-    assert [line["step"] for line in resumed.lines] == [line["step"] for line in whole.lines]
-
-
-def test_resumed_on_another_number_of_ranks_it_reads_the_same_batches(tmp_path: Path) -> None:
-    words = (*TINY, "precision=fp64", "optimizer.lr=0.01")
-    whole = run(tmp_path / "whole", 1, *words, "max_steps=20")
-    part = run(tmp_path / "part", 4, *words, "max_steps=6", "parallel=ddp")
-    out = f"outputs={tmp_path / 'part'}"
-    run(tmp_path / "part", 2, f"resume={part.path}", out, "max_steps=13", "parallel=allreduce")
-    run(tmp_path / "part", 1, f"resume={part.path}", out, "max_steps=20", "parallel=none")
-    assert part.losses == pytest.approx(whole.losses, rel=1e-9)
-    for name, tensor in whole.weights.items():
-        torch.testing.assert_close(part.weights[name], tensor, rtol=1e-9, atol=1e-9)
-
-
-def test_a_changed_learning_rate_holds_after_resuming(tmp_path: Path) -> None:
-    part = run(tmp_path, 1, *TINY, "max_steps=2", "optimizer.momentum=0.5")
-    run(tmp_path, 1, f"resume={part.path}", f"outputs={tmp_path}", "max_steps=4", "optimizer.lr=0.25")
-    assert [line.get("train/learning_rate") for line in part.lines if "train/loss" in line] == [0.05, 0.05, 0.25, 0.25]
-    assert part.state["optimizer"]["param_groups"][0]["momentum"] == 0.5
-
-
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
-    words = (*TINY, "epochs=2", "checkpoint.every_steps=5")
-    whole = run(tmp_path / "whole", 1, *words)
-    hurt = run(tmp_path / "hurt", 1, *words)
-    older, newest = available(hurt.path / "checkpoints")
-    state = newest / "state.pt"
-    state.write_bytes(state.read_bytes()[:-100])
-    run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
-    assert hurt.result["weights_sha256"] == whole.result["weights_sha256"]
-    assert f"{newest.name}/state.pt is not what was saved" in (hurt.path / "log.txt").read_text()
-    for path in available(hurt.path / "checkpoints"):
-        (path / "manifest.json").unlink()
-    with pytest.raises(RankError, match="no sound checkpoint"):
-        run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
-    assert older.exists()
 
 
 def test_evaluation_gives_what_training_gave_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -214,9 +159,3 @@ def test_a_failure_is_told_though_a_launcher_ends_this_rank_meanwhile(
     (path,) = (tmp_path / "run").iterdir()
     result = json.loads((path / "result.json").read_text())
     assert result["state"] == "failed" and "ZeroDivisionError" in result["error"]
-
-
-def test_resume_refuses_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
-    part = run(tmp_path, 1, *TINY, "max_steps=3")
-    with pytest.raises(InputError, match="batch_size=100 cannot change in the middle of an epoch"):
-        configure(f"resume={part.path}", "batch_size=100", f"outputs={tmp_path}")

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.config import Config
+from runner.parallel.buckets import FixedBuckets
 from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
 from runner.world import World
@@ -63,7 +64,7 @@ class DDP:
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         devices = {parameter.device for parameter in recipe.module.parameters()}
         device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(recipe.module, device_ids=device_ids, **self.options)
+        wrapped = FixedBuckets(recipe.module, device_ids=device_ids, **self.options)
         self._compress(wrapped)
         optimizer = recipe.make_optimizer(recipe.module.parameters())
         first_backward = self.static_graph
@@ -94,8 +95,8 @@ class DDP:
         elif self.comm_hook == "bf16":
             wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif self.comm_hook == "powersgd":
-            # Vogels, Karimireddy, Jaggi, "PowerSGD", 2019. Two steps go uncompressed, because DDP cuts its buckets anew
-            # after the first. What one step left out is added to the next, per rank and bucket: no checkpoint has it.
+            # Vogels, Karimireddy, Jaggi, "PowerSGD", 2019. What one step left out is added to the next, per rank and
+            # bucket: no checkpoint has it. Two steps go uncompressed: torch asks for them, as its own buckets change.
             log.warning(
                 "parallel.comm_hook=powersgd begins anew on resume: the numbers are not those of a run in one go"
             )

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 from runner.config import Config
 from runner.loader import StepBatch
+from runner.parallel.buckets import FixedBuckets
 from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
 from runner.world import World
@@ -37,7 +37,7 @@ class Zero:
         )
         # After the optimizer, whose buckets make channels_last parameters contiguous: DDP's gradients follow them.
         device_ids = [recipe.device] if recipe.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(recipe.module, device_ids=device_ids, gradient_as_bucket_view=True)
+        wrapped = FixedBuckets(recipe.module, device_ids=device_ids, gradient_as_bucket_view=True)
         replica = Replica(
             recipe.module,
             optimizer,

@@ -1,0 +1,91 @@
+"""A run that goes on after its last checkpoint: it ends at the weights of a run left alone, in every mode."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankError
+from worlds import configure, run
+
+from runner import CONF
+from runner.config import InputError
+from runner.progress import available
+
+TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
+MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
+ALONE = ("none", "dp")
+WAYS = [
+    *((f"parallel={mode}",) for mode in MODES),
+    ("parallel=ddp", "parallel.static_graph=true"),
+    ("parallel=ddp", "parallel.find_unused_parameters=true"),
+    ("parallel=ddp", "parallel.bucket_cap_mb=0.001"),
+    ("parallel=ddp", "parallel.comm_hook=fp16"),
+    ("parallel=ddp", "micro_batches=2"),
+    ("parallel=fsdp", "parallel.replicate=2"),
+    ("parallel=tp", "parallel.rest=fsdp"),
+    ("parallel=pipeline", "parallel.stages=2"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:parallel=dp")
+@pytest.mark.parametrize("words", WAYS, ids=" ".join)
+def test_it_ends_at_the_same_weights_to_the_bit(words: tuple[str, ...], tmp_path: Path) -> None:
+    """In float32, whose rounding tells in which order the ranks were summed, on four: two have one order only."""
+    world_size = 1 if words[0].removeprefix("parallel=") in ALONE else 4
+    layers = ("model.hidden=[32,16,16]", "model.batch_norm=true", "model.dropout=0.2")
+    steps = ("epochs=3", "scheduler=cosine", "checkpoint.every_steps=4", "checkpoint.keep=9")
+    whole = run(tmp_path, world_size, *TINY, *layers, *steps, "optimizer=adamw", *words)
+    weights, losses = whole.result["weights_sha256"], whole.losses
+    kept = available(whole.path / "checkpoints")
+    for path in kept[3:]:
+        shutil.rmtree(path)
+    assert kept[2].name == "step_12"  # the middle of the second epoch
+    resumed = run(tmp_path, world_size, f"resume={whole.path}")
+    assert resumed.path == whole.path
+    assert "going on after step 12" in (whole.path / "log.txt").read_text()
+    assert [path.name for path in available(whole.path / "checkpoints")] == [path.name for path in kept]
+    assert resumed.losses == losses
+    assert resumed.result["weights_sha256"] == weights
+
+
+def test_resumed_on_another_number_of_ranks_it_reads_the_same_batches(tmp_path: Path) -> None:
+    words = (*TINY, "precision=fp64", "optimizer.lr=0.01")
+    whole = run(tmp_path / "whole", 1, *words, "max_steps=20")
+    part = run(tmp_path / "part", 4, *words, "max_steps=6", "parallel=ddp")
+    out = f"outputs={tmp_path / 'part'}"
+    run(tmp_path / "part", 2, f"resume={part.path}", out, "max_steps=13", "parallel=allreduce")
+    run(tmp_path / "part", 1, f"resume={part.path}", out, "max_steps=20", "parallel=none")
+    assert part.losses == pytest.approx(whole.losses, rel=1e-9)
+    for name, tensor in whole.weights.items():
+        torch.testing.assert_close(part.weights[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_a_changed_learning_rate_holds_after_resuming(tmp_path: Path) -> None:
+    part = run(tmp_path, 1, *TINY, "max_steps=2", "optimizer.momentum=0.5")
+    run(tmp_path, 1, f"resume={part.path}", f"outputs={tmp_path}", "max_steps=4", "optimizer.lr=0.25")
+    assert [line.get("train/learning_rate") for line in part.lines if "train/loss" in line] == [0.05, 0.05, 0.25, 0.25]
+    assert part.state["optimizer"]["param_groups"][0]["momentum"] == 0.5
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    words = (*TINY, "epochs=2", "checkpoint.every_steps=5")
+    whole = run(tmp_path / "whole", 1, *words)
+    hurt = run(tmp_path / "hurt", 1, *words)
+    older, newest = available(hurt.path / "checkpoints")
+    state = newest / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
+    assert hurt.result["weights_sha256"] == whole.result["weights_sha256"]
+    assert f"{newest.name}/state.pt is not what was saved" in (hurt.path / "log.txt").read_text()
+    for path in available(hurt.path / "checkpoints"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(RankError, match="no sound checkpoint"):
+        run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
+    assert older.exists()
+
+
+def test_resume_refuses_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
+    part = run(tmp_path, 1, *TINY, "max_steps=3")
+    with pytest.raises(InputError, match="batch_size=100 cannot change in the middle of an epoch"):
+        configure(f"resume={part.path}", "batch_size=100", f"outputs={tmp_path}")
