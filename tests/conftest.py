@@ -18,7 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     file = config.getoption("--parity-table")
     passed = terminalreporter.getreports("passed") if file else []
-    cells = [value for report in passed for name, value in report.user_properties if name == "parity"]
+    cells = [
+        parity_table.Cell(**value) for report in passed for name, value in report.user_properties if name == "parity"
+    ]
     if cells:
         table = parity_table.render(cells)
         parity_table.write(Path(file), table)

@@ -136,7 +136,7 @@ def test_mode_equals_one_process(
     else:
         assert_equal(spread, expected)
     losses = max(abs(spread.losses[step] - loss) for step, loss in expected.losses.items())
-    record_property("parity", parity_table.Cell(way.name, model, world_size, weights, losses, way.miss))
+    record_property("parity", parity_table.Cell(way.name, model, world_size, weights, losses, way.miss)._asdict())
 
 
 @pytest.mark.parametrize(
