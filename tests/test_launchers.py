@@ -195,7 +195,7 @@ def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Co
         "module load cuda/12 || exit 1",
         "export NAME='a b'",
         "ulimit -n 4096",
-        "command=(apptainer exec --nv i.sif python -m torch.distributed.run",
+        "command=(apptainer exec --nv i.sif python -m runner.launchers.agent",
         "overrides=(model=mlp parallel=ddp threads=1 logger=none launcher=env launcher.join_timeout_s=120)",
     ):
         assert f"{line}\n" in shown.stdout, shown.stdout

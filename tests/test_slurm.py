@@ -32,6 +32,7 @@ class Slow(MLP):
         return super().forward(samples)
 """
 OPTIONS = "defaults:\n  - mlp\n_target_: slow.Slow\n"
+LONG = ("epochs=60", "eval_every=60", "checkpoint.every_steps=5")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,14 @@ def submitted(done: CompletedProcess[str]) -> tuple[str, Run]:
     match = re.match(r"submitted job (\d+)\nrun directory: (.+)\n", done.stdout)
     assert match, done.stdout
     return match[1], Run(Path(match[2]))
+
+
+def slow_model(folder: Path) -> list[str]:
+    """TINY with the slow model, which is in the folder then, where the job runs."""
+    (folder / "slow" / "model").mkdir(parents=True)
+    (folder / "slow" / "slow.py").write_text(SLOW)
+    (folder / "slow" / "model" / "slow.yaml").write_text(OPTIONS)
+    return ["--config-dir", "slow", "model=slow", *TINY[1:]]
 
 
 def log_of(one: Run) -> str:
@@ -87,30 +96,48 @@ def test_wrong_input_is_told_once_under_srun(cluster: Cluster, commands: Command
 
 
 def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    """Twice: by its time limit, and by hand, as a preemption does. It ends with the weights of a run left alone."""
-    steps = ("epochs=60", "eval_every=60", "checkpoint.every_steps=5", "--config-dir", "slow", "model=slow")
-    words = [word for word in TINY if word != "model=mlp"]
-    (tmp_path / "slow" / "model").mkdir(parents=True)
-    (tmp_path / "slow" / "slow.py").write_text(SLOW)
-    (tmp_path / "slow" / "model" / "slow.yaml").write_text(OPTIONS)
-    whole = run(tmp_path / "here", 2, *[w for w in TINY], *steps[:3], "backend=gloo")
-
-    limit = ("launcher.time=1", "launcher.signal_s=5", "launcher.nproc_per_node=1", "launcher.nodes=2")
-    process = commands.start("-m", "runner", *words, *steps, "launcher=slurm", *limit, env=cluster.env)
+    """Twice: by its time limit, and for a job of more priority. It ends with the weights of a run left alone."""
+    whole = run(tmp_path / "here", 4, *TINY, *LONG, "backend=gloo")
+    limit = ("launcher.time=1", "launcher.signal_s=5", "launcher.cpus_per_node=8")
+    process = commands.start("-m", "runner", *slow_model(tmp_path), *LONG, *TWO_BY_TWO, *limit, env=cluster.env)
     job, one = submitted(commands.finish(process))
     requeued = one.path / "slurm" / "requeued.json"
     wait_until(requeued.exists, timeout_s=150)
     by_limit = json.loads(requeued.read_text())["step"]
     wait_until(lambda: newest(one) > by_limit, timeout_s=150)
-    cluster.ask("scancel", "--signal=USR1", "--batch", job)
+    # The nodes are wanted: Slurm tells the ranks, and not the script.
+    urgent = cluster.ask("sbatch", "--parsable", "-p", "urgent", "-N2", "-c8", "--output=/dev/null", "--wrap=sleep 1")
     wait_until(lambda: json.loads(requeued.read_text())["step"] > by_limit, timeout_s=60)
     (tmp_path / "fast").touch()
+    cluster.wait_for(urgent.stdout.strip(), ["COMPLETED"], timeout_s=60)
     cluster.wait_for(job, ["COMPLETED"], timeout_s=150)
-    assert log_of(one).count("goes back into the queue") == 2
+    log = log_of(one)
+    assert log.count("goes back into the queue") == 2 and "Traceback" not in log
     assert one.result["state"] == "finished"
     assert [path.name for path in (tmp_path / "outputs" / "job").iterdir()] == [one.path.name]
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
     assert sorted(one.losses) == list(range(1, one.result["step"] + 1))
+
+
+def test_a_task_of_an_array_that_is_told_to_stop_goes_on_by_itself(
+    cluster: Cluster, commands: Commands, tmp_path: Path
+) -> None:
+    """And the other tasks stay as they are; with this, the last one of its array, Slurm may take its number for all."""
+    sweep = ("-m", *slow_model(tmp_path), *LONG, "seed=0,1", "launcher=slurm")
+    done = commands.finish(commands.start("-m", "runner", *sweep, env=cluster.env))
+    match = re.search(r"submitted 2 jobs as job (\d+)\nsweep directory: (.+)\n", done.stdout)
+    assert match, done.stdout + done.stderr
+    jobs = [Run(job.directory) for job in read_ledger(Path(match[2]))]
+    wait_until(lambda: all(newest(one) > 0 for one in jobs), timeout_s=120)
+    cluster.ask("scancel", "--signal=USR1", "--batch", f"{match[1]}_1")
+    wait_until((jobs[1].path / "slurm" / "requeued.json").exists, timeout_s=60)
+    (tmp_path / "fast").touch()
+    wait_until(lambda: all(job.state == "finished" for job in read_ledger(Path(match[2]))), timeout_s=150)
+    assert not (jobs[0].path / "slurm" / "requeued.json").exists()
+    log = "".join(path.read_text() for path in (Path(match[2]) / "slurm").glob("*.log"))
+    assert log.count("going on after step") == 1
+    alone = run(tmp_path / "here", 2, *TINY, *LONG, "seed=1", "backend=gloo")
+    assert jobs[1].result["weights_sha256"] == alone.result["weights_sha256"]
 
 
 def test_a_job_that_is_cancelled_ends_though_it_has_saved(cluster: Cluster, commands: Commands) -> None:

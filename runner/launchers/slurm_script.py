@@ -51,7 +51,7 @@ def render(
     lines += [_BODY.format(ports=len(PORTS), first_port=PORTS[0], grace_s=resources.signal_s)]
     inside = [*shlex.split(environment.prefix or ""), python]
     lines += [
-        f"command=({shlex.join([*inside, '-m', 'torch.distributed.run'])}",
+        f"command=({shlex.join([*inside, '-m', 'runner.launchers.agent'])}",
         f'    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc_per_node} --rdzv-backend=c10d',
         '    --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts=0',
         f'    --signals-to-handle={SIGNALS} -m runner "${{overrides[@]}}")',
