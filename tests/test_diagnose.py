@@ -162,7 +162,8 @@ def test_a_choice_may_come_before_the_group_it_is_about(loader: ConfigLoader, tm
 def test_the_two_launchers(loader: ConfigLoader):
     takes = ", ".join(loader.get_group_options("hydra/launcher"))  # Hydra's own plugins of it may be installed
     assert explained(loader, "hydra/launcher=spawn") == [
-        f"hydra/launcher=spawn: spawn starts the processes of one run: type launcher=spawn; hydra/launcher takes {takes}"
+        "hydra/launcher=spawn: spawn starts the processes of one run: type launcher=spawn; "
+        f"hydra/launcher takes {takes}"
     ]
     assert explained(loader, "launcher=basic") == [
         "launcher=basic: basic decides where the jobs of a sweep run: type hydra/launcher=basic; "
