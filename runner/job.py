@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class JobFailed(Exception):
-    """The job ended with an error, which the user has been told and result.json keeps."""
+    """The job ended with an error, which the user has been told and result.json keeps; status: to exit with."""
+
+    def __init__(self, text: str, status: int = 1):
+        super().__init__(text)
+        self.status = status
 
 
 def run_job(config: Config, request: Request, world: World) -> dict[str, float]:

@@ -5,7 +5,7 @@ from runner.build import make_launcher, make_task
 from runner.config import Config, InputError
 from runner.explain.diagnose import tell
 from runner.job import JobFailed
-from runner.launchers.env import Place
+from runner.launchers.env import Env, Place
 from runner.meeting import JOIN_TIMEOUT_S, join
 from runner.run_dir import Request
 from runner.train import Preempted
@@ -20,6 +20,8 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
     if task.conducts:
         return task.conduct(config, request, place)
     launcher = make_launcher(config)
+    if launcher.queues and place.directory:  # this process is of the job that was queued
+        launcher = Env(launcher.join_timeout_s)
     if launcher.starts_processes and not place.may_start_processes:
         raise InputError(
             f"launcher={request.choices['launcher']} starts processes itself, but {place.found} has started this one "
@@ -48,8 +50,8 @@ def launch_and_tell(config: Config, request: Request, place: Place) -> int:
         status, lines = 2, error.messages
     except Preempted:
         status = 143
-    except JobFailed:
-        status = 1
+    except JobFailed as error:
+        status = error.status
     world.speak(lambda: tell(lines))
     world.close()
     return status

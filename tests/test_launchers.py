@@ -181,8 +181,8 @@ def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Co
     )
     asked += (
         "launcher.setup=['ulimit -n 4096']",
-        "launcher.env={NAME:'a b'}",
-        "launcher.prefix='apptainer exec --nv i.sif'",
+        "launcher.env={NAME:'$HOME/a \"b'}",
+        "launcher.prefix='apptainer exec --bind $SCRATCH:/scratch i.sif'",
     )
     shown = commands.finish(commands.start("-m", "runner", *TINY, *asked, env=env))
     assert shown.returncode == 0, shown.stderr
@@ -193,12 +193,14 @@ def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Co
         "#SBATCH --constraint=h100",
         "#SBATCH --overcommit",
         "module load cuda/12 || exit 1",
-        "export NAME='a b'",
+        'export NAME="$HOME/a \\"b"',
         "ulimit -n 4096",
-        "command=(apptainer exec --nv i.sif python -m runner.launchers.agent",
-        "overrides=(model=mlp parallel=ddp threads=1 logger=none launcher=env launcher.join_timeout_s=120)",
     ):
         assert f"{line}\n" in shown.stdout, shown.stdout
+    inside = '    exec apptainer exec --bind $SCRATCH:/scratch i.sif env RUNNER_DIRECTORY="$RUNNER_DIRECTORY" '
+    assert inside in shown.stdout and ' NAME="$NAME" ' in shown.stdout
+    (words,) = (line for line in shown.stdout.splitlines() if line.startswith("overrides=("))
+    assert "launcher.dry_run" not in words and "launcher=slurm launcher.nodes=2" in words
     assert "127.0.0.1" not in shown.stdout and "cpus-per-task" not in shown.stdout
     subprocess.run(["bash", "-n"], input=shown.stdout, text=True, check=True, timeout=30)
     assert not (tmp_path / "outputs").exists()

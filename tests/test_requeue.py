@@ -56,6 +56,24 @@ def test_a_job_that_gets_nowhere_ends(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result["error"].startswith("requeued at step 9 and stopped again without one step more")
 
 
+def test_it_was_told_where_an_agent_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm preempts with a signal to the tasks, and ranks that are only starting die of it."""
+    run = tmp_path / "run"
+    assert end(monkeypatch, run, None, 0, 0, "") == 1
+    (run / "slurm" / "told").touch()
+    (run / "result.json").unlink()
+    assert end(monkeypatch, run, None, 0, 0, "") == 143
+
+
+def test_a_run_that_could_not_say_why_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what an earlier start had to say is kept."""
+    run = tmp_path / "run"
+    assert end(monkeypatch, run, "running", 5, 137, "") == 137
+    result = json.loads((run / "result.json").read_text())
+    assert (result["state"], result["step"]) == ("failed", 5)
+    assert result["error"] == "the job ended with status 137 before its run could say why"
+
+
 def test_what_an_earlier_start_left_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     assert end(monkeypatch, run, "finished", 5, 0, "") == 0

@@ -1,7 +1,9 @@
 """launcher=slurm and srun on a real Slurm of two nodes: submitted, waited for, cancelled, requeued, refused."""
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -17,7 +19,7 @@ from runner.sweeps.ledger import read_ledger
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "name=job")
 TWO_BY_TWO = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
 
-# A user's own model, which takes its time until a file says otherwise.
+# A user's own model, which takes its time until a file says otherwise, and all time while another is there.
 SLOW = """\
 import os
 import time
@@ -29,6 +31,8 @@ class Slow(MLP):
     def forward(self, samples):
         if self.training and not os.path.exists("fast"):
             time.sleep(0.3)
+        while os.path.exists("stuck"):
+            time.sleep(0.1)
         return super().forward(samples)
 """
 OPTIONS = "defaults:\n  - mlp\n_target_: slow.Slow\n"
@@ -70,7 +74,10 @@ def log_of(one: Run) -> str:
 def test_the_same_weights_by_sbatch_and_by_srun(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     here = run(tmp_path / "here", 4, *TINY, "epochs=1", "backend=gloo")
 
-    process = commands.start("-m", "runner", *TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", env=cluster.env)
+    # In what keeps the environment out, as a container may.
+    env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    bare = "launcher.prefix='env -i PATH=$PATH'"
+    process = commands.start("-m", "runner", *TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", bare, env=env)
     waited = commands.finish(process, timeout_s=120)
     _, one = submitted(waited)
     assert one.result["state"] == "finished" and one.result["world_size"] == 4
@@ -119,23 +126,26 @@ def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands
     assert sorted(one.losses) == list(range(1, one.result["step"] + 1))
 
 
-def test_a_task_of_an_array_that_is_told_to_stop_goes_on_by_itself(
+def test_a_task_of_an_array_that_cannot_save_in_time_goes_on_from_its_checkpoint(
     cluster: Cluster, commands: Commands, tmp_path: Path
 ) -> None:
-    """And the other tasks stay as they are; with this, the last one of its array, Slurm may take its number for all."""
-    sweep = ("-m", *slow_model(tmp_path), *LONG, "seed=0,1", "launcher=slurm")
+    """And the other task stays as it is, though Slurm may take the number of an array's last one for all of them."""
+    sweep = ("-m", *slow_model(tmp_path), *LONG, "seed=0,1", "launcher=slurm", "launcher.signal_s=5")
     done = commands.finish(commands.start("-m", "runner", *sweep, env=cluster.env))
     match = re.search(r"submitted 2 jobs as job (\d+)\nsweep directory: (.+)\n", done.stdout)
     assert match, done.stdout + done.stderr
-    jobs = [Run(job.directory) for job in read_ledger(Path(match[2]))]
+    path = Path(match[2])
+    jobs = [Run(job.directory) for job in read_ledger(path)]
     wait_until(lambda: all(newest(one) > 0 for one in jobs), timeout_s=120)
+    (tmp_path / "stuck").touch()
     cluster.ask("scancel", "--signal=USR1", "--batch", f"{match[1]}_1")
-    wait_until((jobs[1].path / "slurm" / "requeued.json").exists, timeout_s=60)
+    wait_until((jobs[1].path / "slurm" / "requeued.json").exists, timeout_s=90)
     (tmp_path / "fast").touch()
-    wait_until(lambda: all(job.state == "finished" for job in read_ledger(Path(match[2]))), timeout_s=150)
+    (tmp_path / "stuck").unlink()
+    wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=150)
     assert not (jobs[0].path / "slurm" / "requeued.json").exists()
-    log = "".join(path.read_text() for path in (Path(match[2]) / "slurm").glob("*.log"))
-    assert log.count("going on after step") == 1
+    log = "".join(file.read_text() for file in (path / "slurm").glob("*.log"))
+    assert "saved after step" not in log and log.count("going on after step") == 1
     alone = run(tmp_path / "here", 2, *TINY, *LONG, "seed=1", "backend=gloo")
     assert jobs[1].result["weights_sha256"] == alone.result["weights_sha256"]
 

@@ -1,22 +1,28 @@
 """torchrun's command on one node of a Slurm job, without a traceback where a signal asked it to end.
 
-usage: python -m runner.launchers.agent OPTIONS_OF_TORCHRUN
+usage: python -m runner.launchers.agent OPTIONS_OF_TORCHRUN, with RUNNER_DIRECTORY set
 """
 
+import os
 import sys
-from contextlib import suppress
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 
+from runner.launchers.requeue import TOLD
+
 
 def run() -> int:
-    """0 also after a signal, which the ranks had as well: result.json says what they made of it.
+    """0 also after a signal, which the ranks had as well: what became of the run is in its directory.
 
     Another status would let srun end the other nodes' agents, whose ranks may still be busy saving.
     """
-    with suppress(SignalException):
+    try:
         main()
+    except SignalException:
+        # Ranks that were only starting died of it, and the batch script need not have had one.
+        (Path(os.environ["RUNNER_DIRECTORY"]) / TOLD).touch()
     return 0
 
 

@@ -1,7 +1,6 @@
 """Slurm: the run as a batch job, shown, submitted or waited for."""
 
 import math
-import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,9 @@ from runner.run_dir import Request, new_directory, read_result
 ASKED = {"account", "cpus-per-task", "exclusive", "gpus-per-node", "job-name", "nodes", "partition", "time"}
 OWN = ASKED | {"array", "chdir", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
 OWN |= {"parsable", "test-only", "wait"}
+JOB = Path("slurm") / "job"  # whose id is in this file of the run's directory
 POLL_S = 1.0
+SBATCH_TIMEOUT_S = 300.0
 
 
 class Slurm:
@@ -66,6 +67,12 @@ class Slurm:
                 f"launcher.nproc_per_node={nproc_per_node} needs a GPU each, and launcher.gpus_per_node="
                 f"{gpus_per_node}; make them equal"
             )
+        if isinstance(time, int) and time >= 60:
+            text = f"{time // 60}:{time % 60:02}:00"
+            raise ValueError(
+                f"launcher.time={time} must be below 60 as a number of minutes; if those are meant, write '{text}' "
+                "with its quotes (YAML reads an unquoted 8:00:00 as 28800)"
+            )
         for key in sbatch or {}:
             if key.replace("_", "-") in OWN:
                 raise ValueError(f"launcher.sbatch.{key}: the launcher sets it itself, see --help for its own options")
@@ -101,6 +108,10 @@ class Slurm:
         _check_commands()
         made = directory is None
         directory = directory or new_directory(config.outputs, config.name)
+        if (earlier := _job_of(directory)) and is_in_queue(earlier):
+            raise InputError(
+                f"{directory} is that of job {earlier}, which is in the queue; `scancel {earlier}` ends it"
+            )
         try:
             script = self._script(config, [self._work(directory, request)], directory / "slurm" / "%j.log")
             job = submit(script, directory)
@@ -132,11 +143,10 @@ class Slurm:
         return self.wait
 
     def _work(self, directory: Path, request: Request) -> Work:
-        """The words of the run inside the job, where torchrun starts it."""
-        kept = [word for word in request.overrides if not word.lstrip("+~").startswith(("launcher=", "launcher."))]
+        """The words of the run inside the job, where runner.launch finds itself in the job and queues no other."""
+        kept = [word for word in request.overrides if not word.lstrip("+").startswith("launcher.dry_run=")]
         folder = ["--config-dir", request.config_dir] if request.config_dir else []
-        here = ["launcher=env", f"launcher.join_timeout_s={self.join_timeout_s:g}"]
-        return Work(directory, [*folder, *kept, *here])
+        return Work(directory, [*folder, *kept])
 
     def _script(self, config: Config, works: Sequence[Work], log: Path) -> str:
         options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.resources.options}
@@ -154,10 +164,23 @@ def submit(script: str, directory: Path, name: str = "job.sh") -> str:
     (directory / "slurm").mkdir(exist_ok=True)
     path = directory / "slurm" / name
     path.write_text(script)
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    words = ["sbatch", "--parsable", str(path)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"launcher=slurm: sbatch has not answered for {SBATCH_TIMEOUT_S:g} s; squeue tells if it has taken a job"
+        ) from None
     if done.returncode:
-        raise InputError(f"launcher=slurm: {shlex.join(done.args[:1])} says: {' '.join(done.stderr.split())}")
-    return done.stdout.strip().split(";")[0]  # a federation adds the cluster
+        raise InputError(f"launcher=slurm: sbatch says: {' '.join(done.stderr.split())}")
+    job = done.stdout.strip().split(";")[0]  # a federation adds the cluster
+    (directory / JOB).write_text(f"{job}\n")
+    return job
+
+
+def _job_of(directory: Path) -> str | None:
+    """That was last submitted for the directory."""
+    return (directory / JOB).read_text().strip() if (directory / JOB).exists() else None
 
 
 def follow(job: str, directory: Path) -> dict[str, float]:
@@ -184,7 +207,7 @@ def follow(job: str, directory: Path) -> dict[str, float]:
         return result["metrics"]
     text = f"job {job} ended {state}, status {status}; its log is {log}"
     print(text, file=sys.stderr, flush=True)
-    raise JobFailed(text)
+    raise JobFailed(text, status or 1)
 
 
 def _check_commands() -> None:

@@ -1,5 +1,6 @@
 """The batch script of a Slurm job: what it asks for, and one elastic agent of torchrun on each of its nodes."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,16 +49,22 @@ def render(
     lines = ["#!/bin/bash", *_directives(resources, log, len(works)), "", _TRAP]
     lines += _prepare(environment)
     lines += _choose(works)
-    lines += [_BODY.format(ports=len(PORTS), first_port=PORTS[0], grace_s=resources.signal_s)]
-    inside = [*shlex.split(environment.prefix or ""), python]
+    passed = [
+        f'{name}="${name}"' for name in ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *environment.variables)
+    ]
+    command = [*([environment.prefix] if environment.prefix else []), "env", *passed, _VISIBLE, shlex.quote(python)]
     lines += [
-        f"command=({shlex.join([*inside, '-m', 'runner.launchers.agent'])}",
-        f'    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc_per_node} --rdzv-backend=c10d',
-        '    --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts=0',
-        f'    --signals-to-handle={SIGNALS} -m runner "${{overrides[@]}}")',
-        _RUN.format(python=shlex.join(inside), join_s=resources.join_timeout_s),
+        _FUNCTIONS.format(
+            command=" ".join(command), nproc=nproc_per_node, join_s=resources.join_timeout_s, signals=SIGNALS
+        ),
+        _RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=_grace_s(resources.signal_s)),
     ]
     return "\n".join(lines)
+
+
+def _grace_s(signal_s: int) -> int:
+    """Seconds that ranks have to save in, before they are killed and what they saved last is gone on from."""
+    return max(signal_s - 20, signal_s * 3 // 4)
 
 
 def _directives(resources: Resources, log: Path, num_works: int) -> list[str]:
@@ -78,9 +85,14 @@ def _prepare(environment: Environment) -> list[str]:
         lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(environment.conda)} || exit 1"]
     if environment.venv:
         activate = Path(environment.venv).expanduser() / "bin" / "activate"
-        lines += [f"source {shlex.quote(str(activate))} || exit 1"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.variables.items()]
+        lines += [f"source {_expanding(str(activate))} || exit 1"]
+    lines += [f"export {name}={_expanding(value)}" for name, value in environment.variables.items()]
     return [*lines, *environment.setup]
+
+
+def _expanding(text: str) -> str:
+    """One word of bash, with the values of the node's variables: $HOME, $SLURM_TMPDIR."""
+    return '"' + re.sub(r'(["`\\])', r"\\\1", text) + '"'
 
 
 def _choose(works: Sequence[Work]) -> list[str]:
@@ -96,31 +108,50 @@ def _words(work: Work) -> str:
     return f"overrides=({shlex.join(work.overrides)})"
 
 
-_BODY = """
-# A node's name where it resolves, otherwise the address by which Slurm itself reaches it.
-address() {{
-    if getent hosts "$1" >/dev/null; then echo "$1"; else
-        scontrol show node "$1" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'
-    fi
-}}
-export -f address
-master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
-port=$(({first_port} + SLURM_JOB_ID % {ports}))  # one that no other job on the node has
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
-"""
-
 _TRAP = """\
 # Shortly before the time limit, and when preempted: the ranks save and end.
 step= told=
 trap 'told=yes; [[ -z $step ]] || kill -USR1 "$step" 2>/dev/null' USR1 TERM
 """
 
-_RUN = """
-mkdir -p "$RUNNER_DIRECTORY/slurm" && touch "$RUNNER_DIRECTORY/slurm/started"
+# Slurm may confine the job to GPUs by this variable alone.
+_VISIBLE = '${CUDA_VISIBLE_DEVICES:+"CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES"}'
+
+_FUNCTIONS = """
+# A node's name where it resolves, otherwise the address by which Slurm itself reaches it.
+address() {{
+    if getent hosts "$1" >/dev/null; then echo "$1"; else
+        scontrol show node "$1" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'
+    fi
+}}
+# Python, told again what a container may keep out.
+inside() {{
+    exec {command} "$@"
+}}
+# On each node, torchrun for its ranks.
+agent() {{
+    inside -m runner.launchers.agent \\
+        --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc} --rdzv-backend=c10d \\
+        --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --local-addr="$(address "$SLURMD_NODENAME")" \\
+        --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}" \\
+        --max-restarts=0 --signals-to-handle={signals} -m runner "$@"
+}}
+# Slurm's controller may be busy, or just be starting again.
+patiently() {{
+    for pause in 1 5 20 30; do "$@" && return; sleep "$pause"; done
+    "$@"
+}}
+"""
+
+_RUN = """\
+master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
+port=$(({first_port} + SLURM_JOB_ID % {ports}))  # one that no other job on the node has
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
+export master port
+export -f address inside agent
+mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -f "$RUNNER_DIRECTORY/slurm/told" && touch "$RUNNER_DIRECTORY/slurm/started"
 srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
-    bash -c 'export PET_LOCAL_ADDR=$(address "$SLURMD_NODENAME")
-             export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}
-             exec "$@"' agent "${{command[@]}}" &
+    bash -c 'agent "$@"' agent "${{overrides[@]}}" &
 step=$!
 [[ -z $told ]] || kill -USR1 "$step"
 while true; do
@@ -128,14 +159,14 @@ while true; do
     status=$?
     kill -0 "$step" 2>/dev/null || break
 done
-{python} -m runner.launchers.requeue "$RUNNER_DIRECTORY" "$status" "$told"
+(inside -m runner.launchers.requeue "$RUNNER_DIRECTORY" "$status" "$told")
 status=$?
 # 143 asks for another turn; a job that was cancelled meanwhile no longer counts as running.
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 job=${{job:-$SLURM_JOB_ID}}
-if [[ $status == 143 && $(scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
+if [[ $status == 143 && $(patiently scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
     echo "job $job goes back into the queue"
-    scontrol requeue "$job"
+    patiently scontrol requeue "$job"
 fi
 exit "$status"
 """
