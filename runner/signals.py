@@ -23,7 +23,10 @@ def unhurried() -> Iterator[None]:
 
 
 class StopRequest:
-    """While entered, the first signal asks the loop to stop after its step; a second Ctrl-C interrupts at once."""
+    """While entered, the first signal asks the loop to stop, and a second Ctrl-C interrupts at once.
+
+    It stops after its step, or in an evaluation after that one's batch.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None

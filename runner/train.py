@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; it has saved after its step."""
+    """A signal asked the run to stop; it has saved what its last step made."""
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Trainer:
     progress: Progress
     saved_step: int | None = None  # the last one that this process has taken a checkpoint of
     owes_evaluation: bool = False  # the run that it goes on with stopped between an epoch and its evaluation
+    stop: StopRequest = field(default_factory=StopRequest)
     # Entered while it trains; gives what is called after each step.
     watching: AbstractContextManager[Callable[[], None]] = field(default_factory=lambda: nullcontext(lambda: None))
 
@@ -58,7 +60,7 @@ class Trainer:
         speed = Speedometer()
         metrics: dict[str, float] = {}
 
-        with self.bar, StopRequest() as stop, self.watching as after_step:
+        with self.bar, self.stop, self.watching as after_step:
             if self.owes_evaluation and self.progress.step < num_steps:
                 metrics |= self._evaluate(metrics, speed)
                 if self._is_pruned(metrics):
@@ -67,13 +69,10 @@ class Trainer:
             while self.progress.step < num_steps:
                 steps = loader.steps(self.progress.epoch, self.progress.step_in_epoch)
                 for batch in itertools.islice(steps, num_steps - self.progress.step):
-                    stopping = self.world.any_later(stop.received is not None)
+                    stop_if_asked = self._ask_to_stop()
                     metrics |= self.step(batch, num_steps, steps_per_epoch, speed)
                     after_step()
-                    if stopping():
-                        self._save()
-                        self.world.agree("saved", [])  # a launcher ends all ranks once the first one has ended
-                        raise Preempted(stop.received or "a signal to another rank")
+                    stop_if_asked()
                     if config.checkpoint.every_steps and self.progress.step % config.checkpoint.every_steps == 0:
                         self._save()
                         speed.pause()
@@ -117,12 +116,27 @@ class Trainer:
 
     def _evaluate(self, metrics: dict[str, float], speed: Speedometer) -> dict[str, float]:
         seen = self.experiment.watch_predictions()
-        evaluated = evaluate(self.experiment, self.spread, self.world, seen)
+        evaluated = evaluate(self.experiment, self.spread, self.world, seen, self._ask_to_stop)
         self._log(evaluated)
         if seen and self.directory.writes:
             self.experiment.logger.predictions(self.progress.step, seen)
         log.info(_epoch_line(self.progress, metrics | evaluated, speed.samples_per_second))
         return evaluated
+
+    def _ask_to_stop(self) -> Callable[[], None]:
+        """Start asking whether a signal came to any rank; the result, when called, saves and raises Preempted then.
+
+        All ranks must call both.
+        """
+        stopping = self.world.any_later(self.stop.received is not None)
+
+        def stop_if_asked() -> None:
+            if stopping():
+                self._save()
+                self.world.agree("saved", [])  # a launcher ends all ranks once the first one has ended
+                raise Preempted(self.stop.received or "a signal to another rank")
+
+        return stop_if_asked
 
     def _is_pruned(self, metrics: dict[str, float]) -> bool:
         """Whether rank 0's judge, where there is one, gives this run up. All ranks must call it."""
@@ -149,12 +163,23 @@ class Trainer:
             self.directory.result.weights_sha256 = checkpoint.weights_sha256(state["model"])
 
 
-def evaluate(experiment: Experiment, spread: Spread, world: World, seen: Predictions | None = None) -> dict[str, float]:
-    """val/loss and, for classes, val/accuracy over the validation data, each sample once. All ranks must call it."""
+def evaluate(
+    experiment: Experiment,
+    spread: Spread,
+    world: World,
+    seen: Predictions | None = None,
+    ask_to_stop: Callable[[], Callable[[], None]] = lambda: lambda: None,
+) -> dict[str, float]:
+    """val/loss and, for classes, val/accuracy over the validation data, each sample once. All ranks must call it.
+
+    ask_to_stop: called before each batch; what it returns is called afterwards, and raises to give the evaluation up.
+    """
     loader = experiment.val_loader
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # of the losses, of the hits, of the samples
     shares = loader.sampler.shares(epoch=0)
+    asked: deque[Callable[[], None]] = deque()
     for batch in loader.steps(epoch=0):
+        asked.append(ask_to_stop())
         for micro_batch in batch.micro_batches:
             indices = next(shares)  # of the samples in the data
             outputs = spread.predict(micro_batch.inputs)  # (N, num_outputs), N = 0 where this rank's share is empty
@@ -167,6 +192,8 @@ def evaluate(experiment: Experiment, spread: Spread, world: World, seen: Predict
             sums[2] += len(outputs)
             if seen:
                 seen.add(outputs, micro_batch.targets, indices)
+        if len(asked) == experiment.axes.stage:  # the first stage is so many batches further on than the last one
+            asked.popleft()()
     if seen:
         seen.gather(world)
     loss_sum, correct, count = world.sum(sums).tolist()

@@ -3,12 +3,13 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import RankError
-from worlds import configure, run
+from worlds import Run, configure, run
 
 from runner.progress import available
 
@@ -54,6 +55,49 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
     one, other = ([(line["step"], line.get("val/loss")) for line in each.lines] for each in (resumed, whole))
     assert one == other
+
+
+@pytest.mark.parametrize(
+    ("parallel", "batch", "step"),
+    [("none", 6, 30), ("ddp", 2, 15), ("fsdp", 6, 30), ("pipeline", 2, 15)],
+)
+def test_a_signal_in_an_evaluation_gives_it_up_and_the_resumed_run_makes_it_up(
+    parallel: str, batch: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second of four batches, of an epoch's evaluation or of the one that ends the run."""
+
+    import torch.distributed as dist
+
+    from runner.loader import Loader, StepBatch
+
+    world_size = 1 if parallel == "none" else 2
+    steps, evaluated = Loader.steps, [0]
+
+    def steps_and_signal(self: Loader, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
+        for each in steps(self, epoch, first_step):
+            evaluated[0] += not self.sampler.shuffle
+            if evaluated[0] == batch and (world_size == 1 or dist.get_rank() == 1):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield each
+
+    words = (*TINY[:3], "batch_size=100", "log_every=5", "logger=none", "epochs=2", f"parallel={parallel}")
+    whole = run(tmp_path / "whole", world_size, *words)
+    monkeypatch.setattr(Loader, "steps", steps_and_signal)
+    with pytest.raises(RankError, match=r"Preempted"):
+        run(tmp_path / "cut", world_size, *words)
+    monkeypatch.undo()
+    (path,) = (tmp_path / "cut" / "run").iterdir()
+    cut = Run(path)
+    assert f"saved after step {step}" in (path / "log.txt").read_text()
+    assert cut.result["state"] == "preempted"
+    assert max((line["step"] for line in cut.lines if "val/loss" in line), default=0) == step - 15
+    resumed = run(tmp_path / "cut", world_size, f"resume={path}", f"outputs={tmp_path / 'cut'}")
+    assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
+    one, other = (
+        [(line["step"], line.get("train/loss"), line.get("val/loss")) for line in each.lines]
+        for each in (resumed, whole)
+    )
+    assert one == other and one[-1][0] == 30
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
