@@ -57,10 +57,10 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
 
     Raises InputError (the same on all ranks) for whatever a constructor refuses with a ValueError.
     """
-    make = functools.partial(_make, choices)
+    make = functools.partial(make_group, choices)
     parallel: Parallel = make("parallel", config.parallel)
     train_data, val_data = _load_data(config, make, world)
-    _lay_out(config, parallel, world)  # what cannot be is told before a large model is built
+    lay_out(config, parallel, world.world_size)  # what cannot be is told before a large model is built
 
     torch.manual_seed(config.seed)
     # A mode that shards need not hold the whole model in memory: it makes the weights part by part.
@@ -78,7 +78,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     if messages := parallel.check(config, module):
         raise InputError(*messages)
     warnings = place_parts(module, choices, getattr(parallel, "spans_devices", False), world)
-    axes = _lay_out(config, parallel, world)  # which check may have fitted to the model
+    axes = lay_out(config, parallel, world.world_size)  # which check may have fitted to the model
     if _synchronizes(config, module, axes):
         try:
             # A deferred model lies on no device yet.
@@ -142,15 +142,15 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
 
 def make_task(config: Config) -> Any:
     """What to do: a runner.tasks.protocol.Task. Raises InputError for an option that it refuses."""
-    return _make({}, "task", config.task)
+    return make_group({}, "task", config.task)
 
 
 def make_launcher(config: Config) -> Launcher:
     """How the processes come to be. Raises InputError for an option that it refuses."""
-    return _make({}, "launcher", config.launcher)
+    return make_group({}, "launcher", config.launcher)
 
 
-def _make(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
+def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
     """Call what a group's node names; a ValueError of its constructor is the user's to mend."""
     try:
         # A partial, because instantiate turns what it is passed besides (a data set, say) into configuration.
@@ -226,10 +226,10 @@ def _load_data(config: Config, make: Callable[..., Any], world: World) -> tuple[
     return loaded[0]
 
 
-def _lay_out(config: Config, parallel: Parallel, world: World) -> Axes:
-    """The mode's mesh of this world. Raises InputError where there is none, or not a sample for each of its ranks."""
+def lay_out(config: Config, parallel: Parallel, world_size: int) -> Axes:
+    """The mode's mesh of such a world. Raises InputError where there is none, or not a sample for each of its ranks."""
     try:
-        axes = parallel.axes(world.world_size)
+        axes = parallel.axes(world_size)
     except ValueError as error:
         raise InputError(str(error)) from None
     if messages := check_batch(config, axes.data_ranks, axes.micro_batches):

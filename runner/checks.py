@@ -1,5 +1,7 @@
 """Everything that can be said about a configuration before anything is built or written, all failures at once."""
 
+from typing import Any
+
 import torch
 
 from runner.config import GROUPS, Comparison, Config, Reporting, check_combination, check_values
@@ -22,6 +24,17 @@ def check_input(config: Config) -> list[str]:
 def check_fit(config: Config, world: World) -> list[str]:
     """What does not fit together in this world, one message each."""
     return check_combination(config, uses_gpu=world.device.type == "cuda") + _check_compiler(config, world.device)
+
+
+def check_size(config: Config, task: Any, world_size: int) -> list[str]:
+    """Why the task cannot be done in a world of this size, one message each."""
+    messages = task.check(config, world_size) if hasattr(task, "check") else []
+    if world_size < task.min_world_size:
+        messages.append(
+            f"task={type(task).__name__.lower()} needs at least {task.min_world_size} ranks, and this world has "
+            f"{world_size}; try launcher=spawn"
+        )
+    return messages
 
 
 def _check_task(config: Config) -> list[str]:

@@ -150,12 +150,12 @@ def check_values(config: Config) -> list[str]:
     return messages
 
 
-def check_combination(config: Config, uses_gpu: bool) -> list[str]:
-    """Every way in which sound values do not fit together, one message each."""
+def check_combination(config: Config, uses_gpu: bool | None) -> list[str]:
+    """Every way in which sound values do not fit together, one message each; None: the device is not known yet."""
     messages = []
-    if config.precision == "fp16" and not uses_gpu:
+    if config.precision == "fp16" and uses_gpu is False:
         messages.append("precision=fp16 needs a GPU, because its gradients must be scaled; try precision=bf16")
-    if config.loader["pin_memory"] and not uses_gpu:
+    if config.loader["pin_memory"] and uses_gpu is False:
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
     if config.loader["prefetch"] is not None and not config.loader["num_workers"]:
         messages.append(f"loader.prefetch={config.loader['prefetch']} needs worker processes; try loader.num_workers=2")

@@ -4,12 +4,11 @@ import logging
 import os
 import socket
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from runner.backend import as_backend
 from runner.build import Experiment, build, make_task
-from runner.checks import check_fit
+from runner.checks import check_fit, check_size
 from runner.config import Config, InputError
 from runner.failure import misses_peer
 from runner.fresh import freshen
@@ -123,14 +122,8 @@ def _build(
     """The task and what it needs, or why the input is refused, or the traceback of what broke while building."""
     try:
         task: Task = make_task(config)
-        check: Callable[..., list[str]] = getattr(task, "check", lambda config, world: [])
-        if messages := world.choose_device() + check_fit(config, world) + check(config, world):
+        if messages := world.choose_device() + check_fit(config, world) + check_size(config, task, world.world_size):
             raise InputError(*messages)
-        if world.world_size < task.min_world_size:
-            raise InputError(
-                f"task={request.choices['task']} needs at least {task.min_world_size} ranks, and this world has "
-                f"{world.world_size}; try launcher=spawn"
-            )
         return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
     except InputError as error:
         return None, None, error.messages, []

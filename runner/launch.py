@@ -1,5 +1,6 @@
 """One job from its checked configuration to an exit status: which launcher, and what the user is told at the end."""
 
+from runner.ahead import check_ahead
 from runner.backend import as_backend
 from runner.build import make_launcher, make_task
 from runner.config import Config, InputError
@@ -27,6 +28,8 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
             f"launcher={request.choices['launcher']} starts processes itself, but {place.found} has started this one "
             f"as rank {place.rank} of {place.world_size}; add launcher=env"
         )
+    if launcher.world_size is not None:
+        check_ahead(config, request.choices, launcher.world_size)
     return launcher.launch(config, request, place)
 
 

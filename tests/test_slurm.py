@@ -167,17 +167,13 @@ def newest(one: Run) -> int:
 
 
 def test_a_job_that_fails_has_its_status(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    wrong = (
-        "model=toy",
-        "data=digits",
-        "launcher=slurm",
-        "launcher.wait=true",
-    )  # in a world of two, parallel=none is refused
+    # Only the job reads the data, and so finds out that there is none.
+    wrong = (*TINY[1:], "data=image_folder", "data.root=nowhere", "launcher=slurm", "launcher.wait=true")
     process = commands.start("-m", "runner", *wrong, env=cluster.env)
     done = commands.finish(process, timeout_s=120)
     assert done.returncode == 1
     assert "ended FAILED, status 1; its log is" in done.stderr
-    assert "parallel=none is for one process, but the world has 2" in done.stdout
+    assert "data.root=nowhere" in done.stdout
 
 
 def test_what_sbatch_refuses_is_told_and_nothing_is_left(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:

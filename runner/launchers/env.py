@@ -40,6 +40,7 @@ class Env:
     starts_processes = False
     queues = False
     started_on_each = False
+    world_size: int | None = None
 
     def __init__(self, join_timeout_s: float = 120.0):
         self.join_timeout_s = checked_timeout(join_timeout_s)

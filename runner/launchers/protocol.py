@@ -15,6 +15,7 @@ class Launcher(Protocol):
     starts_processes: bool
     queues: bool  # jobs of a sweep are not launched one by one but submitted together: see Queue
     started_on_each: bool  # the same command is started on several machines
+    world_size: int | None  # of the processes that it starts; None where that is not known before
     join_timeout_s: float  # that a process waits for the others to appear
 
     def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:

@@ -98,6 +98,10 @@ class Slurm:
         variables = {name: str(value) for name, value in (env or {}).items()}
         self.environment = Environment(modules, conda, venv, setup, variables, prefix)
 
+    @property
+    def world_size(self) -> int:
+        return int(self.resources.options["nodes"]) * self.nproc_per_node
+
     def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
         """Show, submit or wait for the job. Returns the metrics of a job that was waited for."""
         directory = Path(request.directory) if request.directory else None

@@ -45,7 +45,7 @@ class Spawn:
         if nodes == 1 and master_addr:
             raise ValueError(f"launcher.master_addr={master_addr} has an effect on several nodes; add launcher.nodes")
         self.nproc_per_node, self.nodes, self.node_rank = nproc_per_node, nodes, node_rank
-        self.started_on_each = nodes > 1
+        self.started_on_each, self.world_size = nodes > 1, nodes * nproc_per_node
         self.master_addr, self.master_port = master_addr or "localhost", master_port
         self.join_timeout_s = checked_timeout(join_timeout_s)
 
@@ -57,7 +57,7 @@ class Spawn:
             Place(
                 rank=first + local_rank,
                 local_rank=local_rank,
-                world_size=self.nodes * self.nproc_per_node,
+                world_size=self.world_size,
                 local_world_size=self.nproc_per_node,
                 found="spawn",
                 master_addr=self.master_addr,

@@ -63,6 +63,7 @@ class Torchrun:
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} must be HOST:PORT, as node1:29400")
         self.host, self.port, self.rdzv_id = host.strip("[]"), int(port), rdzv_id
         self.nproc_per_node, self.max_restarts = nproc_per_node, max_restarts
+        self.world_size = self.max_nodes * nproc_per_node if self.max_nodes == self.min_nodes else None
         self.join_timeout_s = checked_timeout(join_timeout_s)
 
     def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:

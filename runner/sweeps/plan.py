@@ -35,6 +35,7 @@ class Composer:
 
     master: DictConfig
     loader: ConfigLoader
+    choices: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)  # of a job's groups, once composed
     _composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
 
     def compose(self, job: Sequence[str]) -> Config:
@@ -44,7 +45,9 @@ class Composer:
         if tuple(job) not in self._composed:
             overrides = composed_words(job)
             try:
-                self._composed[tuple(job)] = checked(self.loader.load_sweep_config(self.master, overrides), overrides)
+                cfg = self.loader.load_sweep_config(self.master, overrides)
+                self.choices[tuple(job)] = dict(cfg.hydra.runtime.choices)
+                self._composed[tuple(job)] = checked(cfg, overrides)
             except InputError:
                 raise
             except Exception as error:

@@ -26,6 +26,7 @@ from runner.sweeps.ending import conclude
 from runner.sweeps.judge import Judge
 from runner.sweeps.ledger import DONE, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
 from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
+from runner.sweeps.queued import check_launchers
 
 _current: list["Sweep"] = []
 
@@ -60,7 +61,7 @@ class Sweep:
         composer = Composer(master, loader)
         configs = composer.compose_all(jobs)
         check(configs)
-        self._check_launchers(configs, asks)
+        check_launchers(configs, [composer.choices[tuple(job)] for job in jobs], self.place, asks)
         if self.place.world_size > 1:
             from runner.meeting import join
 
@@ -187,21 +188,6 @@ class Sweep:
         job = Job(number, make_label(number, overrides, varying), overrides)
         write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
-
-    def _check_launchers(self, configs: list[Config], asks: bool) -> None:
-        from runner.build import make_launcher
-
-        launchers = [make_launcher(config) for config in configs]
-        if asks and any(launcher.queues for launcher in launchers):
-            raise InputError(
-                "launcher=slurm queues jobs, and hydra/sweeper=optuna needs the result of each before it asks for the "
-                "next; start the sweep inside a job, with launcher=env"
-            )
-        if any(launcher.started_on_each for launcher in launchers):
-            raise InputError(
-                "launcher.nodes: each machine would make a sweep of its own; start the sweep by torchrun on all of "
-                "them (torchrun --nnodes ... -m runner -m ...), or with launcher=slurm"
-            )
 
     def _begin(
         self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer, asks: bool

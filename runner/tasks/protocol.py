@@ -20,7 +20,7 @@ class Task(Protocol):
     section: str | None  # the top-level key whose keys are this task's alone
     conducts: bool  # it starts jobs of its own, by a method `conduct`, and is none itself
 
-    # What a task may leave out: check(config, world) -> list[str], why it cannot be done in this world, a message each.
+    # What a task may leave out: check(config, world_size) -> list[str], why it cannot be done, a message each.
 
     def run(
         self, config: Config, experiment: Experiment | None, world: World, directory: RunDirectory, console: Console

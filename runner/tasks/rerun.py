@@ -33,17 +33,17 @@ class Rerun:
     def __init__(self) -> None:
         pass
 
-    def check(self, config: Config, world: World) -> list[str]:
-        """Why the run cannot be made again in this world."""
+    def check(self, config: Config, world_size: int) -> list[str]:
+        """Why the run cannot be made again in a world of this size."""
         path = Path(str(config.run))
         result = read_result(path) or {}
         if result.get("task") not in ("train", "rerun"):
             return [f"run={path} is of task={result.get('task')}, and task=rerun trains; name a training run"]
         if result["state"] != "finished":
             return [f"run={path} is {result['state']}, and has no final weights to compare with; try resume={path}"]
-        if (size := result["world_size"]) != world.world_size:
+        if (size := result["world_size"]) != world_size:
             return [
-                f"run={path} ran in a world of {size}, and this one is of {world.world_size}, in which sums are "
+                f"run={path} ran in a world of {size}, and this one is of {world_size}, in which sums are "
                 f"rounded otherwise; start it as it was, or add launcher=spawn launcher.nproc_per_node={size}"
             ]
         return []

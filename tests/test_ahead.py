@@ -1,0 +1,58 @@
+"""What cannot run in the world that a launcher is to make is refused before there is a process, a job or a file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from worlds import configure
+
+from runner.config import InputError
+from runner.launch import launch
+from runner.launchers.env import Place
+from runner.launchers.spawn import Spawn
+from runner.launchers.torchrun import Torchrun
+
+Here = Callable[..., int]  # the fixture of conftest.py
+QUEUED = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
+# Of a world of four.
+WRONG = {
+    "parallel=none": "parallel=none is for one process, but the world has 4; try parallel=ddp",
+    "parallel=ddp batch_size=3": "batch_size=3 must be at least data ranks x micro_batches = 4 x 1 = 4",
+    "parallel=pipeline parallel.stages=3": "parallel.stages=3 must divide the world of 4 ranks; try 2 or 4",
+    "parallel=fsdp parallel.replicate=3": "parallel.replicate=3",
+    "parallel=ddp optimizer.lr=-1": "optimizer.lr=-1",
+    "parallel=ddp loader.prefetch=2": "loader.prefetch=2 needs worker processes",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+@pytest.mark.parametrize("shown", ["true", "false"])
+def test_a_job_that_could_not_run_is_not_queued(
+    line: str, shown: str, here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*line.split(), *QUEUED, f"launcher.dry_run={shown}") == 2
+    said = capfd.readouterr()
+    assert said.err.startswith(WRONG[line]) and said.err.count("\n") == 1 and said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_not_queued_where_one_of_its_jobs_could_not_run(
+    here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here("-m", *QUEUED, "parallel=none,ddp,zero", "batch_size=2,64") == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and said[0].startswith("parallel=none is") and said[1].startswith("batch_size=2 must be")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [Spawn, Torchrun])
+def test_no_process_is_started_for_it(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "launch", lambda *args: pytest.fail("it has started"))
+    with pytest.raises(InputError, match="parallel=none is for one process, but the world has 3"):
+        launch(*configure(f"launcher={kind.__name__.lower()}", "launcher.nproc_per_node=3"), Place())
+
+
+def test_a_world_that_may_grow_is_not_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Torchrun, "launch", lambda *args: {"started": 1.0})
+    elastic = ("launcher=torchrun", "launcher.nodes=1:2", "launcher.nproc_per_node=1", "launcher.rdzv_endpoint=a:1")
+    assert launch(*configure(*elastic), Place()) == {"started": 1.0}
