@@ -151,13 +151,26 @@ def test_a_task_of_an_array_that_cannot_save_in_time_goes_on_from_its_checkpoint
 
 
 def test_a_job_that_is_cancelled_ends_though_it_has_saved(cluster: Cluster, commands: Commands) -> None:
+    """And the run can be queued again then, and not while it is in the queue."""
     long = ("epochs=100000", "log_every=100", "launcher=slurm")
     job, one = submitted(commands.finish(commands.start("-m", "runner", *TINY, *long, env=cluster.env)))
     wait_until(lambda: newest(one) > 0, timeout_s=90)
+    refused = commands.runner(f"resume={one.path}", env=cluster.env)
+    assert refused.returncode == 2
+    assert refused.stderr == f"{one.path} is that of job {job}, which is in the queue; `scancel {job}` ends it\n"
     cluster.ask("scancel", job)
     cluster.wait_for(job, ["CANCELLED"], timeout_s=60)
     wait_until(lambda: "stopped after step" in log_of(one), timeout_s=30)
     assert cluster.state_of(job) == "CANCELLED" and "goes back" not in log_of(one)
+    again, same = submitted(commands.runner(f"resume={one.path}", "launcher.setup=['exit 3']", env=cluster.env))
+    assert (again != job, same) == (True, one)
+
+
+def test_a_job_that_ends_before_its_run_begins_has_its_status(cluster: Cluster, commands: Commands) -> None:
+    words = (*TINY, "launcher=slurm", "launcher.setup=['exit 3']", "launcher.wait=true")
+    done = commands.finish(commands.start("-m", "runner", *words, env=cluster.env), timeout_s=120)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "ended FAILED, status 3; its log is" in done.stderr
 
 
 def newest(one: Run) -> int:
