@@ -28,6 +28,11 @@ class Launcher(Protocol):
 class Queue(Launcher, Protocol):
     """A launcher that hands jobs to a queue, which runs them when it likes."""
 
+    dry_run: bool  # jobs are shown, and not submitted
+
+    def max_jobs(self) -> int:
+        """How many `submit_sweep` takes at once."""
+
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
         """Submit the jobs of a sweep, which is kept in the directory. Returns their names in the queue."""
 

@@ -1,11 +1,13 @@
 """Slurm: the run as a batch job, shown, submitted or waited for."""
 
 import math
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,8 +128,22 @@ class Slurm:
         print(f"submitted job {job}\nrun directory: {directory}", flush=True)
         return follow(job, directory) if self.wait else {}
 
+    def max_jobs(self) -> int:
+        """The tasks that an array may have; 1,001 where Slurm is not there to be asked."""
+        said = ""
+        if shutil.which("scontrol"):
+            asked = ("scontrol", "show", "config")
+            with suppress(subprocess.TimeoutExpired):
+                said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
+        limits = [int(number) for number in re.findall(r"\b(?:MaxArraySize\s*|max_array_tasks)=\s*(\d+)", said)]
+        return max(min(limits, default=1001), 1)
+
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
         """Show or submit the jobs of a sweep as one array. Returns their names in the queue; none of those shown."""
+        if self._submitted and self.resources.parallel_jobs:
+            # The limit is of one array: this one begins when the last has ended.
+            after = {"dependency": f"afterany:{self._submitted[-1].partition('_')[0]}"}
+            self.resources = replace(self.resources, options={**self.resources.options, **after})
         works = [self._work(Path(str(request.directory)), request) for _, request in jobs]
         log = directory / "slurm" / ("%A_%a.log" if len(works) > 1 else "%j.log")
         script = self._script(jobs[0][0], works, log)
@@ -137,8 +153,9 @@ class Slurm:
         _check_commands()
         job = submit(script, directory, name=f"jobs-{min(_number(work) for work in works)}.sh")
         print(f"submitted {len(works)} jobs as job {job}\nsweep directory: {directory}", flush=True)
-        self._submitted = [f"{job}_{number}" for number in range(len(works))] if len(works) > 1 else [job]
-        return self._submitted
+        names = [f"{job}_{number}" for number in range(len(works))] if len(works) > 1 else [job]
+        self._submitted += names
+        return names
 
     def wait_for_sweep(self) -> bool:
         """With launcher.wait, return when every job of the sweep has ended. Returns whether that was waited for."""

@@ -1,11 +1,12 @@
 """A sweep: its jobs checked, its directory, each job's run, the table at its end."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -19,14 +20,13 @@ from runner.config import Config, InputError
 from runner.explain.diagnose import tell
 from runner.going_on import Typed
 from runner.launchers.env import Place
-from runner.launchers.protocol import Queue
-from runner.launchers.queue import group_by_launcher, is_in_queue
+from runner.launchers.queue import is_in_queue
 from runner.run_dir import Request, new_directory, read_result
 from runner.sweeps.ending import conclude
 from runner.sweeps.judge import Judge
 from runner.sweeps.ledger import DONE, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
 from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
-from runner.sweeps.queued import check_launchers
+from runner.sweeps.queued import PartlyQueued, check_launchers, submit
 
 _current: list["Sweep"] = []
 
@@ -41,6 +41,9 @@ class Sweep:
     backend: dict[str, Any]
     jobs: list[Job] = field(default_factory=list)  # in the order in which they are to run, by Hydra's job.num
     queued: list[tuple[Job, Config, Request]] = field(default_factory=list)  # for a queue, once all are known
+    queues: bool = False  # all jobs are for a queue
+    shows: bool = False  # and are only shown: nothing is written
+    is_new: bool = False  # this command has made the directory
     judges: dict[int, Judge] = field(default_factory=dict)  # by job number, where a study asks for the jobs
 
     def open(
@@ -61,7 +64,10 @@ class Sweep:
         composer = Composer(master, loader)
         configs = composer.compose_all(jobs)
         check(configs)
-        check_launchers(configs, [composer.choices[tuple(job)] for job in jobs], self.place, asks)
+        choices = [composer.choices[tuple(job)] for job in jobs]
+        self.queues, self.shows = check_launchers(configs, choices, self.place, asks)
+        if self.shows:
+            return self._show(jobs, configs[0], composer)
         if self.place.world_size > 1:
             from runner.meeting import join
 
@@ -106,7 +112,7 @@ class Sweep:
         job = self.jobs[position]
         if self.record.config_dir and self.record.config_dir not in sys.path:
             sys.path.append(self.record.config_dir)  # a launcher's own process has it not yet
-        if self.place.rank == 0 and not self.queued:
+        if self.place.rank == 0 and not self.queues:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         request = self.request(job, typed, dict(owner.runtime.choices))
         try:
@@ -137,18 +143,14 @@ class Sweep:
         return metrics
 
     def submit(self) -> bool:
-        """Hand over the jobs that are for a queue. Returns whether they are still there."""
-        from runner.build import make_launcher
-
-        queues = []
-        for same in group_by_launcher(self.queued):
-            queues.append(cast(Queue, make_launcher(same[0][1])))
-            works = [(config, request) for _, config, request in same]
-            names = queues[-1].submit_sweep(works, Path(str(self.directory)))
-            for (job, _, _), name in zip(same, names, strict=False):  # none of jobs that are only shown
-                self.tell(job, "queued", queued_as=name)
-        waits = [queue.wait_for_sweep() for queue in queues]
-        return bool(queues) and not all(waits)
+        """Hand over the jobs that are for a queue, or show them. Returns whether they are still there."""
+        directory = Path(str(self.directory))
+        try:
+            return submit(self.queued, directory, self.tell)
+        except InputError:
+            if self.is_new and self.queues:
+                shutil.rmtree(directory)
+            raise
 
     def request(self, job: Job, typed: list[str], choices: dict[str, str]) -> Request:
         """How a job is asked for. typed: the words that are composed for it."""
@@ -189,11 +191,21 @@ class Sweep:
         write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
 
+    def _show(self, jobs: list[list[str]], config: Config, composer: Composer) -> None:
+        if self.directory is not None:
+            raise InputError(
+                f"launcher.dry_run=true: resume={self.directory} submits jobs, whose scripts are in slurm/ there; "
+                "show a new sweep, without resume="
+            )
+        self.directory = str(Path(config.outputs).absolute() / config.name / "sweep-STAMP")
+        self.jobs = number_jobs(jobs, [], composer)
+
     def _begin(
         self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer, asks: bool
     ) -> None:
         self.record.shared = shared_values(configs, swept)
         path = new_directory(configs[0].outputs, configs[0].name, prefix="sweep-")
+        self.is_new = True
         hold(path)
         self.jobs = [] if asks else number_jobs(jobs, [], composer)
         write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, self.jobs))
@@ -251,7 +263,14 @@ def run_sweep(typed: Typed, place: Place) -> int:
         raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
     finally:
         _current.pop()
-    if sweep.submit():
+    try:
+        waiting = sweep.submit()
+    except PartlyQueued as error:
+        tell(str(error).splitlines())
+        return 1
+    if sweep.shows:
+        return 0
+    if waiting:
         print(f"\n`python -m runner task=report run={sweep.directory}` says how they stand", flush=True)
         return 0
     failed = json.loads(sweep.share("failed", lambda: json.dumps(conclude(Path(str(sweep.directory))))))

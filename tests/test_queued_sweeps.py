@@ -1,0 +1,113 @@
+"""A sweep and Slurm: shown without a trace, refused without a trace, split into arrays as large as Slurm takes."""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.sweeps.ledger import read_ledger
+
+Here = Callable[..., int]  # the fixture of conftest.py
+TINY = ("-m", "model=toy", "data=toy", "parallel=ddp", "logger=none", "launcher=slurm")
+
+# Takes as many jobs as `takes` says, in the order of their numbers from 7 on.
+SBATCH = """\
+#!/bin/bash
+job=$(($(ls scripts | wc -l) + 7))
+if ((job - 7 >= $(cat takes))); then echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; fi
+cp "${@: -1}" "scripts/$job.sh"
+echo "$job"
+"""
+# Knows the jobs that are in the folder `queue`.
+SCONTROL = """\
+#!/bin/bash
+if [[ $* == "show config" ]]; then echo "MaxArraySize            = $(cat array)"; exit; fi
+if [[ -e queue/${@: -1} ]]; then echo "JobId=${@: -1} JobState=$(cat "queue/${@: -1}") ExitCode=0:0"; exit; fi
+echo "slurm_load_jobs error: Invalid job id specified" >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a Slurm of two scripts takes jobs and runs none."""
+    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL)):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    for name, text in (("takes", "100"), ("array", "1001")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "queue").mkdir()
+    return tmp_path
+
+
+def sweep_of(folder: Path) -> Path:
+    (sweep,) = (folder / "outputs" / "run").iterdir()
+    return sweep
+
+
+def arrays_of(folder: Path) -> list[str]:
+    return re.findall(r"--array=(\S+)", "".join(path.read_text() for path in sorted((folder / "scripts").iterdir())))
+
+
+def test_a_sweep_that_is_shown_is_a_script_and_nothing_else(
+    here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*TINY, "launcher.dry_run=true", "launcher.wait=true", "seed=0,1") == 0
+    said = capfd.readouterr()
+    assert said.out.startswith("#!/bin/bash\n") and said.out.endswith('\nexit "$status"\n') and said.err == ""
+    assert f"RUNNER_DIRECTORY={tmp_path}/outputs/run/sweep-STAMP/1-seed-1\n" in said.out
+    assert said.out.count("#!/bin/bash") == 1 and "#SBATCH --array=0-1\n" in said.out
+    subprocess.run(["bash", "-n"], input=said.out, text=True, check=True, timeout=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_shown_whole_and_new(here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here(*TINY, "launcher.dry_run=true,false", "seed=0,1") == 2
+    assert "of 4 jobs 2 would be shown and the others run" in capfd.readouterr().err
+    assert not (slurm / "outputs").exists()
+    assert here(*TINY, "seed=0,1") == 0
+    before = (sweep_of(slurm) / "ledger.jsonl").read_text()
+    assert here("-m", "resume=last", "launcher.dry_run=true") == 2
+    assert "show a new sweep, without resume=" in capfd.readouterr().err
+    assert (sweep_of(slurm) / "ledger.jsonl").read_text() == before and arrays_of(slurm) == ["0-1"]
+
+
+def test_a_sweep_that_sbatch_refuses_leaves_nothing(here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (slurm / "takes").write_text("0")
+    assert here(*TINY, "seed=0,1") == 2
+    said = capfd.readouterr()
+    assert said.err == "launcher=slurm: sbatch says: sbatch: error: QOSMaxSubmitJobPerUserLimit\n" and said.out == ""
+    assert list((slurm / "outputs" / "run").iterdir()) == []
+
+
+def test_a_grid_larger_than_an_array_is_several_and_what_was_refused_is_submitted_later(
+    here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "array").write_text("2")
+    (slurm / "takes").write_text("2")
+    assert here(*TINY, "seed=range(5)", "launcher.parallel_jobs=1") == 1
+    said = capfd.readouterr().err.splitlines()
+    assert said[1].startswith("4 of 5 jobs are queued, 1 are not; python -m runner -m resume=")
+    assert [job.queued_as for job in read_ledger(sweep_of(slurm))] == ["7_0", "7_1", "8_0", "8_1", None]
+    assert arrays_of(slurm) == ["0-1%1", "0-1%1"]
+    assert "#SBATCH --dependency=afterany:7\n" in (slurm / "scripts" / "8.sh").read_text()  # or two would run at once
+
+    for job in ("7_0", "7_1", "8_0", "8_1"):
+        (slurm / "queue" / job).write_text("PENDING")
+    assert here("-m", "resume=last") == 2  # it still takes no more: what it was stays as it was
+    assert [job.state for job in read_ledger(sweep_of(slurm))] == ["queued"] * 4 + ["waiting"]
+    (slurm / "takes").write_text("3")
+    assert here("-m", "resume=last") == 0
+    assert [job.queued_as for job in read_ledger(sweep_of(slurm))] == ["7_0", "7_1", "8_0", "8_1", "9"]
+
+
+def test_what_starts_jobs_twice_is_refused(here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here(*TINY, "seed=0,1", "hydra/launcher=slots") == 2
+    assert "queues them; drop one" in capfd.readouterr().err
+    assert not (slurm / "outputs").exists()
