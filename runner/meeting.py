@@ -3,7 +3,9 @@
 import json
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,9 +29,8 @@ def join(place: Place, backend: Backend, timeout_s: float = JOIN_TIMEOUT_S) -> W
         if place.has_parent:
             end_with_parent()
         store = _connect(place, backend.init, timeout_s)
-        if store is not None:
-            _meet(store, place, timeout_s)
-        _joined[place] = World(place, store, backend)
+        met = place if store is None else _meet(store, place, timeout_s)
+        _joined[place] = World(met, store, backend)
     return _joined[place]
 
 
@@ -53,24 +54,34 @@ def _connect(place: Place, init: str, timeout_s: float) -> dist.Store | None:
         ) from None
 
 
-def _meet(store: dist.Store, place: Place, timeout_s: float) -> None:
-    """Wait until all ranks are here."""
+def _meet(store: dist.Store, place: Place, timeout_s: float) -> Place:
+    """Wait until all ranks are here. Returns the place with what the environment did not say of it."""
     here = dist.PrefixStore(f"here{place.restart}", store)
-    here.set(str(place.rank), "")
+    here.set(str(place.rank), socket.gethostname())
     if place.rank == 0:
         deadline = time.monotonic() + timeout_s
         absent = [rank for rank in range(place.world_size) if not _comes(here, str(rank), deadline)]
+        hosts = [here.get(str(rank)).decode() for rank in range(place.world_size) if rank not in absent]
+        here.set("hosts", json.dumps(hosts))
         here.set("absent", json.dumps(absent))
         if absent:
             raise InputError(
                 f"ranks {absent} of {place.world_size} did not appear within launcher.join_timeout_s={timeout_s:g}; "
                 "check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
             )
-        return
-    if not _comes(here, "absent", time.monotonic() + timeout_s + SPEAK_TIMEOUT_S):
+    elif not _comes(here, "absent", time.monotonic() + timeout_s + SPEAK_TIMEOUT_S):
         raise InputError(f"rank 0 of {place.world_size} did not appear within {timeout_s:g} s")
-    if json.loads(here.get("absent")):
+    elif json.loads(here.get("absent")):
         raise InputError
+    return _counted(place, json.loads(here.get("hosts"))) if place.guessed else place
+
+
+def _counted(place: Place, hosts: list[str]) -> Place:
+    """The place among the ranks whose hosts, by rank, have its own one's name."""
+    own = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
+    counted: dict[str, Any] = {"local_rank": own.index(place.rank), "local_world_size": len(own)}
+    place = replace(place, **{name: counted[name] for name in place.guessed})
+    return replace(place, on_one_machine=place.on_one_machine and place.local_world_size == place.world_size)
 
 
 def _comes(store: dist.Store, key: str, deadline: float) -> bool:

@@ -1,18 +1,25 @@
 """How ranks that were started by hand find each other: by a file, or by an address."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import free_port
+from ranks import run_ranks
+
+from runner.backend import Backend
+from runner.launchers.env import Place, find_place
+from runner.launchers.placement import take_cores
+from runner.meeting import join
 
 TINY = ("model=toy", "data=toy", "max_steps=3", "parallel=ddp", "logger=none")
 
 
 def start(folder: Path, rank: int, *words: str) -> subprocess.Popen[str]:
-    import os
-
     outer = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
     env = {**outer, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "runner", *words]
@@ -54,3 +61,36 @@ def test_a_rank_that_does_not_appear_is_named(tmp_path: Path) -> None:
     assert (alone.returncode, out) == (2, "")
     assert err.startswith("ranks [1] of 2 did not appear within launcher.join_timeout_s=2") and err.count("\n") == 1
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "expected"),
+    [
+        ("aaaa", None, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ("aabb", None, [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ("abab", "0011", [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ("abbb", "0000", [(0, 1), (0, 3), (0, 3), (0, 3)]),  # people who give each rank a GPU of its own do this
+    ],
+)
+def test_ranks_by_hand_count_those_of_their_own_host(
+    hosts: str, local_ranks: str | None, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And share its cores among them, where LOCAL_WORLD_SIZE is not set."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("runner.launchers.placement.NUMA", Path("/nowhere"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
+    environ = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def meet(rank: int, world_size: int) -> tuple[Place, int]:
+        socket.gethostname = lambda: hosts[rank]
+        own = {"RANK": str(rank)} | ({"LOCAL_RANK": local_ranks[rank]} if local_ranks else {})
+        world = join(find_place(environ={**environ, **own}), Backend(name="gloo", device="cpu"), timeout_s=10)
+        world.begin_job(world.backend)
+        take_cores(world, None)
+        world.close()
+        return world.place, torch.get_num_threads()
+
+    met = run_ranks(meet, 4)
+    assert [(place.local_rank, place.local_world_size) for place, _ in met] == expected
+    assert [threads for _, threads in met] == [12 // count for _, count in expected]
+    assert {place.on_one_machine for place, _ in met} == {hosts == "aaaa"}

@@ -26,6 +26,7 @@ class Place:
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
     on_one_machine: bool = True  # as far as is known
     directory: str | None = None  # given to a run whose job Slurm may start again
+    guessed: tuple[str, ...] = ()  # of these fields, what the ranks count when they meet
     has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
 
     @property
@@ -82,7 +83,8 @@ def find_place(init: str = "env", environ: Mapping[str, str] = os.environ) -> Pl
         raise InputError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     master_addr = environ.get("MASTER_ADDR", "")
-    # By hand, on one machine, the two are the same; on several, people set LOCAL_RANK.
+    # By hand, people often set LOCAL_RANK alone, or none of the two: then it is one machine until the ranks have met.
+    local = {"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
     local_world_size = integer(environ, "LOCAL_WORLD_SIZE", world_size)
     counted = bool(environ.get("LOCAL_WORLD_SIZE")) or master_addr in ("localhost", "::1")
     return Place(
@@ -96,6 +98,7 @@ def find_place(init: str = "env", environ: Mapping[str, str] = os.environ) -> Pl
         master_port=integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and not agent,
         directory=environ.get("RUNNER_DIRECTORY"),
+        guessed=tuple(name for name, key in local.items() if not environ.get(key)),
         has_parent="TORCHELASTIC_RUN_ID" in environ,
         on_one_machine=(counted or master_addr.startswith("127.")) and local_world_size == world_size,
     )

@@ -1,7 +1,6 @@
 """Which cores of its machine a rank runs on, and with how many threads."""
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,10 @@ def take_cores(world: World, threads: int | None) -> None:
         cores = share_of_nodes(nodes, world.place, _node_of_gpu(world))
         os.sched_setaffinity(0, cores)
     if threads is None and not _user_set_threads(world.place):
-        threads = max(len(cores) // len(_sharing(world, cores)), 1)
+        others = world.others_here("cores", ",".join(map(str, sorted(cores))))
+        # A launcher may have given each rank its own already.
+        num_sharing = 1 + sum(bool(cores & {int(word) for word in text.split(",")}) for text in others)
+        threads = max(len(cores) // num_sharing, 1)
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -44,21 +46,6 @@ def share_of_nodes(nodes: Mapping[int, set[int]], place: Place, gpu_node: int | 
     first = place.local_rank * len(nodes) // place.local_world_size
     last = max((place.local_rank + 1) * len(nodes) // place.local_world_size, first + 1)
     return set().union(*list(nodes.values())[first:last])
-
-
-def _sharing(world: World, cores: set[int]) -> list[int]:
-    """The local ranks that may run on some of these cores; a launcher may have given each its own already."""
-    store, place = world.store("cores"), world.place
-    if world.world_size == 1:
-        return [0]
-    host = socket.gethostname()
-    store.set(f"{host}/{place.local_rank}", ",".join(map(str, sorted(cores))))
-    found = []
-    for local_rank in range(place.local_world_size):
-        text = store.get(f"{host}/{local_rank}").decode()
-        if cores & {int(word) for word in text.split(",")}:
-            found.append(local_rank)
-    return found
 
 
 def _user_set_threads(place: Place) -> bool:
