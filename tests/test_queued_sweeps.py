@@ -1,5 +1,6 @@
 """A sweep and Slurm: shown without a trace, refused without a trace, split into arrays as large as Slurm takes."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.sweeps.ledger import read_ledger
+from runner.sweeps.lost import read_standing
 
 Here = Callable[..., int]  # the fixture of conftest.py
 TINY = ("-m", "model=toy", "data=toy", "parallel=ddp", "logger=none", "launcher=slurm")
@@ -21,13 +23,15 @@ if ((job - 7 >= $(cat takes))); then echo "sbatch: error: QOSMaxSubmitJobPerUser
 cp "${@: -1}" "scripts/$job.sh"
 echo "$job"
 """
-# Knows the jobs that are in the folder `queue`.
+# Knows the jobs and the tasks of arrays that are in the folder `queue`, and says of those that they wait or run.
 SCONTROL = """\
 #!/bin/bash
 if [[ $* == "show config" ]]; then echo "MaxArraySize            = $(cat array)"; exit; fi
-if [[ -e queue/${@: -1} ]]; then echo "JobId=${@: -1} JobState=$(cat "queue/${@: -1}") ExitCode=0:0"; exit; fi
-echo "slurm_load_jobs error: Invalid job id specified" >&2
-exit 1
+echo "${@: -1}" >> asked
+shopt -s nullglob
+for task in "queue/${@: -1}"_*; do echo "ArrayTaskId=${task#*_} JobState=$(cat "$task") ExitCode=0:0"; known=yes; done
+if [[ -e queue/${@: -1} ]]; then echo "JobId=${@: -1} JobState=$(cat "queue/${@: -1}") ExitCode=0:0"; known=yes; fi
+if [[ -z $known ]]; then echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; fi
 """
 
 
@@ -111,3 +115,45 @@ def test_what_starts_jobs_twice_is_refused(here: Here, slurm: Path, capfd: pytes
     assert here(*TINY, "seed=0,1", "hydra/launcher=slots") == 2
     assert "queues them; drop one" in capfd.readouterr().err
     assert not (slurm / "outputs").exists()
+
+
+def test_a_job_that_slurm_has_lost_has_failed_and_is_queued_again(
+    here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*TINY, "seed=range(6)") == 0
+    sweep = sweep_of(slurm)
+    # Of six one is lost before it began, one in the middle, one has told why; the others wait.
+    for task, state in (("0", "FAILED"), ("3-5%2", "PENDING")):
+        (slurm / "queue" / f"7_{task}").write_text(state)
+    for job, result in zip(
+        read_ledger(sweep)[1:3], ({"state": "running"}, {"state": "failed", "error": "too hot"}), strict=True
+    ):
+        job.directory.mkdir()
+        (job.directory / "result.json").write_text(json.dumps({"error": None, "metrics": {}} | result))
+
+    capfd.readouterr()
+    (slurm / "asked").unlink(missing_ok=True)
+    assert here("task=report", "run=last") == 0
+    markdown = " ".join((sweep / "report.md").read_text().split())
+    assert (slurm / "asked").read_text().split() == ["7"]  # of all tasks at once
+    for number in (0, 1):
+        log = sweep / "slurm" / f"7_{number}.log"
+        assert f"Slurm's job 7_{number} ended before the run could say why; its log is {log}" in markdown, markdown
+    assert "too hot" in markdown and "7_2" not in markdown and "7_3" not in markdown
+    assert [job.state for job in read_ledger(sweep)][3:] == ["queued"] * 3
+
+    assert here("-m", "resume=last") == 0
+    assert "0 jobs are done, 3 in the queue, 3 go on, 0 are new" in capfd.readouterr().out
+    assert [job.queued_as for job in read_ledger(sweep)] == ["8_0", "8_1", "8_2", "7_3", "7_4", "7_5"]
+
+
+def test_without_slurm_or_its_answer_the_ledger_stands(
+    here: Here, slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*TINY, "seed=0,1") == 0
+    (slurm / "bin" / "scontrol").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    assert [job.state for job in read_standing(sweep_of(slurm))] == ["queued"] * 2
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert [job.state for job in read_standing(sweep_of(slurm))] == ["queued"] * 2
+    assert here("-m", "resume=last") == 2
+    assert "job 7 is in Slurm's queue; go on where scontrol is" in capfd.readouterr().err

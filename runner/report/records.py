@@ -14,6 +14,7 @@ import yaml
 from runner.config import InputError, dotted
 from runner.run_dir import CONFIG, METRICS, OVERRIDES, read_result
 from runner.sweeps.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
+from runner.sweeps.lost import read_standing
 
 # What says where a job ran or was kept, and not what was tried.
 PLACING = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
@@ -68,7 +69,7 @@ class Job:
 def read_jobs(path: Path, key: str) -> list[Job]:
     """The jobs of a sweep's directory, or the one of a run's. Raises InputError that names the key for another one."""
     if is_sweep(path):
-        return [_read(job.directory, job.overrides, job.label, job) for job in read_ledger(path)]
+        return [_read(job.directory, job.overrides, job.label, job) for job in read_standing(path)]
     if (path / OVERRIDES).is_file():
         return [_read(path, _overrides(path), path.name)]
     what = f"no sweep or run (it has neither {LEDGER} nor {OVERRIDES})" if path.is_dir() else "no directory"
@@ -137,7 +138,7 @@ def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None 
         metrics=metrics,
         world_size=int(result.get("world_size", 1)),
         starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
-        error=str(result.get("error") or (entry and entry.error) or ""),
+        error=str((entry and entry.error) or result.get("error") or ""),
     )
 
 

@@ -7,13 +7,14 @@ from rich.table import Table
 
 from runner.report.records import read_jobs
 from runner.report.render import closing
-from runner.sweeps.ledger import DONE, JobRecord, read_ledger
+from runner.sweeps.ledger import DONE, JobRecord
+from runner.sweeps.lost import read_standing
 from runner.terminal import draw_table, width_of_terminal
 
 
 def conclude(directory: Path) -> bool:
     """Tell the user what became of the jobs. Returns whether any is not done."""
-    jobs = read_ledger(directory)
+    jobs = read_standing(directory)
     print(f"\n{table(jobs)}\n", flush=True)
     if report := closing(read_jobs(directory, "run")):
         print(f"{report}\n", flush=True)

@@ -19,8 +19,8 @@ from runner.backend import as_backend
 from runner.config import Config, InputError
 from runner.explain.diagnose import tell
 from runner.going_on import Typed
+from runner.launchers.arrays import ended
 from runner.launchers.env import Place
-from runner.launchers.queue import is_in_queue
 from runner.run_dir import Request, new_directory, read_result
 from runner.sweeps.ending import conclude
 from runner.sweeps.judge import Judge
@@ -228,7 +228,8 @@ class Sweep:
             write_lines(path, {"sweep": asdict(self.record)})
         write_lines(path, *map(asdict, added))
         left = [job for job in recorded if job.state not in DONE]
-        queued = [job for job in left if job.queued_as and is_in_queue(job.queued_as)]
+        over = ended([job.queued_as for job in left if job.queued_as])
+        queued = [job for job in left if job.queued_as and job.queued_as not in over]
         unfinished = [Job(job.number, job.label, job.overrides) for job in left if job not in queued]
         self.jobs = [*unfinished, *added]
         done = f"{len(recorded) - len(left)} jobs are done" + (f", {len(queued)} in the queue" if queued else "")
