@@ -38,8 +38,6 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     so no model: a live DDP module would outlast its group (see World.leave_group).
     """
     world.begin_job(as_backend(config.backend))
-    take_cores(world, config.threads)
-    freshen(config.seed)
     raised: Exception
     try:
         return _run(config, request, world)
@@ -121,8 +119,11 @@ def _build(
 ) -> tuple[Task | None, Experiment | None, list[str], list[str]]:
     """The task and what it needs, or why the input is refused, or the traceback of what broke while building."""
     try:
+        messages = world.choose_device()
+        take_cores(world, config.threads)  # of the node that the device hangs on
+        freshen(config.seed)
         task: Task = make_task(config)
-        if messages := world.choose_device() + check_fit(config, world) + check_size(config, task, world.world_size):
+        if messages := messages + check_fit(config, world) + check_size(config, task, world.world_size):
             raise InputError(*messages)
         return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
     except InputError as error:

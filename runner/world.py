@@ -1,10 +1,11 @@
 """Who this process is among the ranks of a run: its device, store and process group, and the few collectives."""
 
 import gc
+import itertools
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -95,30 +96,38 @@ class World:
         return dist.HashStore() if self._store is None else dist.PrefixStore(topic, self._store)
 
     def choose_device(self) -> list[str]:
-        """Take this rank's devices; what is wrong with them, one message each."""
-        if messages := self.backend.check():
-            return messages
-        if self.backend.device_type() == "cpu":
-            self.device = torch.device("cpu")
-            self.devices = [self.device] * self.backend.devices_per_rank
-            return []
+        """Take this rank's devices; what is wrong with them, one message each. All ranks must call it."""
+        messages = self.backend.check()
+        on_gpu = not messages and self.backend.device_type() == "cuda"
         each, num_ranks = self.backend.devices_per_rank, self.place.local_world_size
-        if (self.local_rank + 1) * each > torch.cuda.device_count():
+        # Slurm may let each of its tasks see its own GPU alone, as --gpus-per-task=1 does.
+        seen = range(each) if on_gpu and num_ranks > 1 and torch.cuda.device_count() == each else ()
+        uuids = {str(torch.cuda.get_device_properties(number).uuid) for number in seen}
+        others = self.others_here("gpus", json.dumps(sorted(uuids)))
+        if messages:
+            return messages
+        if not on_gpu:
+            self.device = torch.device("cpu")
+            self.devices = [self.device] * each
+            return []
+        bound = bool(uuids) and uuids.isdisjoint(itertools.chain.from_iterable(map(json.loads, others)))
+        first = 0 if bound else self.local_rank * each
+        if (uuids and not bound) or first + each > torch.cuda.device_count():
             need = "a GPU each" if each == 1 else f"{each} GPUs each, {num_ranks * each} together"
             return [
                 f"{num_ranks} ranks on this machine need {need}, but there are {torch.cuda.device_count()}; "
                 "start fewer, or try backend=gloo"
             ]
-        self.devices = [torch.device("cuda", self.local_rank * each + number) for number in range(each)]
+        self.devices = [torch.device("cuda", first + number) for number in range(each)]
         self.device = self.devices[0]
         return []
 
-    def others_here(self, topic: str, text: str) -> list[str]:
-        """What the other ranks on this machine say. All ranks must call it."""
+    def others_here(self, topic: str, text: str) -> Iterator[str]:
+        """What the other ranks on this machine say, waited for as it is read. All ranks must call it."""
         store, host, number_here = self.store(topic), socket.gethostname(), self.place.local_world_size
         own = store.add(host, 1)  # not by local_rank: people give several ranks the same, with a GPU of their own each
         store.set(f"{host}/{own}", text)
-        return [store.get(f"{host}/{other}").decode() for other in range(1, number_here + 1) if other != own]
+        return (store.get(f"{host}/{other}").decode() for other in range(1, number_here + 1) if other != own)
 
     # -- agreement through the store, before there is a process group ----------------------------------------------
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,3 +104,71 @@ def test_a_rank_is_bound_to_its_node_within_what_it_may_use(tmp_path: Path, monk
     world = World(Place(1, 1, 2, 2), dist.HashStore(), Backend(name="gloo", device="cpu"))
     take_cores(world, 1)
     assert bound == [{4}]
+
+
+def devices_of_ranks(
+    path: Path, monkeypatch: pytest.MonkeyPatch, visible: list[list[int]], local_ranks: list[int], each: int = 1
+) -> list[tuple[list[str], list[str], list[set[int]]]]:
+    """Complaints, devices and cores of each rank, where rank r sees visible[r] of the machine's GPUs.
+
+    GPUs with odd numbers hang on the second NUMA node.
+    """
+    for gpu in range(8):
+        (path / f"0000:{gpu:02x}:00.0").mkdir()
+        (path / f"0000:{gpu:02x}:00.0" / "numa_node").write_text(f"{1 + gpu % 2}\n")
+    monkeypatch.setattr("runner.launchers.placement.PCI", path)
+    monkeypatch.setattr("runner.launchers.placement.numa_nodes", lambda: NODES)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: NODES[1] | NODES[2])
+    bound: list[set[int]] = []
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: bound.append(cores))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def choose(rank: int, world_size: int) -> tuple[list[str], list[str], list[set[int]]]:
+        def properties(device: int | torch.device) -> SimpleNamespace:
+            gpu = visible[rank][device if isinstance(device, int) else device.index]
+            return SimpleNamespace(uuid=f"uuid-{gpu}", pci_domain_id=0, pci_bus_id=gpu, pci_device_id=0)
+
+        torch.cuda.device_count = lambda: len(visible[rank])
+        torch.cuda.get_device_properties = properties  # type: ignore[assignment]
+        place = Place(rank, local_ranks[rank], world_size, world_size, found="test")
+        store = dist.FileStore(str(path / "store"), world_size)
+        world = World(place, store, Backend(device="cuda", devices_per_rank=each))
+        world.begin_job(world.backend)
+        messages = world.choose_device()
+        take_cores(world, None)
+        return messages, [str(device) for device in world.devices], bound
+
+    return run_ranks(choose, len(visible))
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_ranks", "each", "expected"),
+    [
+        ([[4], [5], [7]], [0, 1, 2], 1, [["cuda:0"]] * 3),  # srun --gpus-per-task=1
+        ([[4], [5]], [0, 0], 1, [["cuda:0"]] * 2),  # by hand, CUDA_VISIBLE_DEVICES and LOCAL_RANK=0 for each
+        ([[2, 4], [1, 3]], [0, 1], 2, [["cuda:0", "cuda:1"]] * 2),
+        ([[2, 3], [2, 3]], [0, 1], 1, [["cuda:0"], ["cuda:1"]]),
+    ],
+)
+def test_a_rank_takes_the_gpu_that_it_alone_sees(
+    visible: list[list[int]],
+    local_ranks: list[int],
+    each: int,
+    expected: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = devices_of_ranks(tmp_path, monkeypatch, visible, local_ranks, each)
+    assert [messages for messages, _, _ in chosen] == [[]] * len(visible)
+    assert [devices for _, devices, _ in chosen] == expected
+    gpus = [own[int(devices[0].removeprefix("cuda:"))] for own, devices in zip(visible, expected, strict=True)]
+    assert [cores for _, _, cores in chosen] == [[NODES[1 + gpu % 2]] for gpu in gpus]
+
+
+@pytest.mark.parametrize("local_ranks", [[0, 1], [0, 0]])
+def test_one_gpu_that_two_ranks_see_is_too_few(
+    local_ranks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "2 ranks on this machine need a GPU each, but there are 1; start fewer, or try backend=gloo"
+    chosen = devices_of_ranks(tmp_path, monkeypatch, [[3], [3]], local_ranks)
+    assert [messages for messages, _, _ in chosen] == [[message]] * 2

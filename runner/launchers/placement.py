@@ -17,7 +17,7 @@ PCI = Path("/sys/bus/pci/devices")
 def take_cores(world: World, threads: int | None) -> None:
     """Keep this rank to the cores of its NUMA node, and share the cores out as threads. All ranks must call it.
 
-    threads: as many, instead; so does OMP_NUM_THREADS, unless it is torchrun's own 1.
+    The device is chosen by then. threads: as many, instead; so does OMP_NUM_THREADS, unless it is torchrun's own 1.
     """
     cores = allowed_cores()
     nodes = {number: own for number, node in numa_nodes().items() if (own := node & cores)}
@@ -62,10 +62,9 @@ def _user_set_threads(place: Place) -> bool:
 
 
 def _node_of_gpu(world: World) -> int | None:
-    index = world.local_rank * world.backend.devices_per_rank
-    if world.backend.device_type() != "cuda" or index >= torch.cuda.device_count():
+    if world.device.type != "cuda":
         return None
-    gpu: Any = torch.cuda.get_device_properties(index)  # its type lacks these three
+    gpu: Any = torch.cuda.get_device_properties(world.device)  # its type lacks these three
     path = PCI / f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" / "numa_node"
     number = int(path.read_text()) if path.exists() else -1
     return number if number >= 0 else None  # -1 where the machine has only one
