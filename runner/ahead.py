@@ -10,6 +10,16 @@ from runner.checks import check_size
 from runner.config import Config, InputError, check_combination
 
 
+def check_conducts(config: Config, choices: Mapping[str, str]) -> None:
+    """Raises InputError where the task starts processes of its own, and would here, although a launcher queues jobs."""
+    task = make_task(config)
+    if task.conducts and not task.reads_run:
+        raise InputError(
+            f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes of its own "
+            "where it is typed; type it inside an allocation (of salloc, or in a script for sbatch), with launcher=env"
+        )
+
+
 def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> None:
     """Raises InputError where no world of this size can run it. What model, data or device decide is told later."""
     task = make_task(config)

@@ -99,6 +99,7 @@ def _run(typed: Typed, multirun: bool, place: Place) -> int:
     config = checked(cfg, typed.overrides)
     request = Request(
         overrides=tuple(typed.recorded),
+        words=tuple(typed.words),
         config_dir=typed.config_dir,
         command=tuple(sys.orig_argv),
         directory=typed.directory or place.directory,

@@ -1,7 +1,7 @@
 """`resume=` and `run=`: what an earlier run or sweep recorded, with what is typed now on top."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -27,6 +27,7 @@ class Typed:
     recorded: list[str]
     config_dir: str | None
     directory: str | None = None
+    words: list[str] = field(default_factory=list)  # as Request.words
 
 
 def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed:
@@ -74,7 +75,8 @@ def _rerun(words: list[str], path: Path, config_dir: str | None) -> Typed:
     threads = (read_result(path) or {}).get("machine", {}).get("threads")
     if threads and not any(word.partition("=")[0] == "threads" for word in words):
         trained.append(f"threads={threads}")  # which the environment may give otherwise now
-    return _with_search_path(Typed([*trained, "task=rerun", f"run='{path}'"], trained, config_dir))
+    words = [*trained, "task=rerun", f"run='{path}'"]
+    return _with_search_path(Typed(words, trained, config_dir, words=words))
 
 
 def check_going_on(config: Config) -> list[str]:
@@ -180,4 +182,4 @@ def _with_search_path(typed: Typed) -> Typed:
     if typed.config_dir is None:
         return typed
     search = f"hydra.searchpath=['file://{typed.config_dir}']"
-    return Typed([*typed.overrides, search], typed.recorded, typed.config_dir, typed.directory)
+    return replace(typed, overrides=[*typed.overrides, search])

@@ -1,6 +1,8 @@
 """One job from its checked configuration to an exit status: which launcher, and what the user is told at the end."""
 
-from runner.ahead import check_ahead
+from dataclasses import replace
+
+from runner.ahead import check_ahead, check_conducts
 from runner.backend import as_backend
 from runner.build import make_launcher, make_task
 from runner.config import Config, InputError
@@ -18,11 +20,14 @@ def launch(config: Config, request: Request, place: Place) -> dict[str, float]:
     Raises InputError, Preempted or JobFailed, as run_job does.
     """
     task = make_task(config)
-    if task.conducts:
-        return task.conduct(config, request, place)
     launcher = make_launcher(config)
     if launcher.queues and place.directory:  # this process is of the job that was queued
         launcher = Env(launcher.join_timeout_s)
+    if launcher.queues:
+        check_conducts(config, request.choices)
+        request = replace(request, overrides=request.words or request.overrides)
+    if task.conducts:
+        return task.conduct(config, request, place)
     if launcher.starts_processes and not place.may_start_processes:
         raise InputError(
             f"launcher={request.choices['launcher']} starts processes itself, but {place.found} has started this one "

@@ -34,6 +34,7 @@ class Request:
     directory: str | None = None  # given to a job of a sweep and to a run that goes on; otherwise a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
     judge: Callable[[int, dict[str, float]], bool] | None = None  # given step and metrics: whether to give the run up
+    words: tuple[str, ...] = ()  # what another process has to type for it, where that is not what is recorded
 
 
 @dataclass

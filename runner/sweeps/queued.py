@@ -24,7 +24,7 @@ def check_launchers(
     Raises InputError where a sweep cannot start its jobs so, and where one would wait in a queue only to be refused.
     choices: the options that each job takes of its groups. asks: the sweeper needs each result before the next job.
     """
-    from runner.ahead import check_ahead
+    from runner.ahead import check_ahead, check_conducts
     from runner.build import make_launcher
 
     launchers = [make_launcher(config) for config in configs]
@@ -55,6 +55,7 @@ def check_launchers(
     messages: list[str] = []
     for config, own, launcher in queued:
         try:
+            check_conducts(config, own)
             if launcher.world_size is not None:
                 check_ahead(config, own, launcher.world_size)
         except InputError as error:

@@ -1,13 +1,16 @@
-"""A sweep and Slurm: shown without a trace, refused without a trace, split into arrays as large as Slurm takes."""
+"""What Slurm is handed, and what it has lost: sweeps as arrays, tasks that are more than one run. No job runs here."""
 
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import free_port
 
 from runner.sweeps.ledger import read_ledger
 from runner.sweeps.lost import read_standing
@@ -157,3 +160,53 @@ def test_without_slurm_or_its_answer_the_ledger_stands(
     assert [job.state for job in read_standing(sweep_of(slurm))] == ["queued"] * 2
     assert here("-m", "resume=last") == 2
     assert "job 7 is in Slurm's queue; go on where scontrol is" in capfd.readouterr().err
+
+
+def test_a_task_that_starts_processes_itself_is_not_queued(
+    here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in (("task=compare", "launcher=slurm"), ("-m", "task=compare", "launcher=slurm", "seed=0,1")):
+        assert here(*words, "launcher.dry_run=true") == here(*words) == 2
+        said = capfd.readouterr()
+        assert (
+            said.err.startswith("launcher=slurm queues a job, but task=compare starts processes of its own")
+            and said.err.count("\n") == 2
+            and said.out == ""
+        )
+    assert not (slurm / "outputs").exists()
+
+
+def run_inside(here: Here, monkeypatch: pytest.MonkeyPatch, directory: Path, *words: str) -> dict[str, Any]:
+    """The words as Slurm's job has torchrun start them. Returns what result.json says then."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with monkeypatch.context() as job:
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for name, value in {**rank, "RUNNER_DIRECTORY": str(directory)}.items():
+            job.setenv(name, value)
+        assert here(*words) == 0
+    return json.loads((directory / "result.json").read_text())
+
+
+def test_a_run_of_slurms_is_reported_here_and_made_again_there(
+    here: Here, slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = slurm / "outputs" / "run" / "first"
+    words = ("model=toy", "data=toy", "max_steps=2", "logger=none", "threads=1")
+    own = ("launcher=slurm", "launcher.nproc_per_node=1")
+    assert run_inside(here, monkeypatch, first, *words, *own)["state"] == "finished"
+    capfd.readouterr()
+    assert here("task=report", f"run={first}") == 0
+    assert "launcher=slurm launcher.nproc_per_node=1" in capfd.readouterr().out  # in the command of the best
+
+    assert here("task=rerun", f"run={first}") == 0
+    (script,) = (slurm / "scripts").iterdir()
+    typed = re.search(r"^overrides=\((.*)\)$", script.read_text(), re.MULTILINE)
+    again = Path(re.search(r"run directory: (.*)", capfd.readouterr().out)[1])  # type: ignore[index]
+    assert typed is not None
+    result = run_inside(here, monkeypatch, again, *shlex.split(typed[1]))
+    assert result["task"] == "rerun" and result["metrics"]["rerun/same_weights"] == 1.0
+
+    assert here("task=rerun", f"run={first}", "launcher.nproc_per_node=2", "parallel=ddp") == 2
+    assert "ran in a world of 1, and this one is of 2" in capfd.readouterr().err  # told before it waits in the queue
+    assert here("task=rerun", f"run={first}", "launcher=env") == 0
+    assert len(list((slurm / "scripts").iterdir())) == 1
