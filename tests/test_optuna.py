@@ -128,6 +128,32 @@ def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path) -> None:
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 4
 
 
+def test_a_study_is_of_one_direction(here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("-m", *TOY, *STUDY, "hydra.sweeper.n_trials=1", "optimizer.lr=interval(0.01,0.1)")
+    shared = ("hydra.sweeper.study_name=both", "hydra.sweeper.storage=study.journal")
+    assert here(*words, *shared) == here(*words, "name=own") == 0
+    before = sorted(tmp_path.rglob("*"))
+    assert here(*words, *shared, "hydra.sweeper.direction=maximize") == 2
+    assert here("-m", "name=own", "resume=last", "hydra.sweeper.direction=maximize") == 2
+    said = capfd.readouterr().err
+    assert said.count("hydra.sweeper.direction=maximize: the study ") == said.count(" is to minimize; keep that") == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_metric_that_no_job_has_ends_the_study_at_its_first(
+    here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accuracy = ("hydra.sweeper.metric=val/accuracy", "optimizer.lr=interval(0.01,0.1)", "hydra.sweeper.n_trials=3")
+    assert here("-m", *TOY, *STUDY, *accuracy) == 2
+    why = (
+        "hydra.sweeper.metric=val/accuracy: 0-lr-0.04753 has finished without it, so that there is nothing to optimize"
+    )
+    assert capfd.readouterr().err.endswith(f"{why} type one that it has: train/loss, val/loss\n")
+    assert [job.state for job in jobs_of(tmp_path)] == ["finished"]
+    assert here("-m", "resume=last", "hydra.sweeper.metric=val/loss") == 0  # which its first job has
+    assert [trial.state.name for trial in open_study(tmp_path).trials] == ["COMPLETE"] * 3
+
+
 WRONG = {
     "seed=0": "hydra/sweeper=optuna has nothing to vary",
     "seed=range(3) hydra.sweeper.metric=val/acuracy": "no such metric; did you mean val/accuracy?",

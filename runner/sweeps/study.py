@@ -70,14 +70,23 @@ class Study:
         return Judge(self.storage, self.study.study_name, trial, self.options.metric, pruner)
 
     def settle(self) -> None:
-        """Tell the study of every trial that has ended and that it does not know of."""
+        """Tell the study of every trial that has ended and that it does not know of.
+
+        Raises InputError where jobs have finished, and none with the metric: the others would not have it either.
+        """
         from optuna.trial import TrialState
 
-        trials = self.study.get_trials(deepcopy=False)
-        for job in read_ledger(self.path):
+        trials, metric, jobs = self.study.get_trials(deepcopy=False), self.options.metric, read_ledger(self.path)
+        finished = [job for job in jobs if job.state == "finished"]
+        if finished and not any(metric in job.metrics for job in finished):
+            raise InputError(
+                f"hydra.sweeper.metric={metric}: {finished[0].label} has finished without it, so that there is nothing "
+                f"to optimize; type one that it has: {', '.join(sorted(finished[0].metrics))}"
+            )
+        for job in jobs:
             if job.trial is None or trials[job.trial].state.is_finished():
                 continue
-            value = job.metrics.get(self.options.metric, math.nan)
+            value = job.metrics.get(metric, math.nan)
             if job.state == "pruned":
                 self.study.tell(job.trial, state=TrialState.PRUNED)
             elif job.state in GIVEN_UP or (job.state == "finished" and not math.isfinite(value)):
@@ -124,6 +133,7 @@ def run_study(
     def check(configs: Sequence[Config]) -> None:
         if sweep.place.rank == 0:
             _check(options, swept, configs[0])
+            _check_storage(sweep, options)
         if hasattr(launcher, "check"):
             launcher.check(configs)
 
@@ -203,11 +213,6 @@ def _open(sweep: Sweep, options: Options, fixed: list[str], swept: dict[str, Ove
     # A generator that starts anew would propose the first trials again.
     seed = options.sampler.get("seed")
     study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + len(trials)}))
-    if study.direction.name.lower() != direction:
-        raise InputError(
-            f"hydra.sweeper.direction={direction}: the study {study.study_name} is to {study.direction.name.lower()}; "
-            "keep that, or name another"
-        )
     return Study(sweep, options, fixed, swept, study)
 
 
@@ -236,18 +241,33 @@ def _check(options: Options, swept: dict[str, Override], config: Config) -> None
             distribution(override)
         except ValueError as error:
             raise InputError(f"{override.input_line}: {error}") from None
-    if options.storage:
-        import optuna
-
-        try:
-            optuna.storages.get_storage(open_storage(options.storage))
-        except Exception as error:  # the database's own kinds
-            raise InputError(f"hydra.sweeper.storage={options.storage}: {str(error).splitlines()[0]}") from None
     for name in ("sampler", "pruner"):
         try:
             instantiate(getattr(options, name))
         except (InstantiationException, ValueError, TypeError) as error:
             raise InputError(f"hydra.sweeper.{name}: {str(error).splitlines()[0]}") from None
+
+
+def _check_storage(sweep: Sweep, options: Options) -> None:
+    """That the study can be kept there, and is of the direction if there is one."""
+    import optuna
+
+    where, name = options.storage, options.study_name
+    if sweep.directory:
+        own = Path(sweep.directory)
+        where, name = storage_of(options, own), name or own.name
+    if where is None:
+        return  # it will be the sweep's own
+    try:
+        storage = optuna.storages.get_storage(open_storage(where))
+    except Exception as error:  # the database's own kinds
+        raise InputError(f"hydra.sweeper.storage={options.storage}: {str(error).splitlines()[0]}") from None
+    known = {study.study_name: study.direction.name.lower() for study in optuna.get_all_study_summaries(storage)}
+    if name in known and known[name] != options.direction:
+        raise InputError(
+            f"hydra.sweeper.direction={options.direction}: the study {name} is to {known[name]}; keep that, or name "
+            "another"
+        )
 
 
 def _first(override: Override) -> Any:
