@@ -148,7 +148,7 @@ def test_a_metric_that_no_job_has_ends_the_study_at_its_first(
     why = (
         "hydra.sweeper.metric=val/accuracy: 0-lr-0.04753 has finished without it, so that there is nothing to optimize"
     )
-    assert capfd.readouterr().err.endswith(f"{why} type one that it has: train/loss, val/loss\n")
+    assert capfd.readouterr().err.endswith(f"{why}; type one that it has: train/loss, val/loss\n")
     assert [job.state for job in jobs_of(tmp_path)] == ["finished"]
     assert here("-m", "resume=last", "hydra.sweeper.metric=val/loss") == 0  # which its first job has
     assert [trial.state.name for trial in open_study(tmp_path).trials] == ["COMPLETE"] * 3
