@@ -42,6 +42,7 @@ class Train:
         if available(directory.checkpoints):
             progress = restore(directory.checkpoints, spread, world)
             log.info("going on after step %d", progress.step)
+            directory.result.step, directory.result.epoch = progress.step, progress.epoch
         directory.forget_after(progress.step)
         owes_evaluation = False
         if progress.step > 0 and progress.step_in_epoch == 0 and progress.epoch % config.eval_every == 0:
