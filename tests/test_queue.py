@@ -114,6 +114,25 @@ def test_a_grid_larger_than_an_array_is_several_and_what_was_refused_is_submitte
     assert [job.queued_as for job in read_ledger(sweep_of(slurm))] == ["7_0", "7_1", "8_0", "8_1", "9"]
 
 
+def test_a_sweep_that_is_waited_for_is_asked_about_at_once(
+    here: Here, slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "queue" / "7_0-1").write_text("RUNNING")
+    changes = [lambda: (slurm / "queue" / "7_0-1").rename(slurm / "queue" / "7_1"), (slurm / "queue" / "7_1").unlink]
+    monkeypatch.setattr("runner.launchers.slurm.time.sleep", lambda seconds: changes.pop(0)())
+    assert here(*TINY, "seed=0,1", "launcher.wait=true") == 1  # they have ended, and no run has said how
+    assert changes == [] and set((slurm / "asked").read_text().split()) == {"7"}  # the tasks by none of their own names
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    (slurm / "queue" / "8_0-1").write_text("RUNNING")
+    monkeypatch.setattr("runner.launchers.slurm.time.sleep", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        here(*TINY, "name=left", "seed=0,1", "launcher.wait=true")
+    assert capfd.readouterr().err.endswith("job 8 goes on; `scancel 8` ends it\n")
+
+
 def test_what_starts_jobs_twice_is_refused(here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert here(*TINY, "seed=0,1", "hydra/launcher=slots") == 2
     assert "queues them; drop one" in capfd.readouterr().err

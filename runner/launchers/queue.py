@@ -28,11 +28,6 @@ def state_of(job: str) -> tuple[str, int]:
     return state[1], int(status[1]) if status else 1
 
 
-def is_in_queue(job: str) -> bool:
-    """Whether the job waits or runs, as far as Slurm knows."""
-    return state_of(job)[0] not in OVER
-
-
 def group_by_launcher(jobs: Sequence[tuple[Any, Any, Any]]) -> list[list[tuple[Any, Any, Any]]]:
     """Jobs, with their configurations in the second place, that ask for the same: one array takes no others."""
     groups: dict[str, list[tuple[Any, Any, Any]]] = {}

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from runner.config import Config, InputError
 from runner.job import JobFailed
+from runner.launchers.arrays import ended
 from runner.launchers.env import Place, checked_timeout
-from runner.launchers.queue import OVER, is_in_queue, state_of
+from runner.launchers.queue import OVER, state_of
 from runner.launchers.slurm_script import Environment, Resources, Work, render
 from runner.run_dir import Request, new_directory, read_result
 
@@ -114,7 +115,7 @@ class Slurm:
         _check_commands()
         made = directory is None
         directory = directory or new_directory(config.outputs, config.name)
-        if (earlier := _job_of(directory)) and is_in_queue(earlier):
+        if (earlier := _job_of(directory)) and not ended([earlier]):
             raise InputError(
                 f"{directory} is that of job {earlier}, which is in the queue; `scancel {earlier}` ends it"
             )
@@ -159,8 +160,12 @@ class Slurm:
 
     def wait_for_sweep(self) -> bool:
         """With launcher.wait, return when every job of the sweep has ended. Returns whether that was waited for."""
-        while self.wait and any(is_in_queue(job) for job in self._submitted):
-            time.sleep(POLL_S)
+        left = self._submitted
+        try:
+            while self.wait and (left := sorted({*left} - ended(left))):
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            _leave(*dict.fromkeys(job.partition("_")[0] for job in left))
         return self.wait
 
     def _work(self, directory: Path, request: Request) -> Work:
@@ -221,14 +226,18 @@ def follow(job: str, directory: Path) -> dict[str, float]:
                     print(file.read(), end="", flush=True)
                     read = file.tell()
     except KeyboardInterrupt:
-        print(f"\njob {job} goes on; `scancel {job}` ends it", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
+        _leave(job)
     result = read_result(directory) or {}
     if state == "COMPLETED" and result.get("state") == "finished":
         return result["metrics"]
     text = f"job {job} ended {state}, status {status}; its log is {log}"
     print(text, file=sys.stderr, flush=True)
     raise JobFailed(text, status or 1)
+
+
+def _leave(*jobs: str) -> NoReturn:
+    print(f"\njob {', '.join(jobs)} goes on; `scancel {' '.join(jobs)}` ends it", file=sys.stderr, flush=True)
+    raise SystemExit(130)
 
 
 def _check_commands() -> None:
