@@ -36,7 +36,7 @@ class Slow(MLP):
         return super().forward(samples)
 """
 OPTIONS = "defaults:\n  - mlp\n_target_: slow.Slow\n"
-LONG = ("epochs=60", "eval_every=60", "checkpoint.every_steps=5")
+LONG = ("epochs=20", "eval_every=20", "checkpoint.every_steps=5")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands
     cluster.wait_for(urgent.stdout.strip(), ["COMPLETED"], timeout_s=60)
     cluster.wait_for(job, ["COMPLETED"], timeout_s=150)
     log = log_of(one)
-    assert log.count("goes back into the queue") == 2 and "Traceback" not in log
+    assert log.count("goes back into the queue") >= 2 and "Traceback" not in log
     assert one.result["state"] == "finished"
     assert [path.name for path in (tmp_path / "outputs" / "job").iterdir()] == [one.path.name]
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
