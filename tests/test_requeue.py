@@ -1,13 +1,16 @@
 """When a Slurm job goes back into the queue: decided from what its run left."""
 
 import json
+import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from runner.launchers import requeue
+from runner.launchers import agent, requeue
 
 
 def end(monkeypatch: pytest.MonkeyPatch, run: Path, state: str | None, step: int, status: int, told: str) -> int:
@@ -63,6 +66,23 @@ def test_it_was_told_where_an_agent_was(tmp_path: Path, monkeypatch: pytest.Monk
     (run / "slurm" / "told").touch()
     (run / "result.json").unlink()
     assert end(monkeypatch, run, None, 0, 0, "") == 143
+
+
+def test_an_agent_that_a_signal_ends_leaves_a_file_and_no_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def main() -> None:
+        log = logging.getLogger(agent.RENDEZVOUS)
+        log.warning("The node 'n2_1_0' has failed to shutdown the rendezvous '7' due to an error of type E.")
+        log.warning("something else")
+        raise SignalException("told", sigval=signal.SIGUSR1)
+
+    (tmp_path / "slurm").mkdir()
+    monkeypatch.setattr(agent, "main", main)
+    monkeypatch.setenv("RUNNER_DIRECTORY", str(tmp_path))
+    assert agent.run() == 0
+    assert (tmp_path / requeue.TOLD).exists()
+    assert caplog.messages == ["something else"]
 
 
 def test_a_run_that_could_not_say_why_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 usage: python -m runner.launchers.agent OPTIONS_OF_TORCHRUN, with RUNNER_DIRECTORY set
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -12,12 +13,16 @@ from torch.distributed.run import main
 
 from runner.launchers.requeue import TOLD
 
+RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+
 
 def run() -> int:
     """0 also after a signal, which the ranks had as well: what became of the run is in its directory.
 
     Another status would let srun end the other nodes' agents, whose ranks may still be busy saving.
     """
+    # At the end of a job, where the node that they met on was through first.
+    logging.getLogger(RENDEZVOUS).addFilter(lambda record: "failed to shutdown" not in record.getMessage())
     try:
         main()
     except SignalException:
