@@ -1,13 +1,10 @@
 """Which jobs Slurm no longer has: asked once for a whole array, of which it may have forgotten some tasks."""
 
-import os
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from runner.config import InputError
-from runner.launchers.queue import OVER
+from runner.launchers.queue import OVER, show
 
 
 def ended(names: Sequence[str]) -> set[str]:
@@ -29,21 +26,16 @@ def ended(names: Sequence[str]) -> set[str]:
 
 def _states(job: str) -> dict[str, str] | None:
     """The state in Slurm's words of each task of an array that it knows, or of the job; None without an answer."""
-    words = ("scontrol", "--oneliner", "show", "job", job)
-    whole = os.environ | {"SLURM_BITSTR_LEN": "0"}  # or a long list of tasks ends in dots
-    try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=whole)
-    except FileNotFoundError:
-        raise InputError(f"job {job} is in Slurm's queue; go on where scontrol is") from None
-    except subprocess.TimeoutExpired:
+    said = show(job)
+    if said is None:
         return None
     states = {}
-    for line in said.stdout.splitlines():
+    for line in said.splitlines():
         if state := re.search(r"\bJobState=(\w+)", line):
             numbers = re.search(r"\bArrayTaskId=(\S+)", line)
             names = [f"{job}_{number}" for number in _expand(numbers[1])] if numbers else [job]
             states.update(dict.fromkeys(names, state[1]))
-    return states if states or "Invalid job id" in said.stderr else None
+    return states
 
 
 def _expand(tasks: str) -> Iterator[int]:
