@@ -16,6 +16,14 @@ from runner.progress import available
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
 
 
+def run_until_preempted(outputs: Path, world_size: int, *words: str) -> Path:
+    """A run that stops by a signal. Returns its directory."""
+    with pytest.raises(RankError, match=r"Preempted"):
+        run(outputs, world_size, *words)
+    (path,) = (outputs / "run").iterdir()
+    return path
+
+
 def test_evaluation_gives_what_training_gave_on_any_number_of_ranks(tmp_path: Path) -> None:
     trained = run(tmp_path / "t", 1, *TINY, "precision=fp64", "epochs=2")
     expected = {key: value for key, value in trained.result["metrics"].items() if key.startswith("val/")}
@@ -44,10 +52,8 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     words = (*TINY, "epochs=2", f"parallel={'none' if world_size == 1 else 'ddp'}", "optimizer=adamw")
     whole = run(tmp_path / "whole", world_size, *words)
     monkeypatch.setattr(Trainer, "step", step_and_signal)
-    with pytest.raises(RankError, match=r"Preempted"):
-        run(tmp_path / "cut", world_size, *words)
+    path = run_until_preempted(tmp_path / "cut", world_size, *words)
     monkeypatch.undo()
-    (path,) = (tmp_path / "cut" / "run").iterdir()
     resumed = run(tmp_path / "cut", world_size, f"resume={path}", f"outputs={tmp_path / 'cut'}")
     # The signal came in one step, and the flags of the next tell everybody.
     assert "SIGUSR1" in (path / "log.txt").read_text() or world_size == 2
@@ -83,10 +89,8 @@ def test_a_signal_in_an_evaluation_gives_it_up_and_the_resumed_run_makes_it_up(
     words = (*TINY[:3], "batch_size=100", "log_every=5", "logger=none", "epochs=2", f"parallel={parallel}")
     whole = run(tmp_path / "whole", world_size, *words)
     monkeypatch.setattr(Loader, "steps", steps_and_signal)
-    with pytest.raises(RankError, match=r"Preempted"):
-        run(tmp_path / "cut", world_size, *words)
+    path = run_until_preempted(tmp_path / "cut", world_size, *words)
     monkeypatch.undo()
-    (path,) = (tmp_path / "cut" / "run").iterdir()
     cut = Run(path)
     assert f"saved after step {step}" in (path / "log.txt").read_text()
     assert cut.result["state"] == "preempted"

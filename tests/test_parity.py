@@ -7,9 +7,8 @@ from pathlib import Path
 
 import parity_table
 import pytest
-from worlds import Run, configure, run
+from worlds import MODES, Run, configure, run
 
-from runner import CONF
 from runner.backend import Backend
 from runner.build import build
 from runner.config import InputError
@@ -32,7 +31,6 @@ EXPERIMENTS = {
 }
 COMMON = ("precision=fp64", "optimizer.lr=0.01", "epochs=9", "max_steps=10", "logger=none")
 MODELS = tuple(EXPERIMENTS)
-MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
 # What the one process is told besides: pipeline cuts a micro-batch into four, and BatchNorm sees each by itself.
 REFERENCE = {"pipeline": ("micro_batches=4",)}
 

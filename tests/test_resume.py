@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import RankError
-from worlds import configure, run
+from worlds import MODES, configure, run
 
-from runner import CONF
 from runner.config import InputError
 from runner.progress import available
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
-MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
 ALONE = ("none", "dp")
 WAYS = [
     *((f"parallel={mode}",) for mode in MODES),

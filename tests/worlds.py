@@ -23,6 +23,7 @@ from runner.progress import available
 from runner.run_dir import Request
 from runner.world import World
 
+MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
 _numbers = itertools.count()
 
 
