@@ -2,7 +2,7 @@
 
 import sys
 
-from runner.entry import main
+from runner.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ import parity_table
 import pytest
 from commands import Commands
 
-from runner.entry import main
+from runner.main import main
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

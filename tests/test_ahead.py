@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from worlds import configure
 
-from runner.config import InputError
-from runner.launch import launch
-from runner.launchers.env import Place
+from runner.distributed.environment import RankInfo
+from runner.errors import InputError
+from runner.launchers.launch import launch
 from runner.launchers.spawn import Spawn
 from runner.launchers.torchrun import Torchrun
 
@@ -49,10 +49,10 @@ def test_a_sweep_is_not_queued_where_one_of_its_jobs_could_not_run(
 def test_no_process_is_started_for_it(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "launch", lambda *args: pytest.fail("it has started"))
     with pytest.raises(InputError, match="parallel=none is for one process, but the world has 3"):
-        launch(*configure(f"launcher={kind.__name__.lower()}", "launcher.nproc_per_node=3"), Place())
+        launch(*configure(f"launcher={kind.__name__.lower()}", "launcher.nproc_per_node=3"), RankInfo())
 
 
 def test_a_world_that_may_grow_is_not_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Torchrun, "launch", lambda *args: {"started": 1.0})
     elastic = ("launcher=torchrun", "launcher.nodes=1:2", "launcher.nproc_per_node=1", "launcher.rdzv_endpoint=a:1")
-    assert launch(*configure(*elastic), Place()) == {"started": 1.0}
+    assert launch(*configure(*elastic), RankInfo()) == {"started": 1.0}

@@ -9,7 +9,7 @@ import pytest
 from commands import Commands
 from hydra.core.global_hydra import GlobalHydra
 
-from runner.entry import main
+from runner.main import main
 
 # A user's folder with everything that can be wrong in one.
 MINE = {

@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import checkpoint
-from runner.progress import Progress, available, read_progress
+from runner.fault_tolerance import checkpoint
+from runner.runs.train_state import TrainState, available, read_train_state
 
 STATE = {"model": {"weight": torch.arange(1000.0)}, "optimizer": {"state": {}}, "scaler": {}}
 
 
-def progress(step: int) -> Progress:
-    return Progress(step=step, epoch=1, step_in_epoch=step % 7, batch_size=64)
+def progress(step: int) -> TrainState:
+    return TrainState(step=step, epoch=1, step_in_epoch=step % 7, batch_size=64)
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, STATE, progress(5), keep=2)
     state, at = checkpoint.load(path)
-    assert at == progress(5) == read_progress(path)
+    assert at == progress(5) == read_train_state(path)
     assert torch.equal(state["model"]["weight"], STATE["model"]["weight"])
     assert state["optimizer"] == STATE["optimizer"]
 

@@ -10,11 +10,11 @@ from ranks import RankError, run_ranks
 from worlds import run
 
 from runner import CONF
-from runner.backend import Backend
-from runner.launchers.env import Place
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
 from runner.tasks.collectives import Collectives, Measurement, bus_factor, check
 from runner.tasks.exchanges import EXCHANGES
-from runner.world import World
 
 SMALL = ("task=collectives", "task.sizes=[4,1000]", "task.repeats=2", "task.warmup=1")
 
@@ -22,7 +22,7 @@ SMALL = ("task=collectives", "task.sizes=[4,1000]", "task.repeats=2", "task.warm
 def world_of(rank: int, world_size: int, folder: Path) -> World:
     """A rank's world over the group that run_ranks has formed."""
     store = dist.FileStore(str(folder / "store"), world_size)
-    return World(Place(rank, rank, world_size, world_size, found="test"), store, Backend())
+    return World(RankInfo(rank, rank, world_size, world_size, found="test"), store, Backend())
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

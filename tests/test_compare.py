@@ -11,8 +11,8 @@ import torch.distributed as dist
 from commands import Commands
 from ranks import run_ranks
 
-from runner.communication import CommunicationCounter
-from runner.entry import main
+from runner.distributed.traffic import CommunicationCounter
+from runner.main import main
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=64", "precision=fp64")
 

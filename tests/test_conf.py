@@ -14,13 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from runner import CONF
-from runner.checks import DESCRIBED, check_input
-from runner.config import GROUPS, as_config
-from runner.explain.locate import locate
-from runner.explain.options import PROVIDED, check_options
-from runner.loader import Loader
-from runner.precision import Precision
-from runner.sampler import Sampler
+from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.signature import PROVIDED, check_options
+from runner.config.schema import GROUPS, as_config
+from runner.config.validate import DESCRIBED, check_input
+from runner.training.loader import Loader
+from runner.training.precision import Precision
+from runner.training.sampler import Sampler
 
 CPU = torch.device("cpu")
 ANY_SAMPLES = ("linear", "mlp", "toy")  # the other models are for images

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from test_parity import MODES
 from worlds import configure
 
-from runner.backend import as_backend
-from runner.job import JobFailed, run_job
-from runner.launchers.env import Place
-from runner.train import Trainer
-from runner.world import World
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.errors import JobFailed
+from runner.launchers.job import run_job
+from runner.training.trainer import Trainer
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
 TIMEOUT_S = 3
@@ -50,8 +51,8 @@ def train(
             return method(self, *args)
 
         setattr(Trainer, where, act_or_die)  # in this process alone
-        place = Place(rank, rank, world_size, world_size)
-        world = World(place, dist.FileStore(str(folder / "store"), world_size), as_backend(config.backend))
+        rank_info = RankInfo(rank, rank, world_size, world_size)
+        world = World(rank_info, dist.FileStore(str(folder / "store"), world_size), as_backend(config.backend))
         try:
             run_job(config, request, world)
         except JobFailed:

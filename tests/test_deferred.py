@@ -10,7 +10,7 @@ from torch import nn
 
 from models.convnet import ConvNet
 from models.transformer import Transformer
-from runner.deferred import Deferred, probe
+from runner.training.deferred_init import Deferred, probe
 
 CPU = torch.device("cpu")
 

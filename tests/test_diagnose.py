@@ -15,7 +15,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from runner.explain.diagnose import explain, given_twice, refuse_overrides, three_lines, unknown_keys
+from runner.config.diagnostics.overrides import explain, given_twice, refuse_overrides, unknown_keys
+from runner.errors import three_lines
 
 
 class Precision(Enum):
@@ -365,6 +366,6 @@ def test_three_lines():
 def test_torch_is_not_imported():
     import subprocess
 
-    modules = "runner.explain.options, runner.explain.diagnose, runner.explain.help"
+    modules = "runner.config.diagnostics.signature, runner.config.diagnostics.overrides, runner.config.help"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

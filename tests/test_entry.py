@@ -13,8 +13,8 @@ import yaml
 from commands import Commands, is_loopback, listening, wait_until
 from worlds import Run, run
 
-from runner import run_dir
-from runner.config import KEYS
+from runner.config.schema import KEYS
+from runner.runs import run_directory as run_dir
 
 # 32 steps of two samples: enough for a steady state, whose speed is known only after the first 20
 STEPS = ("data=toy", "data.num_train=64", "data.num_val=16", "batch_size=2", "epochs=1")

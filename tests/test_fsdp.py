@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from worlds import Run, configure, run
 
-from runner.backend import as_backend
-from runner.build import build
-from runner.launchers.env import Place
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
 from runner.parallel.fsdp import FSDP, _units
-from runner.world import World
+from runner.training.build import build
 
 CONVNET = (*EXPERIMENTS["convnet"], *COMMON)
 TOY = (*EXPERIMENTS["toy"], *COMMON)
@@ -77,7 +77,7 @@ def test_no_rank_builds_the_whole_model() -> None:
 
     def build_alone(rank: int, world_size: int) -> None:
         experiment = build(
-            config, request.choices, World(Place(0, 0, 1, 1, found="test"), None, as_backend(config.backend))
+            config, request.choices, World(RankInfo(0, 0, 1, 1, found="test"), None, as_backend(config.backend))
         )
         assert all(parameter.is_meta for parameter in experiment.recipe.module.parameters())
         assert experiment.num_parameters == 1266

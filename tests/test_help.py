@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.explain.help import render_help
+from runner.config.help import render_help
 
 FILES = {
     "config.yaml": """\

@@ -11,15 +11,14 @@ from commands import Commands, free_port, is_loopback, listening, wait_until
 from test_parity import MODES
 from worlds import Run, run
 
-from runner.config import InputError
-from runner.job import JobFailed
-from runner.launch import launch
-from runner.launchers.env import Place
-from runner.launchers.rank import conclude
-from runner.launchers.slurm import Slurm
+from runner.distributed.environment import RankInfo
+from runner.errors import InputError, JobFailed, Preempted
+from runner.launchers.launch import launch
+from runner.launchers.rank_process import conclude
+from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.torchrun import Torchrun
-from runner.train import Preempted, Trainer
+from runner.training.trainer import Trainer
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, "epochs=100000", "log_every=100")
@@ -138,9 +137,9 @@ def test_a_launcher_inside_a_world_is_refused(kind: type, monkeypatch: pytest.Mo
 
     name = kind.__name__.lower()
     config, request = configure(*TINY, f"launcher={name}")
-    place = Place(1, 1, 2, 2, found="torchrun")
+    rank_info = RankInfo(1, 1, 2, 2, found="torchrun")
     with pytest.raises(InputError, match=f"launcher={name} starts processes itself, but torchrun has started this one"):
-        launch(config, request, place)
+        launch(config, request, rank_info)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from runner.config import InputError
-from runner.sweeps.ledger import LEDGER, hold, is_sweep, read_ledger, read_sweep, write_lines, write_state
+from runner.errors import InputError
+from runner.runs.ledger import LEDGER, hold, is_sweep, read_ledger, read_sweep, write_lines, write_state
 
 SWEEP = {"typed": ["seed=0,1"], "config_dir": None, "command": ["x"], "shared": {"epochs": 1}}
 JOBS = [{"number": n, "label": f"{n}-seed-{n}", "overrides": [f"seed={n}"]} for n in (0, 1)]

@@ -8,11 +8,11 @@ import torch
 from ranks import RankError, run_ranks
 from worlds import configure, run
 
-from runner.backend import Backend
-from runner.build import build
-from runner.launchers.env import Place
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
 from runner.parallel.local_sgd import LocalSGD
-from runner.world import World
+from runner.training.build import build
 
 TOY = ("model=toy", "data=toy", "data.num_train=100", "batch_size=33", "precision=fp64", "epochs=9", "logger=none")
 CONVNET = ("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=350", "precision=fp64")
@@ -22,7 +22,7 @@ def simulate(words: tuple[str, ...], num_ranks: int, num_steps: int) -> tuple[di
     """The averaged model after so many steps, and each step's loss: the definition, with all replicas at hand."""
     config, request = configure(*words, "parallel=local_sgd")
     mode = config.parallel
-    places = [Place(rank, rank, num_ranks, num_ranks) for rank in range(num_ranks)]
+    places = [RankInfo(rank, rank, num_ranks, num_ranks) for rank in range(num_ranks)]
     experiments = [build(config, request.choices, World(place, None, Backend())) for place in places]
     modules = [experiment.recipe.module for experiment in experiments]
     optimizers = [e.recipe.make_optimizer(e.recipe.module.parameters()) for e in experiments]

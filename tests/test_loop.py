@@ -11,7 +11,7 @@ import torch
 from ranks import RankError
 from worlds import Run, configure, run
 
-from runner.progress import available
+from runner.runs.train_state import available
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
 
@@ -40,7 +40,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
 ) -> None:
     """Also after the last step of an epoch, the eighth, whose evaluation the resumed run makes up for."""
 
-    from runner.train import Trainer
+    from runner.training.trainer import Trainer
 
     step = Trainer.step
 
@@ -74,7 +74,8 @@ def test_a_signal_in_an_evaluation_gives_it_up_and_the_resumed_run_makes_it_up(
 
     import torch.distributed as dist
 
-    from runner.loader import Loader, StepBatch
+    from runner.training.batch import StepBatch
+    from runner.training.loader import Loader
 
     world_size = 1 if parallel == "none" else 2
     steps, evaluated = Loader.steps, [0]
@@ -192,8 +193,8 @@ def test_a_rank_that_fails_fails_the_job_with_its_own_words(tmp_path: Path, monk
 def test_a_failure_is_told_though_a_launcher_ends_this_rank_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from runner.distributed.world import World
     from runner.parallel.replica import Replica
-    from runner.world import World
 
     report = World.report_failure
 

@@ -11,10 +11,10 @@ import torch
 from commands import free_port
 from ranks import run_ranks
 
-from runner.backend import Backend
-from runner.launchers.env import Place, find_place
-from runner.launchers.placement import take_cores
-from runner.meeting import join
+from runner.distributed.backend import Backend
+from runner.distributed.cpu_affinity import take_cores
+from runner.distributed.environment import RankInfo, find_rank_info
+from runner.distributed.rendezvous import join
 
 TINY = ("model=toy", "data=toy", "max_steps=3", "parallel=ddp", "logger=none")
 
@@ -81,16 +81,16 @@ def test_ranks_by_hand_count_those_of_their_own_host(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
     environ = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
-    def meet(rank: int, world_size: int) -> tuple[Place, int]:
+    def meet(rank: int, world_size: int) -> tuple[RankInfo, int]:
         socket.gethostname = lambda: hosts[rank]
         own = {"RANK": str(rank)} | ({"LOCAL_RANK": local_ranks[rank]} if local_ranks else {})
-        world = join(find_place(environ={**environ, **own}), Backend(name="gloo", device="cpu"), timeout_s=10)
+        world = join(find_rank_info(environ={**environ, **own}), Backend(name="gloo", device="cpu"), timeout_s=10)
         world.begin_job(world.backend)
         take_cores(world, None)
-        world.close()
-        return world.place, torch.get_num_threads()
+        world.ending.close()
+        return world.rank_info, torch.get_num_threads()
 
     met = run_ranks(meet, 4)
-    assert [(place.local_rank, place.local_world_size) for place, _ in met] == expected
+    assert [(rank_info.local_rank, rank_info.local_world_size) for rank_info, _ in met] == expected
     assert [threads for _, threads in met] == [12 // count for _, count in expected]
-    assert {place.on_one_machine for place, _ in met} == {hosts == "aaaa"}
+    assert {rank_info.on_one_machine for rank_info, _ in met} == {hosts == "aaaa"}

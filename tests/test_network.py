@@ -6,10 +6,9 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from runner.backend import Backend
-from runner.config import InputError
-from runner.launchers.env import Place
-from runner.launchers.network import (
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.network import (
     GLOO,
     NCCL,
     TENSORPIPE,
@@ -19,29 +18,30 @@ from runner.launchers.network import (
     listening_on,
     loopback,
 )
+from runner.errors import InputError
 
 
 def test_one_machine_talks_over_its_loopback() -> None:
-    assert choose_interface(Place(), None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
+    assert choose_interface(RankInfo(), None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
 
 
 def test_several_machines_talk_over_the_interface_that_leads_to_the_master() -> None:
-    place = Place(0, 0, 1, 1, master_addr="localhost", on_one_machine=False)
-    assert choose_interface(place, None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
+    rank_info = RankInfo(0, 0, 1, 1, master_addr="localhost", on_one_machine=False)
+    assert choose_interface(rank_info, None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
 
 
 def test_the_way_out_is_found_where_the_masters_name_is_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"localhost": "127.0.0.1", "10.9.8.7": "10.9.8.1"}
-    monkeypatch.setattr("runner.launchers.network.address_towards", own.__getitem__)
-    monkeypatch.setattr("runner.launchers.network._addresses_of", lambda name: ["10.9.8.1"] if name == "lo" else [])
+    monkeypatch.setattr("runner.distributed.network.address_towards", own.__getitem__)
+    monkeypatch.setattr("runner.distributed.network._addresses_of", lambda name: ["10.9.8.1"] if name == "lo" else [])
     store = dist.HashStore()
     store.set("1", "10.9.8.7")  # what a rank of the other machine says of itself
-    place = Place(0, 0, 2, 1, master_addr="localhost", on_one_machine=False)
-    assert choose_interface(place, None, store)[0] == "lo"
+    rank_info = RankInfo(0, 0, 2, 1, master_addr="localhost", on_one_machine=False)
+    assert choose_interface(rank_info, None, store)[0] == "lo"
 
 
 def test_a_wanted_interface_is_taken_and_one_that_is_none_refused() -> None:
-    assert choose_interface(Place(), "eth7", dist.HashStore()) == ("eth7", (GLOO, NCCL, TENSORPIPE))
+    assert choose_interface(RankInfo(), "eth7", dist.HashStore()) == ("eth7", (GLOO, NCCL, TENSORPIPE))
     (message,) = Backend(name="gloo", device="cpu", interface="eth7").check()
     assert message.startswith("backend.interface=eth7: this machine has no such network interface, only ")
     assert loopback() in message

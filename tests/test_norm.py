@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from runner.norm import SyncBatchNorm, has_batch_norm, synchronize_batch_norm
+from runner.distributed.sync_batch_norm import SyncBatchNorm, has_batch_norm, synchronize_batch_norm
 
 EXACT = 1e-12  # of float64
 

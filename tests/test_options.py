@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NewType, Optional, Protocol, Union
 import pytest
 from omegaconf import OmegaConf
 
-from runner.explain.annotations import suits
-from runner.explain.options import accepted_options, accepts, check_options, locate
+from runner.config.diagnostics.signature import accepted_options, accepts, check_options, locate
+from runner.config.diagnostics.type_hints import suits
 
 Width = NewType("Width", int)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import Commands
 
-from runner.sweeps.ledger import JobRecord, read_ledger
+from runner.runs.ledger import JobRecord, read_ledger
 
 optuna: Any = pytest.importorskip("optuna", reason="needs the extra optuna")
 

@@ -9,11 +9,11 @@ import parity_table
 import pytest
 from worlds import MODES, Run, configure, run
 
-from runner.backend import Backend
-from runner.build import build
-from runner.config import InputError
-from runner.launchers.env import Place
-from runner.world import World
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.training.build import build
 
 # SGD with momentum, the default; 10 steps, two epochs or more: the last batch of each is uneven, and so are its shares.
 EXPERIMENTS = {
@@ -118,7 +118,7 @@ def test_mode_equals_one_process(
     if (way.name, model, world_size) in ABSENT:
         config, request = configure(*words)
         with pytest.raises(InputError, match=r"^parallel"):
-            build(config, request.choices, World(Place(0, 0, world_size, world_size), None, Backend()))
+            build(config, request.choices, World(RankInfo(0, 0, world_size, world_size), None, Backend()))
         return
     mode = way.words[0].removeprefix("parallel=")
     expected = reference(model, *REFERENCE.get(mode, ()))

@@ -11,8 +11,8 @@ from ranks import RankError
 from torch import nn
 from worlds import Run, configure, run
 
-from runner.parallel.balance import num_operations, num_parameters, partition, trainable_units
 from runner.parallel.pipeline import LOOPED, SINGLE, V_SHAPED, Pipeline
+from runner.parallel.stage_balance import num_operations, num_parameters, partition, trainable_units
 
 COMMON = ("precision=fp64", "optimizer.lr=0.01", "epochs=9", "logger=none")
 # Eight stages. 32 samples are cut unevenly; the last step of an epoch has 3, which leaves micro-batches out.

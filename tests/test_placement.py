@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from runner.backend import Backend
-from runner.launchers.env import Place
-from runner.launchers.placement import numa_nodes, share_of_nodes, take_cores
-from runner.world import World
+from runner.distributed.backend import Backend
+from runner.distributed.cpu_affinity import numa_nodes, share_of_nodes, take_cores
+from runner.distributed.devices import choose_devices
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
 
 NODES = {1: set(range(0, 4)), 2: set(range(4, 8))}
 
@@ -32,9 +33,9 @@ def threads_of_ranks(path: Path, world_size: int, cores: list[set[int]], found: 
 
     def take(rank: int, world_size: int) -> int:
         os.sched_getaffinity = lambda pid: cores[rank]  # type: ignore[assignment]
-        place = Place(rank, rank, world_size, world_size, found=found)
+        rank_info = RankInfo(rank, rank, world_size, world_size, found=found)
         store = dist.FileStore(str(path / "store"), world_size)
-        world = World(place, store, Backend(name="gloo", device="cpu"))
+        world = World(rank_info, store, Backend(name="gloo", device="cpu"))
         world.begin_job(world.backend)
         take_cores(world, None)
         return torch.get_num_threads()
@@ -63,7 +64,7 @@ def test_torchruns_single_thread_is_not_the_users(tmp_path: Path, monkeypatch: p
 
 
 def test_the_users_threads_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(Place(), None, Backend(name="gloo", device="cpu"))
+    world = World(RankInfo(), None, Backend(name="gloo", device="cpu"))
     take_cores(world, 2)
     assert torch.get_num_threads() == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -85,11 +86,11 @@ def test_the_users_threads_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_ranks_are_spread_over_the_numa_nodes(local_rank: int, local_world_size: int, expected: set[int]) -> None:
-    assert share_of_nodes(NODES, Place(local_rank, local_rank, local_world_size, local_world_size)) == expected
+    assert share_of_nodes(NODES, RankInfo(local_rank, local_rank, local_world_size, local_world_size)) == expected
 
 
 def test_a_gpus_node_comes_first() -> None:
-    assert share_of_nodes(NODES, Place(0, 0, 2, 2), gpu_node=2) == NODES[2]
+    assert share_of_nodes(NODES, RankInfo(0, 0, 2, 2), gpu_node=2) == NODES[2]
 
 
 def test_a_rank_is_bound_to_its_node_within_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +102,7 @@ def test_a_rank_is_bound_to_its_node_within_what_it_may_use(tmp_path: Path, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 4})
     bound: list[set[int]] = []
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: bound.append(cores))
-    world = World(Place(1, 1, 2, 2), dist.HashStore(), Backend(name="gloo", device="cpu"))
+    world = World(RankInfo(1, 1, 2, 2), dist.HashStore(), Backend(name="gloo", device="cpu"))
     take_cores(world, 1)
     assert bound == [{4}]
 
@@ -130,11 +131,11 @@ def devices_of_ranks(
 
         torch.cuda.device_count = lambda: len(visible[rank])
         torch.cuda.get_device_properties = properties  # type: ignore[assignment]
-        place = Place(rank, local_ranks[rank], world_size, world_size, found="test")
+        rank_info = RankInfo(rank, local_ranks[rank], world_size, world_size, found="test")
         store = dist.FileStore(str(path / "store"), world_size)
-        world = World(place, store, Backend(device="cuda", devices_per_rank=each))
+        world = World(rank_info, store, Backend(device="cuda", devices_per_rank=each))
         world.begin_job(world.backend)
-        messages = world.choose_device()
+        messages = choose_devices(world)
         take_cores(world, None)
         return messages, [str(device) for device in world.devices], bound
 

@@ -8,7 +8,7 @@ import pytest
 from commands import Commands
 from worlds import Run, configure, run
 
-from runner.config import InputError
+from runner.errors import InputError
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "profile=true")
 

@@ -16,12 +16,13 @@ from ranks import run_ranks
 from torch.distributed import rpc
 from worlds import Run, configure, run
 
-from runner.backend import as_backend
-from runner.job import JobFailed, run_job
-from runner.launchers.env import Place
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.errors import JobFailed
+from runner.launchers.job import run_job
 from runner.parallel.ps import ParameterServer, Serving, Training
 from runner.parallel.ps_server import join_rpc
-from runner.world import World
 
 TOY = ("model=toy", "data=toy", "data.num_train=350", "batch_size=90", "precision=fp64", "epochs=9", "logger=none")
 DEEP = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=350", *TOY[4:])
@@ -94,7 +95,7 @@ def test_a_process_can_run_one_job_after_another(options: tuple[str, ...], tmp_p
     def twice(rank: int, world_size: int) -> list[dict[str, float]]:
         dist.destroy_process_group()
         store = dist.FileStore(str(tmp_path / "store"), world_size)
-        world = World(Place(rank, rank, world_size, world_size), store, as_backend(config.backend))
+        world = World(RankInfo(rank, rank, world_size, world_size), store, as_backend(config.backend))
         return [run_job(config, request, world) for _ in range(2)]
 
     one = run(tmp_path / "1", 1, *TOY, "max_steps=5").result["metrics"]
@@ -107,13 +108,13 @@ def test_it_listens_on_loopback_alone(tmp_path: Path) -> None:
     def addresses(rank: int, world_size: int) -> tuple[set[str], set[str]]:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)  # as for a user
         store = dist.FileStore(str(tmp_path / "store"), world_size)
-        world = World(Place(rank, rank, world_size, world_size), store, as_backend({"timeout_s": 20.0}))
+        world = World(RankInfo(rank, rank, world_size, world_size), store, as_backend({"timeout_s": 20.0}))
         world.begin_job(world.backend)
         before = listening()
         join_rpc(world, None, allow_network=False)
         assert rpc.rpc_sync("rank0", int, args=("7",)) == 7
         opened = listening() - before
-        world.leave_group()
+        world.group.leave(went_well=not world.ending.failed)
         return opened, listening() - before
 
     for opened, left in run_ranks(addresses, 2):
@@ -150,7 +151,9 @@ def test_all_ranks_end_when_one_dies(updates: str, victim: int, tmp_path: Path) 
                 return step(*args, **options) if next(steps) < 3 else os.kill(os.getpid(), signal.SIGKILL)
 
             kind.step = die_in_the_fourth
-        world = World(Place(rank, rank, 3, 3), dist.FileStore(str(tmp_path / "store"), 3), as_backend(config.backend))
+        world = World(
+            RankInfo(rank, rank, 3, 3), dist.FileStore(str(tmp_path / "store"), 3), as_backend(config.backend)
+        )
         try:
             run_job(config, request, world)
         except JobFailed:

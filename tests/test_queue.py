@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from commands import free_port
 
-from runner.sweeps.ledger import read_ledger
-from runner.sweeps.lost import read_standing
+from runner.runs.ledger import read_ledger
+from runner.sweeps.queue_state import read_standing
 
 Here = Callable[..., int]  # the fixture of conftest.py
 TINY = ("-m", "model=toy", "data=toy", "parallel=ddp", "logger=none", "launcher=slurm")

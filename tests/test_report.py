@@ -12,12 +12,12 @@ import pytest
 import yaml
 from commands import Commands
 
-from runner.config import InputError
-from runner.entry import main
-from runner.report.records import read_jobs, read_trial
-from runner.report.render import as_text, closing, command_of
-from runner.report.statistics import Report, mean_of, show, summarize
-from runner.sweeps.ledger import write_lines, write_state
+from runner.errors import InputError
+from runner.main import main
+from runner.runs.ledger import write_lines, write_state
+from runner.runs.records import read_jobs, read_trial
+from runner.runs.report.render import as_text, closing, command_of
+from runner.runs.report.statistics import Report, mean_of, show, summarize
 
 PNG = b"\x89PNG\r\n"
 

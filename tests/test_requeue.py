@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from runner.launchers import agent, requeue
+from runner.launchers.slurm import agent, requeue
 
 
 def end(monkeypatch: pytest.MonkeyPatch, run: Path, state: str | None, step: int, status: int, told: str) -> int:

@@ -10,8 +10,8 @@ import yaml
 from commands import Commands
 from worlds import Run, run
 
-from runner import provenance
-from runner.run_dir import RunDirectory
+from runner.runs import provenance
+from runner.runs.run_directory import RunDirectory
 from runner.tasks.rerun import differences
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "max_steps=6", "logger=none")

@@ -8,8 +8,8 @@ import torch
 from ranks import RankError
 from worlds import MODES, configure, run
 
-from runner.config import InputError
-from runner.progress import available
+from runner.errors import InputError
+from runner.runs.train_state import available
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
 ALONE = ("none", "dp")

@@ -4,8 +4,8 @@ import json
 import threading
 from pathlib import Path
 
-from runner.config import Config
-from runner.run_dir import Request, RunDirectory, new_directory, read_result
+from runner.config.schema import Config
+from runner.runs.run_directory import Request, RunDirectory, new_directory, read_result
 
 
 def test_no_two_runs_share_a_directory(tmp_path: Path) -> None:

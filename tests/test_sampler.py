@@ -5,7 +5,7 @@ import itertools
 import pytest
 from torch import tensor
 
-from runner.sampler import Sampler, cut, generator, mix
+from runner.training.sampler import Sampler, cut, generator, mix
 
 SIZES = [(100, 16, 1), (100, 16, 3), (7, 3, 2), (33, 16, 2), (5, 8, 4), (1, 1, 1)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.schedules import Constant, Cosine, Step
+from runner.training.lr_schedules import Constant, Cosine, Step
 
 
 def test_warmup_rises_linearly_and_ends_at_one() -> None:

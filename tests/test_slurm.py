@@ -13,8 +13,8 @@ from commands import Commands, wait_until
 from slurm import Cluster, why_not
 from worlds import Run, run
 
-from runner.progress import available
-from runner.sweeps.ledger import read_ledger
+from runner.runs.ledger import read_ledger
+from runner.runs.train_state import available
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "name=job")
 TWO_BY_TWO = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")

@@ -9,11 +9,12 @@ from ranks import RankError
 from torch import nn
 from worlds import Run, run
 
-from runner.backend import Backend
-from runner.config import InputError
-from runner.launchers.env import Place
-from runner.parallel.parts import place_parts
-from runner.world import World
+from runner.distributed.backend import Backend
+from runner.distributed.devices import choose_devices
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.training.device_map import place_parts
 
 COMMON = ("precision=fp64", "optimizer.lr=0.01", "epochs=9", "max_steps=4", "logger=none", "batch_size=90")
 EXPERIMENTS = {
@@ -73,8 +74,8 @@ def gpu_world(monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, e
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     backend = Backend(device="cuda", devices_per_rank=each)
-    world = World(Place(local_rank, local_rank, 2, 2, found="test"), None, backend)
-    return world, world.choose_device()
+    world = World(RankInfo(local_rank, local_rank, 2, 2, found="test"), None, backend)
+    return world, choose_devices(world)
 
 
 def test_rank_takes_the_devices_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from runner.config import InputError
-from runner.launchers.env import Place, find_place
-from runner.launchers.srun import address_of, first_host, step_port, tasks_per_node
+from runner.distributed.environment import RankInfo, address_of, find_rank_info, first_host, step_port, tasks_per_node
+from runner.errors import InputError
 
 STEP = {
     "SLURM_JOB_ID": "41",
@@ -19,39 +18,39 @@ STEP = {
 
 
 def test_a_task_of_a_step_is_a_rank() -> None:
-    place = find_place(environ=STEP)
-    assert (place.rank, place.local_rank, place.world_size, place.local_world_size) == (3, 1, 4, 2)
-    assert (place.found, place.master_addr, place.on_one_machine) == ("srun", "localhost", False)
-    assert not place.hosts_store
-    assert find_place(environ={**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).hosts_store
+    rank_info = find_rank_info(environ=STEP)
+    assert (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size) == (3, 1, 4, 2)
+    assert (rank_info.found, rank_info.master_addr, rank_info.on_one_machine) == ("srun", "localhost", False)
+    assert not rank_info.hosts_store
+    assert find_rank_info(environ={**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).hosts_store
 
 
 def test_a_job_without_a_step_is_a_world_of_one() -> None:
     """In a batch script SLURM_PROCID and SLURM_NTASKS are set, but there is no step."""
     batch = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    assert find_place(environ=batch) == Place()
+    assert find_rank_info(environ=batch) == RankInfo()
 
 
 def test_a_single_task_may_start_processes_itself() -> None:
-    assert find_place(environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == Place(found="one process under srun")
+    assert find_rank_info(environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == RankInfo(found="one process under srun")
 
 
 def test_torchruns_variables_win() -> None:
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
-    place = find_place(environ={**STEP, **torchrun})
-    assert (place.found, place.world_size) == ("torchrun", 2)
+    rank_info = find_rank_info(environ={**STEP, **torchrun})
+    assert (rank_info.found, rank_info.world_size) == ("torchrun", 2)
 
 
 def test_an_address_and_a_port_of_the_script_win() -> None:
-    place = find_place(environ={**STEP, "MASTER_ADDR": "head", "MASTER_PORT": "1234"})
-    assert (place.master_addr, place.master_port) == ("head", 1234)
+    rank_info = find_rank_info(environ={**STEP, "MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert (rank_info.master_addr, rank_info.master_port) == ("head", 1234)
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"])
 def test_half_a_step_is_refused(missing: str) -> None:
     environ = {key: value for key, value in STEP.items() if key != missing}
     with pytest.raises(InputError, match=f"half a job step; {missing} must be set too"):
-        find_place(environ=environ)
+        find_rank_info(environ=environ)
 
 
 def test_steps_of_one_node_do_not_share_a_port() -> None:

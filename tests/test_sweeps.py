@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from commands import Commands, wait_until
 
-from runner.sweeps.ending import table
-from runner.sweeps.ledger import JobRecord, read_ledger
+from runner.runs.ledger import JobRecord, read_ledger
+from runner.sweeps.summary import table
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
 # A user's own model, which also draws from the generators that a job does not own, and changes what it should not.

@@ -11,14 +11,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from worlds import run
 
-from runner.backend import Backend
-from runner.launchers.env import Place
-from runner.loggers.pictures import draw_confusion, draw_samples, is_image
-from runner.loggers.tensorboard import TensorBoard
-from runner.predictions import NUM_SAMPLES, Predictions
-from runner.report.records import Trial, read_trial
-from runner.sweeps.ledger import write_lines
-from runner.world import World
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.runs.ledger import write_lines
+from runner.runs.loggers.pictures import draw_confusion, draw_samples, is_image
+from runner.runs.loggers.tensorboard import TensorBoard
+from runner.runs.records import Trial, read_trial
+from runner.training.confusion import NUM_SAMPLES, Predictions
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "precision=fp64", "logger=tensorboard")
 
@@ -99,7 +99,7 @@ def test_each_sample_is_counted_once_and_the_first_are_kept() -> None:
     data = [(torch.full((1, 2, 2), float(n)), torch.tensor(n % 3)) for n in range(20)]
 
     def of(rank: int, world_size: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        world = World(Place(rank, rank, world_size, world_size), None, Backend())
+        world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
         seen = Predictions(data, 3, torch.device("cpu"))
         share = list(range(20))[rank::2] if world_size == 2 else list(range(20))
         guesses = torch.tensor([n % 2 for n in share])
@@ -117,7 +117,7 @@ def test_more_outputs_than_classes_are_no_error() -> None:
     data = [(torch.zeros(1, 2, 2), torch.tensor(n % 2)) for n in range(4)]
     seen = Predictions(data, 2, torch.device("cpu"))
     seen.add(torch.eye(3)[[0, 1, 2, 2]], torch.tensor([0, 1, 0, 1]), range(4))
-    seen.gather(World(Place(), None, Backend()))
+    seen.gather(World(RankInfo(), None, Backend()))
     assert seen.confusion.tolist() == [[1, 0], [0, 1]]
     assert [guess for _, _, guess in seen.samples()] == [0, 1, 2, 2]
 

@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from runner.backend import Backend
-from runner.config import InputError
-from runner.launchers.env import Place, find_place
-from runner.world import World
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo, find_rank_info
+from runner.distributed.world import World
+from runner.errors import InputError
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -24,28 +24,33 @@ TORCHRUN = {
 
 
 def test_place_without_variables_is_a_world_of_one() -> None:
-    assert find_place(environ={}) == Place()
-    assert find_place(environ={"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
+    assert find_rank_info(environ={}) == RankInfo()
+    assert find_rank_info(environ={"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
 
 
 def test_place_by_hand_is_on_one_machine() -> None:
-    place = find_place(environ=BY_HAND)
-    assert (place.rank, place.local_rank, place.world_size, place.local_world_size) == (1, 1, 4, 4)
-    assert not place.hosts_store
-    assert find_place(environ={**BY_HAND, "RANK": "0"}).hosts_store
+    rank_info = find_rank_info(environ=BY_HAND)
+    assert (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size) == (1, 1, 4, 4)
+    assert not rank_info.hosts_store
+    assert find_rank_info(environ={**BY_HAND, "RANK": "0"}).hosts_store
 
 
 def test_place_under_torchrun_leaves_the_store_to_the_agent() -> None:
-    place = find_place(environ={**TORCHRUN, "RANK": "0"})
-    assert (place.found, place.local_rank, place.local_world_size, place.restart) == ("torchrun", 0, 2, 2)
-    assert not place.hosts_store
+    rank_info = find_rank_info(environ={**TORCHRUN, "RANK": "0"})
+    assert (rank_info.found, rank_info.local_rank, rank_info.local_world_size, rank_info.restart) == (
+        "torchrun",
+        0,
+        2,
+        2,
+    )
+    assert not rank_info.hosts_store
 
 
 def test_place_needs_no_master_where_ranks_meet_elsewhere() -> None:
-    place = find_place("file:///tmp/meeting", {"RANK": "1", "WORLD_SIZE": "2"})
-    assert (place.rank, place.world_size) == (1, 2)
+    rank_info = find_rank_info("file:///tmp/meeting", {"RANK": "1", "WORLD_SIZE": "2"})
+    assert (rank_info.rank, rank_info.world_size) == (1, 2)
     with pytest.raises(InputError, match="RANK=1: half a world; WORLD_SIZE must be set too"):
-        find_place("file:///tmp/meeting", {"RANK": "1"})
+        find_rank_info("file:///tmp/meeting", {"RANK": "1"})
 
 
 @pytest.mark.parametrize(
@@ -59,12 +64,12 @@ def test_place_needs_no_master_where_ranks_meet_elsewhere() -> None:
 )
 def test_place_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        find_place(environ={**BY_HAND, **change})
+        find_rank_info(environ={**BY_HAND, **change})
 
 
 def world_of(rank: int, world_size: int, path: Path, timeout_s: float = 30) -> World:
-    place = Place(rank, rank, world_size, world_size, found="test")
-    world = World(place, dist.FileStore(str(path / "agreement"), world_size), Backend(timeout_s=timeout_s))
+    rank_info = RankInfo(rank, rank, world_size, world_size, found="test")
+    world = World(rank_info, dist.FileStore(str(path / "agreement"), world_size), Backend(timeout_s=timeout_s))
     world.begin_job(world.backend)
     return world
 
@@ -74,8 +79,8 @@ def test_all_hear_the_lowest_rank_that_objects(tmp_path: Path) -> None:
         world = world_of(rank, world_size, tmp_path)
         time.sleep(0.1 * (world_size - rank))  # rank 0 is the last to come
         return [
-            world.agree("nobody", []),
-            world.agree("two", [f"rank {rank}"] if rank in (1, 3) else []),
+            world.agreement.first_error("nobody", []),
+            world.agreement.first_error("two", [f"rank {rank}"] if rank in (1, 3) else []),
         ]
 
     assert run_ranks(ask, 4) == [[[], ["rank 1"]]] * 4
@@ -86,11 +91,11 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         world = world_of(rank, world_size, tmp_path, timeout_s=1)
         if rank == 0:
             with pytest.raises(TimeoutError) as caught:
-                world.agree("question", [])
+                world.agreement.first_error("question", [])
             return str(caught.value)
         if rank == 1:
             with pytest.raises(RuntimeError):
-                world.agree("question", [])
+                world.agreement.first_error("question", [])
         return None
 
     assert "ranks [2] of 3 said nothing (question)" in run_ranks(ask, 3)[0]
@@ -103,9 +108,9 @@ def test_what_rank_0_makes_is_shared_and_so_is_its_failure(tmp_path: Path) -> No
         def refuse() -> str:
             raise OSError(f"no room on {rank}")
 
-        made = world.share("value", lambda: f"made on {rank}")
+        made = world.agreement.share("value", lambda: f"made on {rank}")
         with pytest.raises(ValueError, match="no room") as caught:
-            world.share("trouble", refuse)
+            world.agreement.share("trouble", refuse)
         return made, str(caught.value)
 
     assert run_ranks(ask, 3) == [("made on 0", "no room on 0")] * 3
@@ -117,7 +122,7 @@ def test_jobs_of_one_world_do_not_read_each_others_keys(tmp_path: Path) -> None:
         heard = []
         for job in range(3):
             world.begin_job(world.backend)
-            heard.append(world.share("value", lambda job=job: str(job)))  # type: ignore[misc]
+            heard.append(world.agreement.share("value", lambda job=job: str(job)))  # type: ignore[misc]
         return heard
 
     assert run_ranks(ask, 2) == [["0", "1", "2"]] * 2
@@ -126,15 +131,15 @@ def test_jobs_of_one_world_do_not_read_each_others_keys(tmp_path: Path) -> None:
 def test_one_rank_per_node_goes_first(tmp_path: Path) -> None:
     def act(rank: int, world_size: int) -> float:
         local_rank = rank % 2  # two nodes of two ranks
-        place = Place(rank, local_rank, world_size, 2, found="test")
-        world = World(place, dist.FileStore(str(tmp_path / "turns"), world_size), Backend())
+        rank_info = RankInfo(rank, local_rank, world_size, 2, found="test")
+        world = World(rank_info, dist.FileStore(str(tmp_path / "turns"), world_size), Backend())
         times: list[float] = []
 
         def note() -> None:
             time.sleep(0.05)
             times.append(time.monotonic())
 
-        world.in_turn("download", note)
+        world.agreement.in_turn("download", note)
         return times[0]
 
     first, second, third, fourth = run_ranks(act, 4)
@@ -146,7 +151,7 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
         world = world_of(rank, world_size, tmp_path)
         dist.barrier()
         time.sleep(0.2 * (rank != 2))
-        return world.report_failure(f"of {rank}")
+        return world.ending.report_failure(f"of {rank}")
 
     assert run_ranks(fail, 3) == ["of 2"] * 3
 
@@ -154,6 +159,6 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
 def test_a_flag_on_any_rank_is_everybodys(tmp_path: Path) -> None:
     def ask(rank: int, world_size: int) -> list[bool]:
         world = world_of(rank, world_size, tmp_path)
-        return [world.any_later(rank == 1)(), world.any_later(False)()]
+        return [world.collectives.any_later(rank == 1)(), world.collectives.any_later(False)()]
 
     assert run_ranks(ask, 3) == [[True, False]] * 3

@@ -9,20 +9,20 @@ from ranks import run_ranks
 from torch import nn
 from worlds import run
 
-from runner.backend import Backend
-from runner.launchers.env import Place
-from runner.loader import MicroBatch, StepBatch
-from runner.parallel.protocol import Recipe
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
 from runner.parallel.zero import Zero
-from runner.precision import Precision
-from runner.world import World
+from runner.training.batch import MicroBatch, StepBatch
+from runner.training.precision import Precision
+from runner.training.strategy import Recipe
 
 TOY = ("model=toy", "data=toy", "data.num_train=350", "batch_size=90", "precision=fp64", "epochs=9", "logger=none")
 
 
 def test_the_optimizer_state_is_cut_among_the_ranks() -> None:
     def count(rank: int, world_size: int) -> tuple[int, int]:
-        world = World(Place(rank, rank, world_size, world_size), None, Backend())
+        world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5)).double()
         make = functools.partial(torch.optim.AdamW, lr=0.01)

@@ -13,15 +13,15 @@ from hydra.types import RunMode
 from ranks import run_ranks
 
 from runner import CONF
-from runner.backend import as_backend
-from runner.config import Config
-from runner.entry import checked, compose
-from runner.going_on import go_on
-from runner.job import run_job
-from runner.launchers.env import Place
-from runner.progress import available
-from runner.run_dir import Request
-from runner.world import World
+from runner.config.compose import checked, compose
+from runner.config.resume import go_on
+from runner.config.schema import Config
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.launchers.job import run_job
+from runner.runs.run_directory import Request
+from runner.runs.train_state import available
 
 MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
 _numbers = itertools.count()
@@ -77,13 +77,15 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 60) 
 
     def rank_of(rank: int, world_size: int) -> None:
         dist.destroy_process_group()  # the job forms its own
-        place = Place(rank, rank, world_size, world_size, found="test")
+        rank_info = RankInfo(rank, rank, world_size, world_size, found="test")
         store = dist.FileStore(str(agreement), world_size)
-        world = World(place, store if world_size > 1 else None, as_backend(config.backend))
+        world = World(rank_info, store if world_size > 1 else None, as_backend(config.backend))
         try:
             run_job(config, request, world)
         finally:
-            world.speak(lambda: None)  # as the entry does: a rank that fails is not gone before rank 0 has told
+            world.ending.say_then_continue(
+                lambda: None
+            )  # as the entry does: a rank that fails is not gone before rank 0 has told
 
     outputs.mkdir(exist_ok=True)
     run_ranks(rank_of, world_size, timeout_s=timeout_s)

@@ -1,12 +1,12 @@
-"""What the entry knows of a launcher."""
+"""What is known of a launcher, whichever was chosen."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from runner.config import Config
-from runner.launchers.env import Place
-from runner.run_dir import Request
+from runner.config.schema import Config
+from runner.distributed.environment import RankInfo
+from runner.runs.run_directory import Request
 
 
 class Launcher(Protocol):
@@ -18,10 +18,10 @@ class Launcher(Protocol):
     world_size: int | None  # of the processes that it starts; None where that is not known before
     join_timeout_s: float  # that a process waits for the others to appear
 
-    def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+    def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Run the job to its end. Returns rank 0's metrics.
 
-        Raises InputError, Preempted or JobFailed, as runner.job.run_job does.
+        Raises InputError, Preempted or JobFailed, as runner.launchers.job.run_job does.
         """
 
 

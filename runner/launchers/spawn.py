@@ -8,11 +8,20 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from runner.config import Config
-from runner.launchers.env import Place, checked_timeout
-from runner.launchers.rank import END_TIMEOUT_S, PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
-from runner.meeting import serve_store
-from runner.run_dir import Request
+from runner.config.schema import Config
+from runner.distributed.environment import RankInfo
+from runner.distributed.rendezvous import serve_store
+from runner.launchers.env import checked_timeout
+from runner.launchers.rank_process import (
+    END_TIMEOUT_S,
+    PRELOADED,
+    Outcome,
+    conclude,
+    how_it_died,
+    passing_signals_on,
+    run_rank,
+)
+from runner.runs.run_directory import Request
 
 
 class Spawn:
@@ -49,12 +58,12 @@ class Spawn:
         self.master_addr, self.master_port = master_addr or "localhost", master_port
         self.join_timeout_s = checked_timeout(join_timeout_s)
 
-    def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+    def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         store = serve_store("localhost", 0, True, self.join_timeout_s) if self.nodes == 1 else None
         port = store.port if store else self.master_port
         first = self.node_rank * self.nproc_per_node
-        places = [
-            Place(
+        ranks = [
+            RankInfo(
                 rank=first + local_rank,
                 local_rank=local_rank,
                 world_size=self.world_size,
@@ -75,9 +84,9 @@ class Spawn:
         processes = [
             context.Process(
                 target=_run_rank,
-                args=(config, request, place, self.join_timeout_s, theirs if place.local_rank == 0 else None),
+                args=(config, request, rank_info, self.join_timeout_s, theirs if rank_info.local_rank == 0 else None),
             )
-            for place in places
+            for rank_info in ranks
         ]
         with passing_signals_on(lambda: processes) as received:
             for process in processes:
@@ -88,17 +97,19 @@ class Spawn:
         return conclude(outcome, died, received)
 
 
-def _run_rank(config: Config, request: Request, place: Place, timeout_s: float, parent: Connection | None) -> None:
+def _run_rank(
+    config: Config, request: Request, rank_info: RankInfo, timeout_s: float, parent: Connection | None
+) -> None:
     """One rank's process; the first one tells the parent how the job ended."""
     os.environ |= {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
+        "RANK": str(rank_info.rank),
+        "LOCAL_RANK": str(rank_info.local_rank),
+        "WORLD_SIZE": str(rank_info.world_size),
+        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
+        "MASTER_ADDR": rank_info.master_addr,
+        "MASTER_PORT": str(rank_info.master_port),
     }
-    outcome, leave = run_rank(config, request, place, timeout_s)
+    outcome, leave = run_rank(config, request, rank_info, timeout_s)
     if parent is not None:
         parent.send(outcome)
     leave()

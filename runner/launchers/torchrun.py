@@ -17,11 +17,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from runner.config import Config, InputError
-from runner.launchers.env import Place, checked_timeout, find_place
-from runner.launchers.network import address_towards, is_loopback
-from runner.launchers.rank import END_TIMEOUT_S, PRELOADED, Outcome, conclude, how_it_died, passing_signals_on, run_rank
-from runner.run_dir import Request
+from runner.config.schema import Config
+from runner.distributed.environment import RankInfo, find_rank_info
+from runner.distributed.network import address_towards, is_loopback
+from runner.errors import InputError
+from runner.launchers.env import checked_timeout
+from runner.launchers.rank_process import (
+    END_TIMEOUT_S,
+    PRELOADED,
+    Outcome,
+    conclude,
+    how_it_died,
+    passing_signals_on,
+    run_rank,
+)
+from runner.runs.run_directory import Request
 
 LAST_CALL_S = 30  # that enough nodes wait for still more
 TOLD = 75  # exit status of a rank whose failure rank 0 has told; sysexits.h calls it a temporary one
@@ -66,7 +76,7 @@ class Torchrun:
         self.world_size = self.max_nodes * nproc_per_node if self.max_nodes == self.min_nodes else None
         self.join_timeout_s = checked_timeout(join_timeout_s)
 
-    def launch(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+    def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the runner tells, and once
         alone = self.max_nodes == 1
         multiprocessing.set_forkserver_preload([*PRELOADED, "runner.launchers.torchrun"])
@@ -82,7 +92,7 @@ class Torchrun:
                 "read_timeout": math.ceil(self.join_timeout_s),
                 "last_call_timeout": LAST_CALL_S,
                 # torch finds it out by this machine's own name, which need not resolve.
-                "is_host": alone or self._is_meeting_place(),
+                "is_host": alone or self._hosts_rendezvous(),
             },
             max_restarts=self.max_restarts,
             monitor_interval=0.05,
@@ -146,7 +156,7 @@ class Torchrun:
         own = address_towards(self.host, "launcher.rdzv_endpoint")
         return self.host if is_loopback(own) else own  # where it is this one's name, the others resolve it
 
-    def _is_meeting_place(self) -> bool:
+    def _hosts_rendezvous(self) -> bool:
         """Whether the endpoint is on this machine, and no other agent of it serves there already."""
         try:
             there = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
@@ -160,9 +170,9 @@ class Torchrun:
 
 
 def _run_rank(config: Config, request: Request, join_timeout_s: float) -> Outcome:
-    """One rank's process, whose place the agent has put into its environment."""
-    place = find_place()
-    outcome, leave = run_rank(config, request, place, join_timeout_s)
+    """One rank's process; the agent has put into its environment which one."""
+    rank_info = find_rank_info()
+    outcome, leave = run_rank(config, request, rank_info, join_timeout_s)
     leave()
     if "failed" in outcome:
         sys.exit(TOLD)  # a rank that returns has succeeded, for an agent: it would wait for those of other nodes

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.config import Config
+from runner.config.schema import Config
+from runner.distributed.world import World
 from runner.parallel.buckets import FixedBuckets
-from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.strategy import Axes, Recipe
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ class DDP:
     """
 
     needs_group = True
+    meta_init = False
     spans_devices = True
 
     def __init__(

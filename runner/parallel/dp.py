@@ -5,11 +5,11 @@ import logging
 import torch
 from torch import nn
 
-from runner.config import Config
-from runner.norm import has_batch_norm
-from runner.parallel.protocol import Axes, Recipe
+from runner.config.schema import Config
+from runner.distributed.sync_batch_norm import has_batch_norm
+from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.strategy import Axes, Recipe
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,8 @@ class DP:
     """parallel=dp."""
 
     needs_group = False
+    meta_init = False
+    spans_devices = False
 
     def __init__(self) -> None:
         pass

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.config import Config
-from runner.parallel.protocol import Axes, Recipe
+from runner.config.schema import Config
+from runner.distributed.process_group import make_mesh
+from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.strategy import Axes, Recipe
 
 
 class FSDP:
@@ -27,6 +28,7 @@ class FSDP:
     """
 
     needs_group = True
+    spans_devices = False
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class FSDP:
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         axes = self.axes(world.world_size)
-        mesh = world.mesh(replicate=axes.replicate, shard=axes.shard)
+        mesh = make_mesh(world.device, replicate=axes.replicate, shard=axes.shard)
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.mixed_precision:

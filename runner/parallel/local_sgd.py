@@ -8,12 +8,14 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from runner.config import Config
-from runner.loader import StepBatch
-from runner.norm import use_group
-from runner.parallel.protocol import Axes, Recipe
+from runner.config.schema import Config
+from runner.distributed.sync_batch_norm import use_group
+from runner.distributed.world import World
+from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.batch import StepBatch
+from runner.training.losses import WeightedLoss
+from runner.training.strategy import Axes, Recipe
 
 
 class LocalSGD:
@@ -25,6 +27,8 @@ class LocalSGD:
     """
 
     needs_group = False
+    meta_init = False
+    spans_devices = False
 
     def __init__(
         self,
@@ -103,7 +107,7 @@ class LocalReplica:
         if self._warms_up:
             return self._replica.forward_backward(StepBatch(present, batch.num_samples, batch.wait_s))
         mean = self._replica.forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
-        return mean * (self._step_samples / batch.num_samples)
+        return WeightedLoss(mean, self._step_samples).share(batch.num_samples)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update this rank's parameters; in warm-up and at a round's end all ranks must call it."""
@@ -122,6 +126,10 @@ class LocalReplica:
                 self._begin_round()
         self._steps += 1
         return norm
+
+    @property
+    def learning_rate(self) -> float:
+        return self._replica.learning_rate
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """The average's outputs. All ranks must call it equally often, one whose part of the data is empty too."""
@@ -204,13 +212,8 @@ class LocalReplica:
 
     def _reduce(self, parameters: Any) -> None:
         """In warm-up, sum the gradients over the ranks. All ranks must call it."""
-        if not self._warms_up:
-            return
-        trained = [p for p in parameters if p.requires_grad]
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trained]
-        flat = self._world.sum(_flatten_dense_tensors(gradients))
-        for parameter, gradient in zip(trained, _unflatten_dense_tensors(flat, gradients), strict=True):
-            parameter.grad = gradient
+        if self._warms_up:
+            sum_gradients(parameters, self._world.collectives.sum)
 
     @torch.no_grad()
     def _average(self, tensors: list[Any]) -> None:
@@ -218,11 +221,13 @@ class LocalReplica:
         if self._world.world_size == 1:
             return
         device = self._parameters[0].device
-        samples = self._world.sum(torch.tensor(float(self._round_samples), dtype=torch.float64, device=device))
+        samples = self._world.collectives.sum(
+            torch.tensor(float(self._round_samples), dtype=torch.float64, device=device)
+        )
         weight = self._round_samples / samples.item()
         for dtype in dict.fromkeys(t.dtype for t in tensors if t.is_floating_point()):
             alike = [t for t in tensors if t.dtype == dtype]
-            flat = self._world.sum(_flatten_dense_tensors(alike) * weight)
+            flat = self._world.collectives.sum(_flatten_dense_tensors(alike) * weight)
             for tensor, average in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
                 tensor.copy_(average)
         for tensor in tensors:

@@ -2,16 +2,17 @@
 
 from torch import nn
 
-from runner.config import Config
-from runner.parallel.protocol import Axes, Recipe
+from runner.config.schema import Config
+from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.strategy import Axes, Recipe
 
 
 class NoParallel:
     """parallel=none."""
 
     needs_group = False
+    meta_init = False
     spans_devices = True
 
     def __init__(self) -> None:

@@ -19,12 +19,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from runner.config import Config
-from runner.norm import has_batch_norm, use_group
-from runner.parallel.balance import num_operations, num_parameters, partition, trainable_units
-from runner.parallel.pipelined import Pipelined, Signal
-from runner.parallel.protocol import Axes, Recipe
-from runner.world import World
+from runner.config.schema import Config
+from runner.distributed.process_group import make_mesh
+from runner.distributed.sync_batch_norm import has_batch_norm, use_group
+from runner.distributed.world import World
+from runner.parallel.pipeline_step import Pipelined, Signal
+from runner.parallel.stage_balance import num_operations, num_parameters, partition, trainable_units
+from runner.training.strategy import Axes, Recipe
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Pipeline:
 
     needs_group = True
     meta_init = True  # no rank holds the whole model, at the start neither
+    spans_devices = False
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class Pipeline:
 
     def prepare(self, recipe: Recipe, world: World) -> Pipelined:
         axes = self.axes(world.world_size)
-        mesh = world.mesh(replicate=axes.replicate, stage=axes.stage)
+        mesh = make_mesh(world.device, replicate=axes.replicate, stage=axes.stage)
         replicas, pipeline = mesh["replicate"].get_group(), mesh["stage"].get_group()
         use_group(recipe.module, replicas)
 

@@ -12,16 +12,16 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import rpc
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from runner.communication import count_rpc
-from runner.config import Config
-from runner.loader import StepBatch
-from runner.losses import batch_loss
-from runner.norm import has_batch_norm, use_group
+from runner.config.schema import Config
+from runner.distributed.sync_batch_norm import has_batch_norm, use_group
+from runner.distributed.traffic import count_rpc
+from runner.distributed.world import World
 from runner.parallel import ps_server
-from runner.parallel.protocol import Axes, Recipe, Spread
 from runner.parallel.ps_server import SERVER, Server, join_rpc
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.batch import StepBatch
+from runner.training.losses import weighted_loss
+from runner.training.strategy import Axes, Recipe, Spread
 
 
 class ParameterServer:
@@ -34,6 +34,8 @@ class ParameterServer:
     """
 
     needs_group = True
+    meta_init = False
+    spans_devices = False
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class ParameterServer:
         return messages
 
     def prepare(self, recipe: Recipe, world: World) -> Spread:
-        if not self.allow_network and world.place.local_world_size < world.world_size:
+        if not self.allow_network and world.rank_info.local_world_size < world.world_size:
             raise ValueError(
                 f"parallel.allow_network=false: {world.world_size} ranks on several machines, but RPC runs whatever "
                 "reaches it; in a network that you trust set parallel.allow_network=true"
@@ -98,12 +100,16 @@ class Serving:
         self._settled = True
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        return torch.zeros((), dtype=_loss_dtype(self._server.replica), device=self._world.device)
+        return torch.zeros((), dtype=self._server.replica.precision.parameter_dtype, device=self._world.device)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         self._settled = False
         step = self._server.step_together if self._mode.updates == "sync" else self._server.step_apart
         return step(lr_factor, want_norm)
+
+    @property
+    def learning_rate(self) -> float:
+        return self._server.replica.learning_rate
 
     def predict(self, inputs: torch.Tensor) -> None:
         """All ranks must call it as often after a step."""
@@ -151,6 +157,7 @@ class Training:
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Send the gradients. The norm is told to the server, and here only where the server's reply has it."""
+        self._replica.update.set_learning_rate(lr_factor)
         context = self._context if self._num_samples else None  # RPC told the server of it only if it was used
         norm: float | None = 0.0 if want_norm else None
         if self._mode.updates == "async":
@@ -170,6 +177,11 @@ class Training:
         self._fresh = self._mode.updates == "sync"
         self._settled = False
         return norm
+
+    @property
+    def learning_rate(self) -> float:
+        """The server's: this rank's optimizer follows its schedule, though it never steps."""
+        return self._replica.learning_rate
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs of the server's weights. All ranks must call it as often after a step."""
@@ -192,13 +204,13 @@ class Training:
 
     def _forward_remotely(self, batch: StepBatch, context: int) -> torch.Tensor:
         """The server's forward and backward. Its activations of all micro-batches wait for the one backward."""
-        total = torch.zeros((), dtype=_loss_dtype(self._replica), device=self._recipe.device)
+        total = torch.zeros((), dtype=self._recipe.precision.parameter_dtype, device=self._recipe.device)
         for micro_batch in batch.micro_batches:
             if len(micro_batch.inputs):
                 outputs = _ask(ps_server.forward, micro_batch.inputs.cpu())
                 with self._recipe.precision.autocast():
-                    mean = batch_loss(self._recipe.loss, outputs.to(self._recipe.device), micro_batch.targets)
-                total = total + mean * (len(micro_batch.inputs) / batch.num_samples)
+                    loss = weighted_loss(self._recipe.loss, outputs.to(self._recipe.device), micro_batch.targets)
+                total = total + loss.share(batch.num_samples)
         if self._num_samples:
             # One per context: a second one would wait for gradients of all that the context has ever sent.
             dist_autograd.backward(context, [total])
@@ -225,7 +237,7 @@ def _ask(function: Callable[..., Any], *args: Any) -> Any:
 def _settle(world: World, settled: bool) -> bool:
     """Unless it was done, wait until all ranks are here, their updates applied. All ranks must call it."""
     if not settled:
-        world.sum(torch.zeros(1, device=world.device))
+        world.collectives.sum(torch.zeros(1, device=world.device))
     return True
 
 
@@ -233,7 +245,3 @@ def _share_buffers(module: nn.Module, mode: ParameterServer) -> None:
     """The first trainer's buffers (BatchNorm's statistics) to all; remote forwards leave them on the server."""
     for buffer in module.buffers():
         dist.broadcast(buffer, src=1 if mode.forward == "local" else 0)
-
-
-def _loss_dtype(replica: Replica) -> torch.dtype:
-    return torch.float64 if replica.precision.name == "fp64" else torch.float32

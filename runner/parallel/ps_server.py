@@ -15,11 +15,11 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from runner.communication import count_rpc
-from runner.launchers.network import GLOO, TENSORPIPE, listening_on, loopback
-from runner.parallel.protocol import Recipe
+from runner.distributed.network import GLOO, TENSORPIPE, listening_on, loopback
+from runner.distributed.traffic import count_rpc
+from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.strategy import Recipe
 
 SERVER = "rank0"
 Reply = tuple[torch.Tensor, float | None]  # the weights after a step, flat, and the norm of its gradient
@@ -39,9 +39,9 @@ class Server:
         self._changed = threading.Condition()
         self._closed = False
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
-        self._lrs = [group["lr"] for group in optimizer.param_groups]
         self._allowed = self._taken = self._applied = 0  # asynchronous updates
-        self._wants_norm, self._norm = False, 0.0
+        self._wants_norm = False
+        self._norm: float | None = None
         self._num_threads = torch.get_num_threads()
 
     # -- in the loop's thread --------------------------------------------------------------------------------------
@@ -68,13 +68,12 @@ class Server:
     def step_apart(self, lr_factor: float, want_norm: bool) -> float | None:
         """Let as many updates happen as there are trainers. Returns the norm of the last one's gradient."""
         with self._changed:
-            for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=True):
-                group["lr"] = lr * lr_factor
+            self.replica.update.set_learning_rate(lr_factor)
             self._wants_norm = want_norm
             self._allowed += self.num_trainers
             self._changed.notify_all()
             self._wait(lambda: self._applied == self._allowed, lambda: "an update of every trainer")
-        return self._norm if want_norm else None
+        return self._norm
 
     def close(self) -> None:
         """Let no RPC thread wait any longer."""
@@ -107,10 +106,7 @@ class Server:
     def step(self) -> None:
         """What DistributedOptimizer calls when it has put a context's gradients in place, one at a time."""
         with self.update_lock:
-            if self._wants_norm:
-                self._norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None]).item()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._norm = self.replica.update.apply(self._wants_norm)
 
     def weights(self) -> torch.Tensor:
         """A copy of what is trained, flat, on the CPU; gradients of it reach the parameters."""
@@ -192,7 +188,7 @@ def _the_server(parameters: list[nn.Parameter]) -> Server:
 
 def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
     """Connect the ranks for the rest of the job; this rank is the server if it has one. All ranks must call it."""
-    _servers[:], _stores[:] = [server] if server else [], [world.store("rpc")]
+    _servers[:], _stores[:] = [server] if server else [], [world.store.topic("rpc")]
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="runner://",  # its own store would listen on all interfaces
         rpc_timeout=world.backend.timeout_s,
@@ -201,7 +197,7 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
     with nullcontext() if allow_network else listening_on(loopback(), [GLOO, TENSORPIPE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch does, inside
         rpc.init_rpc(f"rank{world.rank}", rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
-    world.at_leave(functools.partial(_leave_rpc, timeout_s=world.backend.timeout_s))
+    world.group.at_leave(functools.partial(_leave_rpc, timeout_s=world.backend.timeout_s))
     if server is not None:
         # It stays on the server: a second job in this process could pass no reference to a remote object around,
         # because torch binds those to the first job's agent.

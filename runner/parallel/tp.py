@@ -1,24 +1,25 @@
 """Tensor parallel: the ranks along one axis hold slices of the same linear layers and read the same samples."""
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
 
-from runner.config import Config
-from runner.norm import use_group
+from runner.config.schema import Config
+from runner.distributed.process_group import make_mesh
+from runner.distributed.sync_batch_norm import use_group
+from runner.distributed.world import World
 from runner.parallel.fsdp import check_divides, shard, without_sync
-from runner.parallel.protocol import Axes, Recipe
-from runner.parallel.replica import Replica, by_mesh
-from runner.world import World
+from runner.parallel.gradient_sum import sum_gradients
+from runner.parallel.parameter_update import by_mesh
+from runner.parallel.replica import Replica
+from runner.training.strategy import Axes, Recipe
 
 Plan = dict[str, str]  # see models/__init__.py
 
@@ -32,6 +33,8 @@ class TP:
     """
 
     needs_group = True
+    meta_init = False
+    spans_devices = False
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
         if tensor is not None and tensor < 1:
@@ -60,7 +63,7 @@ class TP:
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         module, axes = recipe.module, self.axes(world.world_size)
         rest = "replicate" if self.rest == "average" else "shard"
-        mesh = world.mesh(**{rest: axes.data_ranks, "tensor": axes.tensor})
+        mesh = make_mesh(world.device, **{rest: axes.data_ranks, "tensor": axes.tensor})
         _slice(module, module.tensor_plan(), mesh["tensor"])  # type: ignore[operator]
         if axes.data_ranks > 1:
             use_group(module, mesh[rest].get_group())
@@ -76,7 +79,8 @@ class TP:
         if self.rest == "fsdp":
             shared |= {"loss_scale": axes.data_ranks, "without_sync": lambda: without_sync(module)}
         elif axes.data_ranks > 1:
-            shared |= {"reduce": lambda parameters: _sum_gradients(parameters, mesh[rest].get_group())}
+            group = mesh[rest].get_group()
+            shared |= {"reduce": lambda ps: sum_gradients(ps, lambda flat: dist.all_reduce(flat, group=group))}
         return Replica(module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, **shared)
 
 
@@ -158,18 +162,3 @@ def _draw_whole_masks(module: nn.Module, opening: list[nn.Module], closing: list
         layer.register_forward_hook(cut)
     for layer in closing:
         layer.register_forward_pre_hook(join)
-
-
-def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients over the group; it holds the same slices everywhere. All its ranks must call it."""
-    gradients: list[torch.Tensor] = []
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:  # every rank must send the same ones
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
-    flat = _flatten_dense_tensors(gradients)
-    dist.all_reduce(flat, group=group)
-    for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
-        gradient.copy_(summed)

@@ -6,18 +6,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from runner.config import Config
-from runner.loader import StepBatch
+from runner.config.schema import Config
+from runner.distributed.world import World
 from runner.parallel.buckets import FixedBuckets
-from runner.parallel.protocol import Axes, Recipe
 from runner.parallel.replica import Replica
-from runner.world import World
+from runner.training.batch import StepBatch
+from runner.training.strategy import Axes, Recipe
 
 
 class Zero:
     """parallel=zero (Rajbhandari et al., "ZeRO", 2020); the option is ZeroRedundancyOptimizer's."""
 
     needs_group = True
+    meta_init = False
+    spans_devices = False
 
     def __init__(self, parameters_as_bucket_view: bool = False):
         self.parameters_as_bucket_view = parameters_as_bucket_view
@@ -66,6 +68,10 @@ class ShardedOptimizer:
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         return self._replica.step(lr_factor, want_norm)
+
+    @property
+    def learning_rate(self) -> float:
+        return self._replica.learning_rate
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         return self._replica.predict(inputs)

@@ -6,8 +6,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from runner.config import InputError
-from runner.explain.suggest import did_you_mean
+from runner.errors import InputError, did_you_mean
 
 
 def combine(overrides: Sequence[Override], zipped: Any) -> list[list[str]]:

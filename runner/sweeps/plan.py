@@ -10,11 +10,14 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
-from runner.config import Config, InputError, dotted
-from runner.explain.annotations import show
-from runner.explain.diagnose import explain
-from runner.going_on import go_on, put_on_top
-from runner.sweeps.ledger import JobRecord
+from runner.config.diagnostics.overrides import explain
+from runner.config.diagnostics.type_hints import show
+from runner.config.renamed_targets import rename_targets
+from runner.config.resume import go_on, put_on_top
+from runner.config.schema import Config
+from runner.errors import InputError
+from runner.runs.ledger import JobRecord
+from runner.runs.records import dotted
 
 LABEL_LENGTH = 64
 NOT_THE_JOBS = ("resume", "outputs")  # keys that say where jobs are, and not what they are
@@ -40,7 +43,7 @@ class Composer:
 
     def compose(self, job: Sequence[str]) -> Config:
         """The checked configuration. Raises InputError when the job has a value that is wrong by itself."""
-        from runner.entry import checked
+        from runner.config.compose import checked
 
         if tuple(job) not in self._composed:
             overrides = composed_words(job)
@@ -100,7 +103,7 @@ def check_shared(
     for each in recorded:
         same = set(fixed) <= set(each.overrides)
         now = flatten(composer.compose(each.overrides if same else put_on_top(each.overrides, fixed)))
-        for key, before in shared.items():
+        for key, before in rename_targets(shared).items():
             if key not in now or json.dumps(now[key]) != json.dumps(before):
                 values = show(before), show(now[key]) if key in now else "gone"
                 if key.endswith("._target_"):

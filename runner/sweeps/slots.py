@@ -15,13 +15,14 @@ from typing import IO, Any
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
-from runner.backend import as_backend
-from runner.config import Config, InputError
-from runner.launchers.placement import allowed_cores
-from runner.launchers.slot import Slotted
-from runner.run_dir import read_result
-from runner.signals import StopRequest
+from runner.config.schema import Config
+from runner.distributed.backend import as_backend
+from runner.distributed.cpu_affinity import allowed_cores
+from runner.distributed.signals import StopRequest
+from runner.errors import InputError
+from runner.runs.run_directory import read_result
 from runner.sweeps.plan import Job
+from runner.sweeps.slot_process import Slotted
 from runner.sweeps.sweep import Sweep
 
 POLL_S = 0.02
@@ -43,7 +44,7 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
     """Raises InputError when this machine has not so many devices, or a job needs more slots than there are."""
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise InputError(f"hydra.launcher.slots={slots} must be an integer of at least 1; try 2")
-    from runner.build import make_launcher
+    from runner.launchers.launch import make_launcher
 
     num_cores, num_gpus = len(allowed_cores()), _count_gpus(configs)
     devices, kind = (num_gpus, "GPUs") if num_gpus else (num_cores, "CPU cores")
@@ -115,7 +116,7 @@ def deal(devices: Sequence[int], slots: int) -> list[list[int]]:
 def _compose(
     sweep: Sweep, position: int, words: Sequence[str], master: DictConfig, loader: ConfigLoader
 ) -> tuple[Job, Slotted]:
-    from runner.entry import checked
+    from runner.config.compose import checked
 
     cfg = loader.load_sweep_config(master, list(words))
     request = sweep.request(sweep.jobs[position], list(words), dict(cfg.hydra.runtime.choices))
@@ -126,7 +127,7 @@ def _start(sweep: Sweep, job: Job, slotted: Slotted, slots: list[int]) -> Runnin
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the job has ended
     sweep.tell(job, "running", slots=slots)
     process = subprocess.Popen(
-        [sys.executable, "-m", "runner.launchers.slot"],
+        [sys.executable, "-m", "runner.sweeps.slot_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # the job's log.txt has it
         stderr=stderr,

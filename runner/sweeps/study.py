@@ -17,11 +17,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config import Config, InputError
-from runner.explain.suggest import did_you_mean
-from runner.sweeps.judge import Judge, open_storage
-from runner.sweeps.ledger import DONE, read_ledger
+from runner.config.schema import Config
+from runner.errors import InputError, did_you_mean
+from runner.runs.ledger import DONE, read_ledger
 from runner.sweeps.plan import Job, composed_words
+from runner.sweeps.pruner import Judge, open_storage
 from runner.sweeps.sweep import Sweep
 
 OF_TRAINING = ("val/loss", "val/accuracy", "train/loss")
@@ -131,7 +131,7 @@ def run_study(
     sample = [*fixed, *(f"{key}={_first(override)}" for key, override in swept.items())]
 
     def check(configs: Sequence[Config]) -> None:
-        if sweep.place.rank == 0:
+        if sweep.rank_info.rank == 0:
             _check(options, swept, configs[0])
             _check_storage(sweep, options)
         if hasattr(launcher, "check"):

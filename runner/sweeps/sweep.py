@@ -15,18 +15,19 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
-from runner.backend import as_backend
-from runner.config import Config, InputError
-from runner.explain.diagnose import tell
-from runner.going_on import Typed
-from runner.launchers.arrays import ended
-from runner.launchers.env import Place
-from runner.run_dir import Request, new_directory, read_result
-from runner.sweeps.ending import conclude
-from runner.sweeps.judge import Judge
-from runner.sweeps.ledger import DONE, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
+from runner.config.renamed_targets import rename_targets
+from runner.config.resume import Typed
+from runner.config.schema import Config
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.errors import InputError, tell
+from runner.launchers.slurm.queue import ended
+from runner.runs.ledger import DONE, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
+from runner.runs.run_directory import Request, new_directory, read_result
 from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
-from runner.sweeps.queued import PartlyQueued, check_launchers, submit
+from runner.sweeps.pruner import Judge
+from runner.sweeps.submission import PartlyQueued, check_launchers, submit
+from runner.sweeps.summary import conclude
 
 _current: list["Sweep"] = []
 
@@ -35,7 +36,7 @@ _current: list["Sweep"] = []
 class Sweep:
     """The task that Hydra's launchers run for each job; they may pickle it."""
 
-    place: Place
+    rank_info: RankInfo
     record: SweepRecord
     directory: str | None  # of the sweep that is gone on with; None until a new one is made
     backend: dict[str, Any]
@@ -65,17 +66,17 @@ class Sweep:
         configs = composer.compose_all(jobs)
         check(configs)
         choices = [composer.choices[tuple(job)] for job in jobs]
-        self.queues, self.shows = check_launchers(configs, choices, self.place, asks)
+        self.queues, self.shows = check_launchers(configs, choices, self.rank_info, asks)
         if self.shows:
             return self._show(jobs, configs[0], composer)
-        if self.place.world_size > 1:
-            from runner.meeting import join
+        if self.rank_info.world_size > 1:
+            from runner.distributed.rendezvous import join
 
-            if messages := join(self.place, as_backend(self.backend)).agree("composed", []):
+            if messages := join(self.rank_info, as_backend(self.backend)).agreement.first_error("composed", []):
                 raise InputError(*messages)
 
         def plan() -> str:
-            assert self.place.rank == 0  # the others would read what this one writes
+            assert self.rank_info.rank == 0  # the others would read what this one writes
             if self.directory is None:
                 self._begin(jobs, swept, configs, composer, asks)
             else:
@@ -90,40 +91,39 @@ class Sweep:
 
     def share(self, topic: str, make: Callable[[], str]) -> str:
         """What `make` returned on rank 0. Raises InputError everywhere when it was refused. All ranks must call it."""
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return make()
-        from runner.meeting import join
+        from runner.distributed.rendezvous import join
 
         try:
-            return join(self.place, as_backend(self.backend)).share(topic, make)
+            return join(self.rank_info, as_backend(self.backend)).agreement.share(topic, make)
         except ValueError as error:
             raise InputError(*str(error).splitlines()) from None
 
     def __call__(self, cfg: DictConfig) -> dict[str, float]:
         """Run one job on this rank. Returns its metrics."""
-        from runner.build import make_launcher
-        from runner.entry import checked
-        from runner.job import JobFailed
-        from runner.launch import launch
-        from runner.train import Preempted
+        from runner.config.compose import checked
+        from runner.errors import JobFailed, Preempted
+        from runner.launchers.launch import launch, make_launcher
 
         owner = HydraConfig.get()
         position, typed = int(owner.job.num), list(owner.overrides.task)
         job = self.jobs[position]
         if self.record.config_dir and self.record.config_dir not in sys.path:
             sys.path.append(self.record.config_dir)  # a launcher's own process has it not yet
-        if self.place.rank == 0 and not self.queues:
+        if self.rank_info.rank == 0 and not self.queues:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         request = self.request(job, typed, dict(owner.runtime.choices))
         try:
             config = checked(cfg, typed)
-            if make_launcher(config).queues:
+            launcher = make_launcher(config)
+            if launcher.queues:
                 self.queued.append((job, config, request))
                 return {}
             self.tell(job, "running")
-            metrics = launch(config, request, self.place)
+            metrics = launch(config, request, self.rank_info, launcher)
         except InputError as error:
-            if self.place.rank == 0:
+            if self.rank_info.rank == 0:
                 tell(error.messages)
             self.tell(job, "refused", error="\n".join(error.messages))
             raise
@@ -173,12 +173,12 @@ class Sweep:
 
     def tell(self, job: Job, state: str, **facts: Any) -> None:
         """Write in the ledger what a job has come to; rank 0 does."""
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             write_state(self.path(job).parent, job.number, state, **facts)
 
     def tell_result(self, job: Job, metrics: dict[str, float]) -> str:
         """Write in the ledger that a job has ended well, or was pruned. Returns which."""
-        result = (read_result(self.path(job)) if self.place.rank == 0 else None) or {"state": "finished"}
+        result = (read_result(self.path(job)) if self.rank_info.rank == 0 else None) or {"state": "finished"}
         state = result["state"] if result["state"] in DONE else "finished"
         self.tell(job, state, metrics=metrics)
         return state
@@ -219,7 +219,7 @@ class Sweep:
         recorded, before = read_ledger(path), read_sweep(path)
         check_shared(path, recorded, before.shared, jobs[0], swept, composer)
         still = shared_values(configs, swept)
-        self.record.shared = {key: value for key, value in before.shared.items() if key in still}
+        self.record.shared = {key: value for key, value in rename_targets(before.shared).items() if key in still}
         for job in recorded:
             if job.state in DONE and job.end is None:  # a kill came before the ledger's line
                 write_state(path, job.number, job.state, metrics=job.metrics)
@@ -241,19 +241,19 @@ def current() -> Sweep:
     return _current[-1]
 
 
-def run_sweep(typed: Typed, place: Place) -> int:
+def run_sweep(typed: Typed, rank_info: RankInfo) -> int:
     """Run the sweep that was typed. Returns the exit status. Raises InputError with nothing written."""
-    from runner.entry import compose
+    from runner.config.compose import compose
 
     base = compose(typed.overrides, RunMode.MULTIRUN)
     launcher = str(base.hydra.runtime.choices["hydra/launcher"])
-    if not place.may_start_processes and launcher != "basic":
+    if not rank_info.may_start_processes and launcher != "basic":
         raise InputError(
-            f"hydra/launcher={launcher} starts jobs itself, but {place.found} has started this process as rank "
-            f"{place.rank} of {place.world_size}; leave one of the two out"
+            f"hydra/launcher={launcher} starts jobs itself, but {rank_info.found} has started this process as rank "
+            f"{rank_info.rank} of {rank_info.world_size}; leave one of the two out"
         )
     record = SweepRecord(list(typed.recorded), typed.config_dir, list(sys.orig_argv), {})
-    sweep = Sweep(place, record, typed.directory, dict(base.backend))
+    sweep = Sweep(rank_info, record, typed.directory, dict(base.backend))
     _current.append(sweep)
     owner = GlobalHydra.instance().hydra
     assert owner is not None
@@ -275,8 +275,8 @@ def run_sweep(typed: Typed, place: Place) -> int:
         print(f"\n`python -m runner task=report run={sweep.directory}` says how they stand", flush=True)
         return 0
     failed = json.loads(sweep.share("failed", lambda: json.dumps(conclude(Path(str(sweep.directory))))))
-    if place.world_size > 1:
-        from runner.meeting import join
+    if rank_info.world_size > 1:
+        from runner.distributed.rendezvous import join
 
-        join(place, as_backend(dict(base.backend))).close()
+        join(rank_info, as_backend(dict(base.backend))).ending.close()
     return 1 if failed else 0

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from runner.config import Config
-from runner.run_dir import RunDirectory
+from runner.config.schema import Config
+from runner.distributed.world import World
+from runner.runs.run_directory import RunDirectory
 from runner.tasks.exchanges import EXCHANGES, Exchange
-from runner.world import World
 
 log = logging.getLogger(__name__)
 COLUMNS = ("operation", "bytes", "seconds", "algorithm_gb_s", "bus_gb_s")
@@ -67,7 +67,6 @@ class Collectives:
     Each is timed `repeats` times after `warmup` calls; a time is that of the slowest rank, the result their median.
     """
 
-    conducts = False
     section = None
     reads_run = False
     reads_checkpoint = False
@@ -95,6 +94,9 @@ class Collectives:
             raise ValueError(f"operations=[] must name one or more; choose among {', '.join(EXCHANGES)}")
         self.sizes, self.repeats, self.warmup = sorted(set(sizes)), repeats, warmup
         self.operations = list(dict.fromkeys(operations))
+
+    def check(self, config: Config, world_size: int) -> list[str]:
+        return []
 
     def run(
         self, config: Config, experiment: None, world: World, directory: RunDirectory, console: Console
@@ -150,9 +152,9 @@ def check(operation: str, world: World) -> str | None:
     else:
         wrong = [f"{operation} on rank {world.rank}: {message}" for message in exchange.differences()]
     # Every rank goes on in the same way: what only one of them refuses would leave the others waiting.
-    if wrong := world.agree(f"collectives/{operation}/wrong", wrong):
+    if wrong := world.agreement.first_error(f"collectives/{operation}/wrong", wrong):
         raise RuntimeError(wrong[0])
-    return next(iter(world.agree(f"collectives/{operation}/unsupported", unsupported)), None)
+    return next(iter(world.agreement.first_error(f"collectives/{operation}/unsupported", unsupported)), None)
 
 
 def _prepare(operation: str, size: int, world: World) -> Exchange:
@@ -163,7 +165,7 @@ def _prepare(operation: str, size: int, world: World) -> Exchange:
 
 def _time(exchange: Exchange, world: World) -> float:
     """This rank's seconds for one call, from a common start."""
-    world.sum(torch.zeros(1))
+    world.collectives.sum(torch.zeros(1))
     _synchronize(world.device)
     start = time.perf_counter()
     exchange.call()

@@ -6,20 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from runner import checkpoint
-from runner.backend import as_backend
-from runner.config import Config, InputError
-from runner.explain.suggest import did_you_mean
-from runner.job import JobFailed
-from runner.launchers.env import Place
-from runner.meeting import join
-from runner.progress import available
-from runner.run_dir import CHECKPOINTS, Request, RunDirectory, new_directory
-from runner.terminal import WIDTH, draw_table, speaking
-from runner.world import World
+from runner.config.schema import Config
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.rendezvous import join
+from runner.errors import InputError, JobFailed, did_you_mean
+from runner.fault_tolerance import checkpoint
+from runner.runs.console import WIDTH, draw_table, speaking
+from runner.runs.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
+from runner.runs.train_state import available
 
 log = logging.getLogger(__name__)
 
@@ -70,31 +67,29 @@ class Compare:
     reads_run = False
     reads_checkpoint = False
     needs_experiment = False
-    min_world_size = 1
-    conducts = True
     section = "compare"
 
     def __init__(self) -> None:
         pass
 
-    def conduct(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Measure every cell, print and keep the table. Returns the samples per second of each. All ranks must call it.
 
         Raises InputError for a mode or a world size that cannot be.
         """
-        cells = _cells(config, place)
-        world = join(place, as_backend(config.backend))
+        cells = _cells(config, rank_info)
+        world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
-        path = Path(world.share("compare", lambda: str(new_directory(config.outputs, config.name))))
-        directory = RunDirectory(path, writes=place.rank == 0)
-        with speaking(place.rank, path):
+        path = Path(world.agreement.share("compare", lambda: str(new_directory(config.outputs, config.name))))
+        directory = RunDirectory(path, writes=rank_info.rank == 0)
+        with speaking(rank_info.rank, path):
             directory.record(config, request, task="compare", model=request.choices["model"], seed=config.seed)
             log.info("comparing %d cells of %s on %s", len(cells), request.choices["model"], request.choices["data"])
             for cell in cells:
-                _measure(cell, path, request, place)
+                _measure(cell, path, request, rank_info)
                 log.info("%s", "  ".join(word for word in cell.row() if word))
-            references = _measure_references(cells, path, request, place)
-            if place.rank == 0:
+            references = _measure_references(cells, path, request, rank_info)
+            if rank_info.rank == 0:
                 _compare_weights(cells, references, path)
                 log.info("\n%s", _as_text(cells))
                 notes = _notes(config, cells)
@@ -108,41 +103,38 @@ class Compare:
             directory.save_result()
         return rates
 
-    def run(self, config: Config, experiment: object, world: World, directory: RunDirectory, console: Console) -> None:
-        raise AssertionError("it conducts")
 
-
-def _cells(config: Config, place: Place) -> list[Cell]:
-    from runner.entry import options_of  # the entry imports the tasks
+def _cells(config: Config, rank_info: RankInfo) -> list[Cell]:
+    from runner.config.compose import options_of  # the entry imports the tasks
 
     known = options_of("parallel")
     modes = config.compare.modes if config.compare.modes is not None else known
     for mode in modes:
         if mode not in known:
             raise InputError(f"compare.modes={modes}: no such mode as {mode}{did_you_mean(mode, known)}")
-    sizes = config.compare.world_sizes if place.world_size == 1 else [place.world_size]
+    sizes = config.compare.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
     if not sizes or min(sizes) < 1:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
     cells = [Cell(mode, size) for size in sizes for mode in modes]
     reference = Cell("none", 1)
     # The reference comes first; a world that exists already cannot be one process, and compares without it.
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         cells = [reference, *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
     return cells
 
 
-def _measure(cell: Cell, path: Path, request: Request, place: Place) -> None:
-    from runner.entry import checked, compose
-    from runner.launch import launch
+def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> None:
+    from runner.config.compose import checked, compose
+    from runner.launchers.launch import launch
 
-    dropped = ["task", "parallel", "launcher", "compare", "logger", "name", "outputs"]
+    dropped = ["task", "parallel", "launcher", "compare", "logger", "callbacks", "name", "outputs"]
     instead = []
     if cell.micro_batches:
         dropped.append("micro_batches")
         instead.append(f"micro_batches={cell.micro_batches}")
     kept = [word for word in request.overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in dropped]
     own = ["launcher=env"]
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         own = ["launcher=spawn", f"launcher.nproc_per_node={cell.world_size}"]
     # What was typed for one mode's options holds for that mode.
     options = [w for w in request.overrides if w.lstrip("+").startswith("parallel.")]
@@ -156,24 +148,24 @@ def _measure(cell: Cell, path: Path, request: Request, place: Place) -> None:
         directory = str(path / "cells" / cell.name)
         choices = dict(cfg.hydra.runtime.choices)
         own_request = Request(tuple(overrides), request.config_dir, request.command, directory, choices)
-        cell.metrics = launch(config, own_request, place)
+        cell.metrics = launch(config, own_request, rank_info)
     except InputError as error:
         cell.remark = f"left out: {error.messages[0]}"
     except JobFailed as error:
         cell.remark = f"failed: {str(error).strip().splitlines()[-1]}"
 
 
-def _measure_references(cells: list[Cell], path: Path, request: Request, place: Place) -> dict[float, Cell]:
+def _measure_references(cells: list[Cell], path: Path, request: Request, rank_info: RankInfo) -> dict[float, Cell]:
     """Parallel=none on one process, by number of micro-batches: a mode that cuts them further is held to as many."""
     reference = next((cell for cell in cells if (cell.mode, cell.world_size) == ("none", 1) and cell.metrics), None)
-    if reference is None or place.world_size > 1:
+    if reference is None or rank_info.world_size > 1:
         return {}
     references = {reference.metrics["micro_batches"]: reference}
     for cell in cells:
         count = cell.metrics.get("micro_batches", reference.metrics["micro_batches"])
         if count not in references:
             references[count] = Cell("none", 1, micro_batches=int(count))
-            _measure(references[count], path, request, place)
+            _measure(references[count], path, request, rank_info)
         if references[count] is not reference and not cell.remark:
             cell.remark = f"compared with none of micro_batches={count:.0f}"
     return references

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner.build import Experiment
-from runner.config import Config
-from runner.run_dir import CHECKPOINTS, RunDirectory
-from runner.tasks.restore import restore
-from runner.train import evaluate
-from runner.world import World
+from runner.config.schema import Config
+from runner.distributed.world import World
+from runner.fault_tolerance.checkpoint import restore
+from runner.runs.run_directory import CHECKPOINTS, RunDirectory
+from runner.training.build import Experiment
+from runner.training.evaluation import evaluate
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 class Evaluate:
     """Evaluate the newest checkpoint of config.run."""
 
-    conducts = False
     section = None
     reads_run = True
     reads_checkpoint = True
@@ -27,6 +26,9 @@ class Evaluate:
 
     def __init__(self) -> None:
         pass
+
+    def check(self, config: Config, world_size: int) -> list[str]:
+        return []
 
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console

@@ -5,17 +5,18 @@ import itertools
 import torch
 from rich.console import Console
 
-from runner import checkpoint
-from runner.build import Experiment
-from runner.communication import KINDS, CommunicationCounter
-from runner.config import Config
-from runner.memory import peak_memory_mib
-from runner.progress import Progress
-from runner.run_dir import RunDirectory
-from runner.speed import Speedometer
-from runner.terminal import Bar
-from runner.train import Trainer, count_steps
-from runner.world import World
+from runner.config.schema import Config
+from runner.distributed.traffic import KINDS, CommunicationCounter
+from runner.distributed.world import World
+from runner.fault_tolerance import checkpoint
+from runner.runs.loggers.none import NoLogger
+from runner.runs.run_directory import RunDirectory
+from runner.runs.train_state import TrainState
+from runner.training.build import Experiment
+from runner.training.callback import Callbacks
+from runner.training.callbacks.recorder import Recorder
+from runner.training.throughput import ThroughputMeter, peak_memory_mib
+from runner.training.trainer import Trainer
 
 COUNTED_STEPS = 12  # whole rounds of a mode that exchanges every 2, 3, 4, 6 or 12 steps
 
@@ -26,7 +27,6 @@ class Measure:
     Bytes are those of a step, on average over COUNTED_STEPS, on the rank that exchanges the most of the kind.
     """
 
-    conducts = False
     section = None
     reads_run = False
     reads_checkpoint = False
@@ -39,43 +39,43 @@ class Measure:
                 raise ValueError(f"{key}={value} must be at least 1; try 20")
         self.compared_steps, self.timed_steps = compared_steps, timed_steps
 
+    def check(self, config: Config, world_size: int) -> list[str]:
+        return []
+
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
         spread = experiment.parallel.prepare(experiment.recipe, world)
-        start = Progress(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
-        trainer = Trainer(config, experiment, spread, world, directory, Bar(None, 0, 0), start)
-        steps_per_epoch = experiment.train_loader.sampler.steps_per_epoch
-        num_steps = count_steps(config, steps_per_epoch)
+        start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
+        meter = ThroughputMeter(warmup_steps=self.compared_steps + min(3, self.timed_steps - 1))
+        callbacks = Callbacks([("recorder", Recorder(directory, NoLogger(), meter))])
+        trainer = Trainer(config, experiment, spread, world, start, meter, callbacks)
         batches = itertools.chain.from_iterable(experiment.train_loader.steps(epoch) for epoch in itertools.count())
 
-        def step(speed: Speedometer) -> None:
-            trainer.step(next(batches), num_steps, steps_per_epoch, speed)
-
         for _ in range(self.compared_steps):
-            step(Speedometer())
+            trainer.step(next(batches))
         state = spread.state()
         if directory.writes:
-            checkpoint.save(directory.checkpoints, state, trainer.progress, keep=1)
+            checkpoint.save(directory.checkpoints, state, trainer.state, keep=1)
         del state
 
-        speed = Speedometer(warmup_steps=min(3, self.timed_steps - 1))
+        meter.pause()
         for _ in range(self.timed_steps):
-            step(speed)
+            trainer.step(next(batches))
+        rate, step_time_s = meter.samples_per_second, meter.seconds_per_step
         counter = CommunicationCounter()
         with counter:
-            world.agree("counting", [])  # or a rank could ask the parameter server before that counts
+            world.agreement.first_error("counting", [])  # or a rank could ask the parameter server before that counts
             for _ in range(COUNTED_STEPS):
-                step(Speedometer())
-            world.agree("counted", [])
+                trainer.step(next(batches))
+            world.agreement.first_error("counted", [])
 
         facts = torch.zeros(world.world_size, 1 + len(KINDS), dtype=torch.float64, device=world.device)
         facts[world.rank, 0] = peak_memory_mib(world.device)
         facts[world.rank, 1:] = torch.tensor([counter.bytes[kind] / COUNTED_STEPS for kind in KINDS])
-        memory, *exchanged = world.sum(facts).T.tolist()
+        memory, *exchanged = world.collectives.sum(facts).T.tolist()
         metrics = {f"memory_mib/rank_{rank}": mib for rank, mib in enumerate(memory)}
         metrics |= {f"bytes_per_step/{kind}": max(of) for kind, of in zip(KINDS, exchanged, strict=True) if any(of)}
         metrics["micro_batches"] = float(config.micro_batches * experiment.axes.micro_batches)
-        rate = speed.samples_per_second
         assert rate is not None
-        return metrics | {"samples_per_second": rate, "step_time_s": speed.seconds_per_step}
+        return metrics | {"samples_per_second": rate, "step_time_s": step_time_s}

@@ -2,19 +2,17 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
-from runner.backend import as_backend
-from runner.config import Config, InputError
-from runner.launchers.env import Place
-from runner.meeting import join
-from runner.report.plots import draw
-from runner.report.records import Job, read_jobs
-from runner.report.render import as_csv, as_markdown, as_text
-from runner.report.statistics import Report as Summary
-from runner.report.statistics import summarize
-from runner.run_dir import Request, RunDirectory, new_directory
-from runner.world import World
+from runner.config.schema import Config
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.rendezvous import join
+from runner.errors import InputError
+from runner.runs.records import RunRecord, read_jobs
+from runner.runs.report.plots import draw
+from runner.runs.report.render import as_csv, as_markdown, as_text
+from runner.runs.report.statistics import Summary, summarize
+from runner.runs.run_directory import Request, new_directory
+from runner.sweeps.queue_state import read_standing
 
 
 class Report:
@@ -23,36 +21,33 @@ class Report:
     reads_run = True
     reads_checkpoint = False
     needs_experiment = False
-    min_world_size = 1
-    conducts = True
     section = "report"
 
     def __init__(self) -> None:
         pass
 
-    def conduct(self, config: Config, request: Request, place: Place) -> dict[str, float]:
+    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Print and keep the report. Returns the best mean. All ranks must call it.
 
         Raises InputError for what is no sweep or run, and for a metric that none has.
         """
         named = [("run", config.run)] if config.run else []
         named += [("report.runs", path) for path in config.report.runs]
-        jobs = [job for key, path in named for job in read_jobs(Path(path).absolute(), key)]
+        jobs = [job for key, path in named for job in read_jobs(Path(path).absolute(), key, read_standing)]
         summary = summarize(_once(jobs), config.report.metric, config.report.direction)
-        world = join(place, as_backend(config.backend))
+        world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         try:
-            world.share("report", lambda: _tell(summary, config, [Path(path) for _, path in named], place))
+            world.agreement.share(
+                "report", lambda: _tell(summary, config, [Path(path) for _, path in named], rank_info)
+            )
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be kept ({error}); name a folder for it") from None
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 
-    def run(self, config: Config, experiment: object, world: World, directory: RunDirectory, console: Console) -> None:
-        raise AssertionError("it conducts")
 
-
-def _tell(summary: Summary, config: Config, named: list[Path], place: Place) -> str:
+def _tell(summary: Summary, config: Config, named: list[Path], rank_info: RankInfo) -> str:
     if config.report.output:
         folder = Path(config.report.output).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +64,6 @@ def _tell(summary: Summary, config: Config, named: list[Path], place: Place) -> 
     return str(folder)
 
 
-def _once(jobs: list[Job]) -> list[Job]:
+def _once(jobs: list[RunRecord]) -> list[RunRecord]:
     """A job that is named by itself and in its sweep counts once."""
     return list({job.directory: job for job in jobs}.values())

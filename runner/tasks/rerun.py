@@ -8,22 +8,36 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from runner.build import Experiment
-from runner.config import Config, dotted
-from runner.run_dir import CONFIG, DIFF, RunDirectory, read_result
+from runner.config.renamed_targets import rename_targets
+from runner.config.schema import Config
+from runner.distributed.world import World
+from runner.runs.records import dotted
+from runner.runs.run_directory import CONFIG, DIFF, RunDirectory, read_result
 from runner.tasks.train import Train
-from runner.world import World
+from runner.training.build import Experiment
 
 log = logging.getLogger(__name__)
 
 # What has no influence on the numbers. The threads are the machine's.
-ASIDE = ("task", "run", "resume", "name", "outputs", "launcher", "logger", "threads", "report", "compare", "profile")
+ASIDE = (
+    "task",
+    "run",
+    "resume",
+    "name",
+    "outputs",
+    "launcher",
+    "logger",
+    "callbacks",
+    "threads",
+    "report",
+    "compare",
+    "profile",
+)
 
 
 class Rerun:
     """Trains as config.run did, in a new directory, and compares the two."""
 
-    conducts = False
     section = None
     reads_run = True
     reads_checkpoint = False
@@ -89,4 +103,4 @@ def _diff(path: Path) -> str:
 def _settings(path: Path) -> dict[str, Any]:
     """The configuration with dotted keys, without what is aside."""
     recorded = yaml.safe_load((path / CONFIG).read_text())
-    return dotted({key: value for key, value in recorded.items() if key not in ASIDE})
+    return dotted(rename_targets({key: value for key, value in recorded.items() if key not in ASIDE}))

@@ -4,15 +4,21 @@ import logging
 
 from rich.console import Console
 
-from runner.build import Experiment
-from runner.config import Config
-from runner.progress import Progress, available
-from runner.report.records import read_trial
-from runner.run_dir import CONFIG, RunDirectory
-from runner.tasks.restore import restore
-from runner.terminal import Bar
-from runner.train import Trainer, count_steps
-from runner.world import World
+from runner.config.schema import Config
+from runner.distributed.world import World
+from runner.fault_tolerance.checkpoint import restore
+from runner.fault_tolerance.checkpointing import Checkpointing
+from runner.runs.run_directory import RunDirectory
+from runner.runs.train_state import TrainState, available
+from runner.training.build import Experiment
+from runner.training.callback import Callbacks, RunInfo
+from runner.training.callbacks.profiler import Profiler
+from runner.training.callbacks.progress_bar import ProgressBar
+from runner.training.callbacks.pruning import Pruning
+from runner.training.callbacks.recorder import Recorder
+from runner.training.strategy import Spread
+from runner.training.throughput import ThroughputMeter
+from runner.training.trainer import Trainer, count_steps
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +26,6 @@ log = logging.getLogger(__name__)
 class Train:
     """Train, evaluate, keep checkpoints."""
 
-    conducts = False
     section = None
     reads_run = False
     reads_checkpoint = False
@@ -30,6 +35,9 @@ class Train:
     def __init__(self) -> None:
         pass
 
+    def check(self, config: Config, world_size: int) -> list[str]:
+        return []
+
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
@@ -38,41 +46,68 @@ class Train:
         for line in experiment.warnings:
             log.warning("%s", line)
         spread = experiment.parallel.prepare(experiment.recipe, world)
-        progress = Progress(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
+        state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if available(directory.checkpoints):
-            progress = restore(directory.checkpoints, spread, world)
-            log.info("going on after step %d", progress.step)
-            directory.result.step, directory.result.epoch = progress.step, progress.epoch
-        directory.forget_after(progress.step)
-        owes_evaluation = False
-        if progress.step > 0 and progress.step_in_epoch == 0 and progress.epoch % config.eval_every == 0:
-            last = world.share("evaluated", lambda: str(directory.last_evaluation()))
-            owes_evaluation = int(last) < progress.step
-        if directory.writes:
-            experiment.logger.open(str(directory.path), progress.step, read_trial(directory.path))
-            if progress.step == 0:
-                text = (directory.path / CONFIG).read_text()
-                experiment.logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
-        num_steps = count_steps(config, experiment.train_loader.sampler.steps_per_epoch)
-        bar = Bar(console if directory.writes else None, num_steps, progress.step)
-        trainer = Trainer(config, experiment, spread, world, directory, bar, progress, owes_evaluation=owes_evaluation)
-        if config.profile and directory.writes and progress.step < num_steps:
-            from runner.profiling import profiling
-
-            trainer.watching = profiling(directory.path, num_steps - progress.step, world.device)
-        finished = False
-        try:
-            metrics = trainer.train()
-            finished = True
-        finally:
-            if directory.writes:
-                experiment.logger.close(finished)
+            state = restore(directory.checkpoints, spread, world)
+            log.info("going on after step %d", state.step)
+            directory.result.step, directory.result.epoch = state.step, state.epoch
+        directory.forget_after(state.step)
+        meter = ThroughputMeter()
+        callbacks = observers(config, experiment, spread, world, directory, console, meter)
+        trainer = Trainer(
+            config,
+            experiment,
+            spread,
+            world,
+            state,
+            meter,
+            callbacks,
+            _owes_evaluation(config, state, world, directory),
+        )
+        metrics = trainer.train(
+            RunInfo(
+                config=config,
+                directory=directory.path,
+                rank=world.rank,
+                world_size=world.world_size,
+                first_step=state.step,
+                num_steps=trainer.num_steps,
+                steps_per_epoch=trainer.steps_per_epoch,
+            )
+        )
+        directory.pruned = trainer.stopped
         accuracy = f"val/accuracy {metrics['val/accuracy']:.4f}, " if "val/accuracy" in metrics else ""
         how = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
         log.info("%s: %sval/loss %.4f", how, accuracy, metrics["val/loss"])
         log.info("run directory: %s", directory.path)
         log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
         return metrics
+
+
+def observers(
+    config: Config,
+    experiment: Experiment,
+    spread: Spread,
+    world: World,
+    directory: RunDirectory,
+    console: Console,
+    meter: ThroughputMeter,
+) -> Callbacks:
+    """The callbacks of a training run, the user's between those that show and those that save."""
+    callbacks = Callbacks()
+    callbacks.add("recorder", Recorder(directory, experiment.logger, meter))
+    callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter))
+    if config.profile and directory.writes:
+        callbacks.add("profiler", Profiler(world.device))
+    for name, callback in experiment.callbacks.items():
+        callbacks.add(name, callback)
+    if directory.judge is not None:
+        callbacks.add("pruning", Pruning(directory.judge, asks=directory.writes))
+    callbacks.add(
+        "checkpointing",
+        Checkpointing(config.checkpoint, spread, directory, meter, callbacks, flush=experiment.logger.flush),
+    )
+    return callbacks
 
 
 def describe(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:
@@ -89,6 +124,14 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {config.precision}",
         f"data     {result.data}, {train.sampler.num_samples:,} training and {val.sampler.num_samples:,} validation "
         "samples",
-        f"world    {ranks} ({world.place.found}), parallel={result.parallel}, on {device}",
+        f"world    {ranks} ({world.rank_info.found}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
     ]
+
+
+def _owes_evaluation(config: Config, state: TrainState, world: World, directory: RunDirectory) -> bool:
+    """Whether the run that is gone on with stopped between an epoch and its evaluation. All ranks must call it."""
+    if state.step == 0 or state.step_in_epoch or state.epoch % config.eval_every:
+        return False
+    last = world.agreement.share("evaluated", lambda: str(directory.last_evaluation()))
+    return int(last) < state.step

@@ -1,0 +1,50 @@
+"""What was typed becomes one configuration, composed, typed, resolved and checked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.diagnostics.overrides import explain, unchosen, unknown_keys
+from runner.config.renamed_targets import rename_targets
+from runner.config.resume import check_going_on
+from runner.config.schema import GROUPS, KEYS, Config, as_config
+from runner.config.validate import check_input, check_types
+from runner.errors import InputError
+
+
+def compose(overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+    """The configuration with Hydra's own node. Raises InputError that explains every wrong override."""
+    owner = GlobalHydra.instance().hydra
+    assert owner is not None
+    try:
+        cfg = owner.compose_config(
+            config_name="config", overrides=list(overrides), run_mode=mode, with_log_configuration=False
+        )
+    except Exception as error:  # Hydra's own kinds, and ValueError or YAMLError where it did not look
+        raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None
+    return cfg
+
+
+def options_of(group: str) -> list[str]:
+    """What can be chosen for the group."""
+    return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
+
+
+def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
+    """The typed and resolved configuration. Raises InputError with every value that is wrong by itself."""
+    if messages := unknown_keys(cfg, (*KEYS, "hydra"), list(overrides)) + unchosen(cfg, GROUPS, list(overrides)):
+        raise InputError(*messages)
+    try:
+        container: Any = rename_targets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(KEYS)), resolve=True))
+    except OmegaConfBaseException as error:
+        raise InputError(str(error).splitlines()[0]) from None
+    if messages := check_types(container):
+        raise InputError(*messages)
+    config = as_config(container)
+    if messages := check_input(config) + check_going_on(config):
+        raise InputError(*messages)
+    return config

@@ -1,0 +1,72 @@
+"""Imports what a dotted path names, and says which part of it cannot be found and where an import broke."""
+
+import functools
+import importlib
+import pkgutil
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
+
+from runner.errors import nearest
+
+
+def locate(target: str) -> Any:
+    """What the dotted path names. Raises ValueError with one line that says which part cannot be had."""
+    parts = target.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ValueError("must be a dotted path, as package.module.Name")
+    found = _import(parts[0], lambda: [module.name for module in pkgutil.iter_modules()])
+    for index, part in enumerate(parts[1:], start=1):
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif hasattr(found, "__path__"):
+            found = _import(".".join(parts[: index + 1]), functools.partial(_names, found))
+        else:
+            raise ValueError(f"{'.'.join(parts[:index])} has no {part}{_near(part, _names(found))}")
+    return found
+
+
+def locate_callable(target: str) -> Callable[..., Any]:
+    """As `locate`, for a class or a function. Raises ValueError for anything else."""
+    found: Callable[..., Any] = locate(target)
+    if callable(found):
+        return found
+    inside = [name for name in _names(found) if callable(getattr(found, name, None))]
+    near = nearest(target.rpartition(".")[2], inside)
+    raise ValueError(
+        f"is a {type(found).__name__}, not a class or a function" + (f"; did you mean {target}.{near}?" if near else "")
+    )
+
+
+def _import(path: str, choices: Callable[[], list[str]]) -> Any:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:  # importing runs the user's code, which can fail in any way
+        if not isinstance(error, ModuleNotFoundError) or error.name != path:
+            raise ValueError(_broken(path, error)) from error
+    parent, _, name = path.rpartition(".")
+    raise ValueError((f"{parent} has no {name}" if parent else f"there is no module {name}") + _near(name, choices()))
+
+
+def _broken(path: str, error: Exception) -> str:
+    """Names the deepest line of the user's own code: one inside a library would tell them little."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [frame for frame in frames if frame[0] != __file__ and not frame[0].startswith("<frozen")]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno))
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
+    where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    reason = (str(error).splitlines() or [""])[0]
+    return f"importing {path} failed{where}: {type(error).__name__}: {reason}"
+
+
+def _names(holder: Any) -> list[str]:
+    modules = [module.name for module in pkgutil.iter_modules(getattr(holder, "__path__", []))]
+    return sorted({name for name in [*dir(holder), *modules] if not name.startswith("_")})
+
+
+def _near(word: str, choices: Collection[str]) -> str:
+    near = nearest(word, choices)
+    return f"; did you mean {near}?" if near else ""

@@ -1,0 +1,89 @@
+"""The typed top level of the configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class Checkpoints:
+    """When checkpoints are taken, and how many stay."""
+
+    every_epochs: int = 1
+    every_steps: int | None = None
+    keep: int = 2
+
+
+@dataclass
+class Comparison:
+    """What task=compare measures."""
+
+    modes: list[str] | None = None
+    world_sizes: list[int] = field(default_factory=lambda: [1, 2])
+
+
+@dataclass
+class Reporting:
+    """What task=report reads, sorts by and writes."""
+
+    runs: list[str] = field(default_factory=list)
+    metric: str | None = None
+    direction: str | None = None
+    output: str | None = None
+
+
+@dataclass
+class Config:
+    """One experiment. The groups are nodes with a `_target_`, whose constructor's signature types them."""
+
+    task: Any = MISSING
+    model: Any = MISSING
+    data: Any = MISSING
+    parallel: Any = MISSING
+    backend: Any = MISSING
+    launcher: Any = MISSING
+    optimizer: Any = MISSING
+    scheduler: Any = MISSING
+    loss: Any = MISSING
+    loader: Any = MISSING
+    logger: Any = MISSING
+    callbacks: Any = MISSING
+    name: str = "run"
+    seed: int = 0
+    epochs: int = 10
+    max_steps: int | None = None
+    batch_size: int = 64
+    micro_batches: int = 1
+    precision: str = "fp32"
+    compile: bool = False
+    memory_format: str = "auto"
+    sync_batchnorm: Any = "auto"
+    clip_grad_norm: float | None = None
+    threads: int | None = None
+    log_every: int = 1
+    eval_every: int = 1
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    profile: bool = False
+    compare: Comparison = field(default_factory=Comparison)
+    report: Reporting = field(default_factory=Reporting)
+    resume: str | None = None
+    run: str | None = None
+    outputs: str = "outputs"
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+KEYS = tuple(f.name for f in fields(Config))
+GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
+
+
+def as_config(container: Mapping[str, Any]) -> Config:
+    """The typed configuration of a composed and resolved container."""
+    values = {key: container[key] for key in KEYS}
+    values["checkpoint"] = Checkpoints(**values["checkpoint"])
+    values["compare"] = Comparison(**values["compare"])
+    values["report"] = Reporting(**values["report"])
+    return Config(**values)

@@ -1,0 +1,176 @@
+"""Everything that can be said about a configuration before anything is built or written, all failures at once."""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.signature import PROVIDED, check_options
+from runner.config.diagnostics.type_hints import describe, show, suits
+from runner.config.schema import GROUPS, KEYS, Comparison, Config, Reporting
+from runner.errors import nearest
+
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+# What a data set's node says for the models to interpolate; its constructor may take it or not.
+DESCRIBED = {"data": ("sample_shape", "num_outputs")}
+
+
+def check_input(config: Config) -> list[str]:
+    """What is wrong with each value by itself, one message each: no other choice could make it right."""
+    messages = check_values(config)
+    messages += _check_callbacks(config.callbacks)
+    for group in GROUPS:
+        messages += check_options(group, getattr(config, group), PROVIDED.get(group, ()), DESCRIBED.get(group, ()))
+    return messages or _check_task(config)
+
+
+def check_fit(config: Config, device_type: str | None) -> list[str]:
+    """Every way in which sound values do not fit together, one message each; None: the device is not known yet."""
+    messages = []
+    if config.precision == "fp16" and device_type == "cpu":
+        messages.append("precision=fp16 needs a GPU, because its gradients must be scaled; try precision=bf16")
+    if config.loader["pin_memory"] and device_type == "cpu":
+        messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
+    if config.loader["prefetch"] is not None and not config.loader["num_workers"]:
+        messages.append(f"loader.prefetch={config.loader['prefetch']} needs worker processes; try loader.num_workers=2")
+    if config.resume and config.run:
+        messages.append(f"resume={config.resume} and run={config.run} exclude each other; drop one")
+    return messages
+
+
+def _check_callbacks(node: Mapping[str, Any]) -> list[str]:
+    """The group is a mapping of names, so that several options of it can be chosen together."""
+    if "_target_" in node:
+        return [f"callbacks._target_={node['_target_']}: a callback has a name; write it as NAME: {{_target_: ...}}"]
+    return [
+        f"callbacks.{name}={show(value)} must be a node with a _target_, the class of the callback"
+        for name, value in node.items()
+        if not isinstance(value, Mapping) or "_target_" not in value
+    ]
+
+
+def _check_task(config: Config) -> list[str]:
+    task = locate(config.task["_target_"])
+    if task.reads_run and config.resume:
+        return [f"resume={config.resume} goes on with training; to read a run, type run={config.resume}"]
+    if task.reads_run and not config.run and not config.report.runs:
+        return [f"task={task.__name__.lower()} needs the run to read; type run=last, or run=RUN_DIR"]
+    for section, default in (("compare", Comparison()), ("report", Reporting())):
+        if (given := getattr(config, section)) != default and task.section != section:
+            names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
+            return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
+    if config.profile and task.__name__ not in ("Train", "Rerun"):
+        return [f"profile=true has no effect on task={task.__name__.lower()}; drop it, or profile the training"]
+    going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
+    if going_on and not (task.needs_experiment or task.reads_run):
+        (key, value), *_ = going_on.items()
+        return [f"{key}={value} has no effect on task={task.__name__.lower()}; drop it"]
+    if config.run and not task.reads_run:
+        return [f"run={config.run} has no effect on training; to go on with that run, type resume={config.run}"]
+    return []
+
+
+def check_types(container: Mapping[str, Any]) -> list[str]:
+    """Top-level values of a type that is not the key's; only a reference can bring one, as name=${model}."""
+    types = get_type_hints(Config)
+    return [
+        f"{key}={show(container[key])} must be {describe(types[key])}"
+        for key in KEYS
+        if types[key] is not Any
+        and not is_dataclass(types[key])
+        and (isinstance(container[key], Mapping) or not suits(types[key], container[key]))
+    ]
+
+
+def check_values(config: Config) -> list[str]:
+    """Every top-level value that is wrong whatever else is chosen, one message each."""
+    at_least = {
+        "seed": 0,
+        "epochs": 1,
+        "max_steps": 1,
+        "batch_size": 1,
+        "micro_batches": 1,
+        "threads": 1,
+        "log_every": 1,
+        "eval_every": 1,
+        "checkpoint.every_epochs": 1,
+        "checkpoint.every_steps": 1,
+        "checkpoint.keep": 1,
+    }
+    messages = []
+    for key, least in at_least.items():
+        value = _get(config, key)
+        if value is not None and value < least:
+            messages.append(f"{key}={value} must be at least {least}")
+    if config.seed >= 2**63:
+        messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
+    if config.clip_grad_norm is not None and not (0 < config.clip_grad_norm < math.inf):
+        messages.append(f"clip_grad_norm={config.clip_grad_norm} must be above 0 and finite, or null; try 1.0")
+    messages += _choice("precision", config.precision, PRECISIONS)
+    messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
+    if config.report.direction is not None:
+        messages += _choice("report.direction", config.report.direction, ("max", "min"))
+    messages += _choice("sync_batchnorm", config.sync_batchnorm, ("auto", True, False))
+    if not NAME.fullmatch(config.name):
+        messages.append(
+            f"name={config.name} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit; "
+            f"try name={_as_name(config.name)}"
+        )
+    if not config.outputs:
+        messages.append("outputs= must be the path of a folder; try outputs=outputs")
+    elif message := _unwritable(Path(config.outputs)):
+        messages.append(f"outputs={config.outputs} {message}")
+    return messages
+
+
+def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:
+    """Every rank must have a sample in each micro-batch of a full step, of which the mode may make several."""
+    factors = {"data ranks": data_ranks, "micro_batches": config.micro_batches}
+    if parallel_micro_batches > 1:
+        factors["parallel.micro_batches"] = parallel_micro_batches
+    least = math.prod(factors.values())
+    if config.batch_size >= least:
+        return []
+    return [
+        f"batch_size={config.batch_size} must be at least {' x '.join(factors)} = "
+        f"{' x '.join(map(str, factors.values()))} = {least}; try batch_size={least}"
+    ]
+
+
+def _get(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _choice(key: str, value: Any, choices: tuple[Any, ...]) -> list[str]:
+
+    if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        return []
+    words = [str(choice).lower() for choice in choices]
+    hint = nearest(str(value), words)
+    return [f"{key}={value} must be one of {', '.join(words)}" + (f"; did you mean {hint}?" if hint else "")]
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:64] or "run"
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why no run can be kept under the path, without making anything there."""
+    for folder in (path, *path.absolute().parents):
+        if folder.exists():
+            if not folder.is_dir():
+                return f"must be a folder, but {folder} is a file; name another"
+            if not os.access(folder, os.W_OK | os.X_OK):
+                return f"must be writable, but {folder} is not; name another folder"
+            return None
+    return None

@@ -1,0 +1,135 @@
+"""Where the processes of a world meet: its store, connected to once per process."""
+
+import json
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from runner.distributed.agreement import SPEAK_TIMEOUT_S
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.network import is_loopback
+from runner.distributed.parent import end_with_parent
+from runner.distributed.world import World
+from runner.errors import InputError
+
+JOIN_TIMEOUT_S = 120.0  # until the configuration is known
+_joined: dict[RankInfo, World] = {}
+
+
+def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_S) -> World:
+    """Connect this process to the store of its world, once per process. All ranks must call it.
+
+    Raises InputError when the others cannot be found within the timeout; without a message where rank 0 has that.
+    """
+    if rank_info not in _joined:
+        if rank_info.has_parent:
+            end_with_parent()
+        store = _connect(rank_info, backend.init, timeout_s)
+        met = rank_info if store is None else _meet(store, rank_info, timeout_s)
+        _joined[rank_info] = World(met, store, backend)
+    return _joined[rank_info]
+
+
+def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | None:
+    if rank_info.world_size == 1:
+        return None
+    if init.startswith("file://"):
+        return dist.FileStore(init.removeprefix("file://"), rank_info.world_size)
+    host, port, serve = rank_info.master_addr, rank_info.master_port, rank_info.hosts_store
+    if init.startswith("tcp://"):
+        host, _, text = init.removeprefix("tcp://").rpartition(":")
+        port, serve = int(text), rank_info.rank == 0
+    try:
+        return _serve(host, port, rank_info, timeout_s) if serve else _find(host, port, rank_info, timeout_s)
+    except (RuntimeError, OSError) as error:
+        what = "could serve" if serve else "found"
+        raise InputError(
+            f"rank {rank_info.rank} of {rank_info.world_size} on {socket.gethostname()} {what} no world at "
+            f"{host}:{port} within {timeout_s:g} s ({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and "
+            "that every rank was started"
+        ) from None
+
+
+def _meet(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
+    """Wait until all ranks are here. Returns the rank's info with what the environment did not say of it."""
+    here = dist.PrefixStore(f"here{rank_info.restart}", store)
+    here.set(str(rank_info.rank), socket.gethostname())
+    if rank_info.rank == 0:
+        deadline = time.monotonic() + timeout_s
+        absent = [rank for rank in range(rank_info.world_size) if not _comes(here, str(rank), deadline)]
+        hosts = [here.get(str(rank)).decode() for rank in range(rank_info.world_size) if rank not in absent]
+        here.set("hosts", json.dumps(hosts))
+        here.set("absent", json.dumps(absent))
+        if absent:
+            raise InputError(
+                f"ranks {absent} of {rank_info.world_size} did not appear within launcher.join_timeout_s="
+                f"{timeout_s:g}; check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
+            )
+    elif not _comes(here, "absent", time.monotonic() + timeout_s + SPEAK_TIMEOUT_S):
+        raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
+    elif json.loads(here.get("absent")):
+        raise InputError
+    return _counted(rank_info, json.loads(here.get("hosts"))) if rank_info.guessed else rank_info
+
+
+def _counted(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
+    """The info, counted among the ranks whose hosts, by rank, have its own one's name."""
+    own = [rank for rank, host in enumerate(hosts) if host == hosts[rank_info.rank]]
+    counted: dict[str, Any] = {"local_rank": own.index(rank_info.rank), "local_world_size": len(own)}
+    rank_info = replace(rank_info, **{name: counted[name] for name in rank_info.guessed})
+    return replace(
+        rank_info, on_one_machine=rank_info.on_one_machine and rank_info.local_world_size == rank_info.world_size
+    )
+
+
+def _comes(store: dist.Store, key: str, deadline: float) -> bool:
+    """Whether the key is set in time; asked again and again, for a store's own waiting ends with lines of its own."""
+    try:
+        while not (found := store.check([key])) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    except RuntimeError:  # whoever served it has given up
+        return False
+    return found
+
+
+def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.Store:
+    # torch's own waiting ends in thirty lines on the terminal.
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, rank_info.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _serve(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.Store:
+    socket.getaddrinfo(host, port)  # one that does not resolve is told at once
+    return serve_store(host, port, rank_info.on_one_machine and _resolves_to_loopback(host), timeout_s)
+
+
+def serve_store(host: str, port: int, loopback: bool, timeout_s: float) -> dist.TCPStore:
+    """A world's store, served by this process; port 0 is a free one. loopback: no other machine reaches it."""
+    # Given a listening socket, the store keeps to that; asked for a port, it listens on every interface.
+    listener = socket.create_server((host, port)) if loopback else None
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1] if listener else port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+
+
+def _resolves_to_loopback(host: str) -> bool:
+    return all(is_loopback(str(where[4][0])) for where in socket.getaddrinfo(host, None, socket.AF_INET))

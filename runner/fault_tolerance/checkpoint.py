@@ -1,0 +1,110 @@
+"""Checkpoints: a folder `step_N` that is complete or absent, checked against its own hashes before it is read."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.distributed.world import World
+from runner.runs.train_state import PROGRESS, TrainState, available, read_train_state
+from runner.training.strategy import Spread
+
+log = logging.getLogger(__name__)
+
+STATE, MANIFEST = "state.pt", "manifest.json"
+
+
+def save(folder: Path, state: dict[str, Any], train_state: TrainState, keep: int) -> Path:
+    """Write folder/step_N and drop all but the newest `keep`. For one rank; the state is of the whole model.
+
+    It is written beside its place, flushed to the disk and renamed, so that a crash leaves the older ones as they are.
+    """
+    final = folder / f"step_{train_state.step}"
+    partial = final.with_name(final.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    torch.save(state, partial / STATE)
+    (partial / PROGRESS).write_text(json.dumps(asdict(train_state)))
+    hashes = {name: _sha256(partial / name) for name in (STATE, PROGRESS)}
+    (partial / MANIFEST).write_text(json.dumps(hashes, indent=1))
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    if final.exists():  # a damaged one of the same step, which the run was not resumed from
+        shutil.rmtree(final)
+    partial.rename(final)
+    _flush(folder)
+    for old in available(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def load(path: Path) -> tuple[dict[str, Any], TrainState]:
+    """Read a checkpoint, tensors on the CPU. Raises ValueError as `verify` does."""
+    verify(path)
+    state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    return state, read_train_state(path)
+
+
+def verify(path: Path) -> None:
+    """Raises ValueError that names the file when one is missing or is not what was written.
+
+    Neither torch nor the file system notices a flipped bit.
+    """
+    try:
+        hashes = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path / MANIFEST} cannot be read ({error}); the checkpoint is damaged") from None
+    for name in (STATE, PROGRESS):
+        if not (path / name).is_file() or _sha256(path / name) != hashes.get(name):
+            raise ValueError(f"{path / name} is not what was saved; the checkpoint is damaged")
+
+
+def weights_sha256(model_state: dict[str, Any]) -> str:
+    """One hash over the bytes of a full state dict, names sorted."""
+    digest = hashlib.sha256()
+    for name in sorted(model_state):
+        digest.update(name.encode())
+        value = model_state[name].detach().cpu().contiguous()
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def restore(folder: Path, spread: Spread, world: World) -> TrainState:
+    """Load the newest checkpoint that is what was saved. All ranks must call it.
+
+    A damaged one is named in a warning and the one before it is used. Raises ValueError when none is sound: a run
+    must not start afresh over one that went far.
+    """
+    state, train_state = load(Path(world.agreement.share("checkpoint", lambda: str(_newest_sound(folder)))))
+    spread.load_state(state)
+    return train_state
+
+
+def _newest_sound(folder: Path) -> Path:
+    for path in reversed(available(folder)):
+        try:
+            verify(path)
+        except ValueError as error:
+            log.warning("%s; trying the one before it", error)
+            continue
+        return path
+    raise ValueError(f"{folder} holds no sound checkpoint")

@@ -1,0 +1,141 @@
+"""One job in one world: agree on the input, form the group, make the directory, run the task, record how it ended."""
+
+import logging
+import os
+import socket
+import traceback
+from pathlib import Path
+
+from runner.config.schema import Config
+from runner.config.validate import check_fit
+from runner.distributed.backend import as_backend
+from runner.distributed.cpu_affinity import take_cores
+from runner.distributed.devices import choose_devices
+from runner.distributed.peer_failure import misses_peer
+from runner.distributed.signals import unhurried
+from runner.distributed.world import World
+from runner.errors import InputError, JobFailed, Preempted
+from runner.launchers.process_state import freshen
+from runner.launchers.task import JobTask, check_size, make_job_task
+from runner.runs.console import speaking
+from runner.runs.run_directory import Request, RunDirectory, new_directory
+from runner.training.build import Experiment, build, check_compiler
+
+log = logging.getLogger(__name__)
+
+
+def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
+    """Run one job on this rank. Returns its metrics. All ranks must call it.
+
+    Raises InputError (nothing was written), Preempted (it has saved) or JobFailed. What it raises holds no frame, and
+    so no model: a live DDP module would outlast its group (see runner.distributed.process_group).
+    """
+    world.begin_job(as_backend(config.backend))
+    raised: Exception
+    try:
+        return _run(config, request, world)
+    except InputError as error:
+        raised = InputError(*error.messages)
+    except Preempted as error:
+        raised = Preempted(str(error))
+    except JobFailed as error:
+        raised = JobFailed(str(error))
+    finally:
+        world.group.leave(went_well=not world.ending.failed)
+    raise raised
+
+
+def _run(config: Config, request: Request, world: World) -> dict[str, float]:
+    task, experiment, refused, crashed = _build(config, request, world)
+    if refused := world.agreement.first_error("refused", refused):
+        raise InputError(*refused)
+    crashed = world.agreement.first_error("crashed", crashed)
+
+    try:
+        path = Path(world.agreement.share_once("directory", lambda: _make_directory(config, request)))
+    except ValueError as error:
+        raise InputError(f"outputs={config.outputs}: no run can be kept there ({error}); name another folder") from None
+    directory = RunDirectory(path, writes=world.rank == 0)
+    with speaking(world.rank, directory.path) as console:
+        directory.record(
+            config,
+            request,
+            task=request.choices["task"],
+            model=request.choices["model"],
+            data=request.choices["data"],
+            parallel=request.choices["parallel"],
+            world_size=world.world_size,
+            seed=config.seed,
+        )
+        state, text, lost = "failed", "", False
+        failure: Exception | None = None
+        try:
+            if crashed:
+                raise JobFailed(crashed[0])
+            assert task is not None
+            if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
+                world.group.form(world.backend, world.device)
+            metrics = task.run(config, experiment, world, directory, console)
+            directory.result.metrics = metrics
+            state = "pruned" if directory.pruned else "finished"
+            return metrics
+        except Preempted as error:
+            state = "preempted"
+            log.warning("%s: saved after step %d; go on with resume=%s", error, directory.result.step, directory.path)
+            raise
+        except JobFailed as error:
+            text = str(error)
+        except KeyboardInterrupt:
+            text = "interrupted"
+            raise
+        except Exception as error:
+            failure = error
+        finally:
+            with unhurried():
+                if failure is not None:
+                    text, lost = _traceback(failure), misses_peer(failure)
+                    failure = None  # it holds frames, and so the model
+                if experiment is not None:
+                    experiment.train_loader.close()
+                    experiment.val_loader.close()
+                if state == "failed":
+                    text = world.ending.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}", lost)
+                    log.error("%s", text.rstrip())
+                    directory.result.error = text
+                directory.result.state = state
+                directory.save_result()
+        raise JobFailed(text)
+
+
+def _build(
+    config: Config, request: Request, world: World
+) -> tuple[JobTask | None, Experiment | None, list[str], list[str]]:
+    """The task and what it needs, or why the input is refused, or the traceback of what broke while building."""
+    try:
+        messages = choose_devices(world)
+        take_cores(world, config.threads)  # of the node that the device hangs on
+        freshen(config.seed)
+        task = make_job_task(config)
+        if (
+            messages := messages
+            + check_fit(config, world.device.type)
+            + check_compiler(config, world.device)
+            + check_size(config, task, world.world_size)
+        ):
+            raise InputError(*messages)
+        return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
+    except InputError as error:
+        return None, None, error.messages, []
+    except Exception as error:
+        return None, None, [], [_traceback(error)]
+
+
+def _make_directory(config: Config, request: Request) -> str:
+    if request.directory is None:
+        return str(new_directory(config.outputs, config.name))
+    os.makedirs(request.directory, exist_ok=True)
+    return request.directory
+
+
+def _traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))

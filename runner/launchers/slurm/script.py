@@ -1,0 +1,172 @@
+"""The batch script of a Slurm job: what it asks for, and one elastic agent of torchrun on each of its nodes."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.distributed.environment import PORTS
+
+# torchrun hands each of these on to its ranks, which save and end; by default it knows nothing of USR1.
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the job asks for; the options of sbatch by their own names, with True for one that takes no value."""
+
+    options: Mapping[str, str | int | bool] = field(default_factory=dict)
+    signal_s: int = 120
+    parallel_jobs: int | None = None
+    join_timeout_s: int = 120
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is made ready on the job's nodes."""
+
+    modules: Sequence[str] = ()
+    conda: str | None = None
+    venv: str | None = None
+    setup: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    prefix: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run: its directory, and the words that its command ends in."""
+
+    directory: Path
+    overrides: Sequence[str]
+
+
+def render(
+    resources: Resources, environment: Environment, works: Sequence[Work], log: Path, python: str, nproc_per_node: int
+) -> str:
+    """The script. Several works are the tasks of a job array; their log's path may hold sbatch's own %A and %a."""
+    lines = ["#!/bin/bash", *_directives(resources, log, len(works)), "", _TRAP]
+    lines += _prepare(environment)
+    lines += _choose(works)
+    passed = [
+        f'{name}="${name}"' for name in ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *environment.variables)
+    ]
+    command = [*([environment.prefix] if environment.prefix else []), "env", *passed, _VISIBLE, shlex.quote(python)]
+    lines += [
+        _FUNCTIONS.format(
+            command=" ".join(command), nproc=nproc_per_node, join_s=resources.join_timeout_s, signals=SIGNALS
+        ),
+        _RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=_grace_s(resources.signal_s)),
+    ]
+    return "\n".join(lines)
+
+
+def _grace_s(signal_s: int) -> int:
+    """Seconds that ranks have to save in, before they are killed and what they saved last is gone on from."""
+    return max(signal_s - 20, signal_s * 3 // 4)
+
+
+def _directives(resources: Resources, log: Path, num_works: int) -> list[str]:
+    options = {**resources.options, "output": log, "open-mode": "append", "requeue": True}
+    options["signal"] = f"B:USR1@{resources.signal_s}"  # to this script alone
+    if num_works > 1:
+        throttle = f"%{resources.parallel_jobs}" if resources.parallel_jobs else ""
+        options["array"] = f"0-{num_works - 1}{throttle}"
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    return [
+        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}") for name, value in given.items()
+    ]
+
+
+def _prepare(environment: Environment) -> list[str]:
+    lines = [f"module load {shlex.quote(module)} || exit 1" for module in environment.modules]
+    if environment.conda:
+        lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(environment.conda)} || exit 1"]
+    if environment.venv:
+        activate = Path(environment.venv).expanduser() / "bin" / "activate"
+        lines += [f"source {_expanding(str(activate))} || exit 1"]
+    lines += [f"export {name}={_expanding(value)}" for name, value in environment.variables.items()]
+    return [*lines, *environment.setup]
+
+
+def _expanding(text: str) -> str:
+    """One word of bash, with the values of the node's variables: $HOME, $SLURM_TMPDIR."""
+    return '"' + re.sub(r'(["`\\])', r"\\\1", text) + '"'
+
+
+def _choose(works: Sequence[Work]) -> list[str]:
+    if len(works) == 1:
+        return [f"export RUNNER_DIRECTORY={shlex.quote(str(works[0].directory))}", _words(works[0])]
+    lines = ['case "$SLURM_ARRAY_TASK_ID" in']
+    for number, work in enumerate(works):
+        lines += [f"{number})", f"export RUNNER_DIRECTORY={shlex.quote(str(work.directory))}", _words(work), ";;"]
+    return [*lines, "esac"]
+
+
+def _words(work: Work) -> str:
+    return f"overrides=({shlex.join(work.overrides)})"
+
+
+_TRAP = """\
+# Shortly before the time limit, and when preempted: the ranks save and end.
+step= told=
+trap 'told=yes; [[ -z $step ]] || kill -USR1 "$step" 2>/dev/null' USR1 TERM
+"""
+
+# Slurm may confine the job to GPUs by this variable alone.
+_VISIBLE = '${CUDA_VISIBLE_DEVICES:+"CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES"}'
+
+_FUNCTIONS = """
+# A node's name where it resolves, otherwise the address by which Slurm itself reaches it.
+address() {{
+    if getent hosts "$1" >/dev/null; then echo "$1"; else
+        scontrol show node "$1" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'
+    fi
+}}
+# Python, told again what a container may keep out.
+inside() {{
+    exec {command} "$@"
+}}
+# On each node, torchrun for its ranks.
+agent() {{
+    inside -m runner.launchers.slurm.agent \\
+        --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc} --rdzv-backend=c10d \\
+        --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --local-addr="$(address "$SLURMD_NODENAME")" \\
+        --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}" \\
+        --max-restarts=0 --signals-to-handle={signals} -m runner "$@"
+}}
+# Slurm's controller may be busy, or just be starting again.
+patiently() {{
+    for pause in 1 5 20 30; do "$@" && return; sleep "$pause"; done
+    "$@"
+}}
+"""
+
+_RUN = """\
+master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
+port=$(({first_port} + SLURM_JOB_ID % {ports}))  # one that no other job on the node has
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
+export master port
+export -f address inside agent
+mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -f "$RUNNER_DIRECTORY/slurm/told" && touch "$RUNNER_DIRECTORY/slurm/started"
+srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
+    bash -c 'agent "$@"' agent "${{overrides[@]}}" &
+step=$!
+[[ -z $told ]] || kill -USR1 "$step"
+while true; do
+    wait "$step"
+    status=$?
+    kill -0 "$step" 2>/dev/null || break
+done
+(inside -m runner.launchers.slurm.requeue "$RUNNER_DIRECTORY" "$status" "$told")
+status=$?
+# 143 asks for another turn; a job that was cancelled meanwhile no longer counts as running.
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}
+if [[ $status == 143 && $(patiently scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
+    echo "job $job goes back into the queue"
+    patiently scontrol requeue "$job"
+fi
+exit "$status"
+"""

@@ -1,0 +1,155 @@
+"""The entry: what was typed becomes one checked configuration, or a sweep of them, and goes to the launcher.
+
+torch is imported only once there is something to run: --help, --cfg and completion answer at once.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra import initialize_config_dir
+from hydra._internal.utils import get_args_parser  # Hydra's own flags, whatever its version has
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
+
+from runner import CONF
+from runner.config.compose import checked, compose
+from runner.config.diagnostics.overrides import given_twice, refuse_overrides
+from runner.config.help import render_help
+from runner.config.resume import Typed, go_on
+from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
+from runner.errors import InputError, tell
+from runner.runs.run_directory import Request
+
+FINISHED, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 143
+
+
+def main() -> int:
+    """Run what sys.argv asks for. Returns the exit status."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # the console script finds what `python -m` finds
+    init = "env"
+    try:
+        args, local_rank = _read_flags()
+        init = _typed_init(args.overrides)
+        if args.help:
+            folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
+            print(render_help(folders))
+            return FINISHED
+        rank_info = started_by_launch(find_rank_info(init), local_rank)
+        refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
+        if refuse:
+            raise InputError(*refuse)
+        typed = go_on(args.overrides, args.config_dir, args.multirun)
+        if typed.config_dir:
+            # A user's own model lies beside its YAML file; behind everything else, so that it hides nothing.
+            sys.path.append(typed.config_dir)
+        _register_plugins()
+        with initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"):
+            if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
+                return _ask_hydra(args, typed)
+            return _run(typed, args.multirun, rank_info)
+    except InputError as error:
+        return _refuse_everywhere(error.messages, init)
+
+
+def _read_flags() -> tuple[Namespace, int | None]:
+    """Hydra's flags, and the --local-rank that torch.distributed.launch appends to every command.
+
+    Raises InputError for those that do not exist, and for those that would do nothing here.
+    """
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(f"{message}; --help lists the flags")
+
+    parser.error = refuse  # type: ignore[method-assign]  # its own prints the usage in eight lines
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=None)
+    args, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        raise InputError(f"{unknown[0]}: no such flag; " + (f"type {key}={value}" if value else "--help lists them"))
+    for name in ("config_name", "config_path", "experimental_rerun"):
+        if value := getattr(args, name):
+            flag = f"--{name.replace('_', '-')}={value}"
+            raise InputError(f"{flag}: the runner has one configuration of its own; type --config-dir=DIR to add yours")
+    if args.config_dir and not os.path.isdir(args.config_dir):
+        raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one with your model/*.yaml")
+    # Hydra reads it too, and knows neither that flag nor overrides on both sides of a flag.
+    flags = [word for word in sys.argv[1:] if not word.startswith(("--local-rank", "--local_rank"))]
+    for word in args.overrides:
+        flags.remove(word)
+    sys.argv[1:] = [*args.overrides, *flags]
+    return args, args.local_rank
+
+
+def _run(typed: Typed, multirun: bool, rank_info: RankInfo) -> int:
+    if multirun:
+        from runner.sweeps.sweep import run_sweep
+
+        return run_sweep(typed, rank_info)
+    cfg = compose(typed.overrides)
+    config = checked(cfg, typed.overrides)
+    request = Request(
+        overrides=tuple(typed.recorded),
+        words=tuple(typed.words),
+        config_dir=typed.config_dir,
+        command=tuple(sys.orig_argv),
+        directory=typed.directory or rank_info.directory,
+        choices=dict(cfg.hydra.runtime.choices),
+    )
+    from runner.launchers.launch import launch_and_tell
+
+    return launch_and_tell(config, request, rank_info)
+
+
+def _register_plugins() -> None:
+    """Hydra finds plugins by walking their namespace, which an editable install does not let it."""
+    plugins = Plugins.instance()
+    # Only now: its scan executes Hydra's own plugins a second time, and what derives from them must come after.
+    from hydra_plugins.runner.grid_sweeper import GridSweeper
+    from hydra_plugins.runner.optuna_sweeper import OptunaSweeper
+    from hydra_plugins.runner.slots_launcher import SlotsLauncher
+
+    for plugin in (GridSweeper, OptunaSweeper, SlotsLauncher):
+        plugins.register(plugin)
+
+
+def _ask_hydra(args: Namespace, typed: Typed) -> int:
+    """Let Hydra answer --cfg, --info, --hydra-help and shell completion; it reads sys.argv by itself."""
+    if args.cfg:
+        compose(typed.overrides)  # Hydra's own report of an error is long and ends with status 1
+    GlobalHydra.instance().clear()
+    setup_globals()
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()
+    return FINISHED
+
+
+def _typed_init(overrides: Sequence[str]) -> str:
+    """How ranks find each other, as typed: it is needed before there is a configuration, to tell all of them of it."""
+    typed = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("backend.init=")]
+    return typed[-1] if typed else "env"
+
+
+def _refuse_everywhere(messages: list[str], init: str) -> int:
+    """Tell the user once, by rank 0, before any rank exits."""
+    try:
+        rank_info = find_rank_info(init)
+        if rank_info.world_size > 1:
+            from runner.distributed.backend import Backend
+            from runner.distributed.rendezvous import join
+
+            world = join(rank_info, Backend(init=init))
+            agreed = world.agreement.first_error("composed", messages)
+            world.ending.say_then_continue(lambda: tell(agreed))
+            world.ending.close()
+            return REFUSED
+    except InputError as error:  # there is no such world
+        messages = error.messages
+    tell(messages)
+    return REFUSED

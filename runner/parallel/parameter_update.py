@@ -1,0 +1,102 @@
+"""How a rank's optimizer takes a step: the schedule's rate, the norm of the whole gradient, clipping, the scaler."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from runner.training.precision import Precision
+
+Norm = Callable[[list[list[nn.Parameter]]], torch.Tensor]
+
+
+class ParameterUpdate:
+    """total_norm: of the gradient of parameters in groups of one mesh each, which is the whole one's on every rank."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[nn.Parameter],
+        precision: Precision,
+        clip_grad_norm: float | None = None,
+        total_norm: Norm | None = None,
+    ):
+        self._optimizer, self._parameters = optimizer, list(parameters)
+        self._precision, self._clip_grad_norm = precision, clip_grad_norm
+        self._total_norm = total_norm or norm_over_meshes
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the first parameter group in the last step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Of each parameter group, as a multiple of the configured one."""
+        for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = lr * factor
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Update the parameters. Returns the norm of the whole gradient before clipping, if wanted."""
+        self.set_learning_rate(lr_factor)
+        return self.apply(want_norm)
+
+    def apply(self, want_norm: bool) -> float | None:
+        """As `step`, with the learning rate as it is."""
+        scaler = self._precision.scaler
+        scaler.unscale_(self._optimizer)
+        with_gradient = by_mesh(p for p in self._parameters if p.grad is not None)
+        norm = None
+        if want_norm or self._clip_grad_norm is not None:
+            norm = self._total_norm(with_gradient)
+        if self._clip_grad_norm is not None:
+            assert norm is not None
+            for parameters in with_gradient:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, norm)
+        scaler.step(self._optimizer)
+        scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm.item() if norm is not None and want_norm else None
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in groups of one mesh each, or of none: one foreach operator takes no others together."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+def norm_over_meshes(groups: list[list[nn.Parameter]]) -> torch.Tensor:
+    """The norm of the whole gradient, on every rank, (). All ranks that share a mesh must call it."""
+    norms = [norm_of_gradients(group) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]  # each rank had its shards'
+    return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
+
+
+def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Of the gradients that there are, ()."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def load_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], options: StateDictOptions | None = None
+) -> None:
+    """Take over momentum and the like, by full names. All ranks must call it.
+
+    The state brings its own learning rate, momentum and so on; those of this run's configuration hold.
+    """
+    configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    # torch raises where either side has nothing, as SGD without momentum does.
+    if state["state"] and get_optimizer_state_dict(module, optimizer)["state"]:
+        set_optimizer_state_dict(module, optimizer, state, options=options)
+    for group, hyperparameters in zip(optimizer.param_groups, configured, strict=True):
+        group.update(hyperparameters)

@@ -1,0 +1,97 @@
+"""What a run says: rank 0 on the terminal and in log.txt, another rank in its own file when it has something to say."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LOGGER = logging.getLogger("runner")
+WIDTH = 200  # of a table that goes into a file, in characters
+
+
+class _ToConsole(logging.Handler):
+    """Lines above the progress bar, where there is one."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def speaking(rank: int, directory: Path) -> Iterator[Console]:
+    """Direct what is logged, warnings too, for the length of a job.
+
+    Rank 0 tells the user everything; another rank keeps warnings and errors in logs/rank_R.txt, which is made when
+    the first one comes.
+    """
+    console = Console(file=sys.stdout)
+    handlers: list[logging.Handler]
+    if rank == 0:
+        handlers = [logging.FileHandler(directory / "log.txt")]
+        if not any(isinstance(handler, _ToConsole) for handler in LOGGER.handlers):  # a job within task=compare
+            handlers.append(_ToConsole(console))
+    else:
+        quiet = _LazyFile(directory / "logs" / f"rank_{rank}.txt")
+        quiet.setLevel(logging.WARNING)
+        handlers = [quiet]
+    loggers = [LOGGER, logging.getLogger("py.warnings")]
+    for handler in handlers:
+        handler.setFormatter(_Plain())
+        for logger in loggers:
+            logger.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    for logger in loggers:
+        logger.propagate = False
+    show = warnings.showwarning
+    logging.captureWarnings(True)
+    try:
+        yield console
+    finally:
+        logging.captureWarnings(False)
+        warnings.showwarning = show
+        for handler in handlers:
+            for logger in loggers:
+                logger.removeHandler(handler)
+            handler.close()
+
+
+class _Plain(logging.Formatter):
+    """The message alone; the level where it matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+class _LazyFile(logging.FileHandler):
+    def __init__(self, path: Path):
+        super().__init__(path, delay=True)
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+def draw_table(table: Table, width: int | None) -> str:
+    """The table as lines of text; what is in it is no markup, as an error's text that begins with a path in brackets.
+
+    width: in characters; None is the terminal's.
+    """
+    console = Console(file=sys.stdout, no_color=True, markup=False, emoji=False, width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def width_of_terminal() -> int | None:
+    """For `draw_table`: the terminal's, or enough for a table that goes into a file."""
+    return None if sys.stdout.isatty() else WIDTH

@@ -1,0 +1,39 @@
+"""What a run tells a logger."""
+
+from typing import Protocol
+
+import torch
+
+from runner.runs.records import Trial
+
+
+class Predictions(Protocol):
+    """What an evaluation has counted of a classifier."""
+
+    @property
+    def confusion(self) -> torch.Tensor:
+        """How many samples of each class (row) were taken for each (column). (num_classes, num_classes)"""
+
+    def samples(self) -> list[tuple[torch.Tensor, int, int]]:
+        """The first samples of the data, each with its class and the predicted one."""
+
+
+class Logger(Protocol):
+    """Every rank has one; rank 0 alone calls its methods. `open` comes first."""
+
+    wants_predictions: bool  # otherwise no evaluation collects them
+
+    def open(self, directory: str, first_step: int, trial: Trial) -> None:
+        """`first_step` is the step that the run goes on after; `trial` is what makes it differ from others."""
+
+    def scalars(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def predictions(self, step: int, seen: Predictions) -> None:
+        """Called after each evaluation of a classifier."""
+
+    def text(self, tag: str, text: str) -> None: ...
+
+    def flush(self) -> None:
+        """What was logged must not be lost from here on: a run goes on from now."""
+
+    def close(self, finished: bool) -> None: ...

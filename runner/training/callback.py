@@ -1,0 +1,152 @@
+"""The contract of a callback: what observes a run, on every rank, and changes no number of it."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from runner.config.schema import Config
+from runner.runs.train_state import TrainState
+from runner.training.confusion import Predictions
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["finished", "pruned", "preempted", "failed"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that begins, or goes on, as this rank sees it."""
+
+    config: Config
+    directory: Path
+    rank: int
+    world_size: int
+    first_step: int  # the steps that are done already
+    num_steps: int  # of the whole run
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where the run is when a callback is called, and what was just measured; the same on all ranks but perf/*."""
+
+    state: TrainState
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of a step only where it is logged: see log_every
+    predictions: Predictions | None = None  # of an evaluation whose logger shows them
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last step was in, counted from 1."""
+        return self.state.epoch + bool(self.state.step_in_epoch)
+
+
+class Callback:
+    """Derive from it and define what is of interest; the others do nothing. Every rank has one and calls it alike.
+
+    What it raises fails the run, with its name. It may draw random numbers: each step begins a stream of its own.
+    """
+
+    may_stop: bool = False  # declared by one that may set wants_to_stop; the same on all ranks
+    wants_to_stop: bool = False  # asked after each evaluation; if any rank does, the run ends there, saved
+
+    def on_start(self, run: RunInfo) -> None:
+        """Before the first step of this process."""
+
+    def after_step(self, now: Moment) -> None:
+        """After each optimizer step."""
+
+    def after_evaluation(self, now: Moment) -> None:
+        """After each evaluation, whose metrics are the whole validation data's."""
+
+    def after_epoch(self, now: Moment) -> None:
+        """After each epoch but the run's last, and its evaluation where one is due."""
+
+    def after_checkpoint(self, now: Moment, path: Path) -> None:
+        """When a checkpoint is complete on the disk."""
+
+    def on_end(self, now: Moment, outcome: Outcome) -> None:
+        """After the last step of this process, however it came; the callback that was started last is told first."""
+
+
+class Callbacks:
+    """The callbacks of one run on one rank, in the order in which they are called, each with its name."""
+
+    def __init__(self, named: Sequence[tuple[str, Callback]] = ()):
+        self._named = list(named)
+        self._started: list[tuple[str, Callback]] = []
+
+    def add(self, name: str, callback: Callback) -> None:
+        self._named.append((name, callback))
+
+    @property
+    def may_stop(self) -> bool:
+        return any(callback.may_stop for _, callback in self._named)
+
+    @property
+    def want_to_stop(self) -> bool:
+        return any(callback.wants_to_stop for _, callback in self._named)
+
+    def on_start(self, run: RunInfo) -> None:
+        for name, callback in self._named:
+            self._started.append((name, callback))
+            with _naming(name, "on_start"):
+                callback.on_start(run)
+
+    def after_step(self, now: Moment) -> None:
+        for name, callback in self._named:
+            with _naming(name, "after_step"):
+                callback.after_step(_read_only(now))
+
+    def after_evaluation(self, now: Moment) -> None:
+        for name, callback in self._named:
+            with _naming(name, "after_evaluation"):
+                callback.after_evaluation(_read_only(now))
+
+    def after_epoch(self, now: Moment) -> None:
+        for name, callback in self._named:
+            with _naming(name, "after_epoch"):
+                callback.after_epoch(_read_only(now))
+
+    def after_checkpoint(self, now: Moment, path: Path) -> None:
+        for name, callback in self._named:
+            with _naming(name, "after_checkpoint"):
+                callback.after_checkpoint(_read_only(now), path)
+
+    def on_end(self, now: Moment, outcome: Outcome) -> None:
+        """Tell every callback that was started. Raises what the first of them raised, unless the run failed already."""
+        first: Exception | None = None
+        for name, callback in reversed(self._started):
+            try:
+                with _naming(name, "on_end"):
+                    callback.on_end(_read_only(now), outcome)
+            except Exception as error:
+                if outcome == "failed":
+                    log.warning("the callback %s raised at the end: %s: %s", name, type(error).__name__, error)
+                else:
+                    first, outcome = error, "failed"
+        self._started.clear()
+        if first is not None:
+            raise first
+
+
+def _read_only(now: Moment) -> Moment:
+    return Moment(now.state, MappingProxyType(dict(now.metrics)), now.predictions)
+
+
+@contextmanager
+def _naming(name: str, method: str) -> Iterator[None]:
+    """Say whose error it is. The error itself stays what it was: whether a peer is missed is read off its kind."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by the callback {name} in {method}")
+        raise

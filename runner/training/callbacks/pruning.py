@@ -1,0 +1,17 @@
+"""Gives a study's trial up where its pruner says so."""
+
+from collections.abc import Callable
+
+from runner.training.callback import Callback, Moment
+
+
+class Pruning(Callback):
+    """judge: given step and metrics, whether to give the run up; it is asked on the rank that asks, rank 0."""
+
+    may_stop = True
+
+    def __init__(self, judge: Callable[[int, dict[str, float]], bool], asks: bool):
+        self._judge, self._asks = judge, asks
+
+    def after_evaluation(self, now: Moment) -> None:
+        self.wants_to_stop = self._asks and self._judge(now.step, dict(now.metrics))

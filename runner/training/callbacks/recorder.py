@@ -1,0 +1,45 @@
+"""Keeps what is measured: in result.json, as lines of metrics.jsonl, and with the logger."""
+
+from runner.runs.loggers.protocol import Logger
+from runner.runs.records import read_trial
+from runner.runs.run_directory import CONFIG, RunDirectory
+from runner.training.callback import Callback, Moment, Outcome, RunInfo
+from runner.training.throughput import ThroughputMeter
+
+
+class Recorder(Callback):
+    """Only the rank that writes the directory opens the logger and calls it."""
+
+    def __init__(self, directory: RunDirectory, logger: Logger, meter: ThroughputMeter):
+        self._directory, self._logger, self._meter = directory, logger, meter
+        self._is_open = False
+
+    def on_start(self, run: RunInfo) -> None:
+        path = self._directory.path
+        if self._directory.writes:
+            self._logger.open(str(path), run.first_step, read_trial(path))
+            self._is_open = True
+            if run.first_step == 0:
+                text = (path / CONFIG).read_text()
+                self._logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
+
+    def after_step(self, now: Moment) -> None:
+        self._directory.result.step, self._directory.result.epoch = now.state.step, now.state.epoch
+        if now.metrics:
+            self._log(now)
+
+    def after_evaluation(self, now: Moment) -> None:
+        self._log(now)
+        if now.predictions and self._directory.writes:
+            self._logger.predictions(now.step, now.predictions)
+
+    def on_end(self, now: Moment, outcome: Outcome) -> None:
+        if outcome == "finished":
+            self._directory.result.samples_per_second = self._meter.samples_per_second
+        if self._is_open:
+            self._logger.close(finished=outcome in ("finished", "pruned"))
+
+    def _log(self, now: Moment) -> None:
+        self._directory.log_metrics(now.step, now.epoch, dict(now.metrics))
+        if self._directory.writes:
+            self._logger.scalars(now.step, dict(now.metrics))

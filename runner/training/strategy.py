@@ -1,0 +1,102 @@
+"""What the loop knows of a way of spreading one model over the world."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from runner.config.schema import Config
+from runner.config.validate import check_batch
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.training.batch import StepBatch
+from runner.training.precision import Precision
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The mesh of a mode, slowest axis first. Ranks along replicate and shard read different samples."""
+
+    replicate: int = 1
+    shard: int = 1
+    stage: int = 1
+    tensor: int = 1
+    servers: int = 0  # the lowest ranks, beside the mesh: they read no samples
+    micro_batches: int = 1  # into which the mode cuts each of the configuration's micro-batches
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard * self.stage * self.tensor + self.servers
+
+    @property
+    def data_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def data_rank(self, rank: int) -> int | None:
+        """Which share of the samples the rank reads; None for a server."""
+        return None if rank < self.servers else (rank - self.servers) // (self.stage * self.tensor)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a mode spreads: a model with the run's initial weights on this rank's device, and how it is trained."""
+
+    module: nn.Module
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    loss: nn.Module  # (outputs, targets) -> the mean over the samples
+    precision: Precision
+    clip_grad_norm: float | None
+    device: torch.device
+    sample: torch.Tensor  # (1, *sample_shape), one of the training data's on the device
+    # Gives parts of a module that was built without memory their initial weights, on the device; see deferred_init.
+    materialize: Callable[[Iterable[nn.Module]], None] = lambda parts: None
+
+
+class Spread(Protocol):
+    """A model spread and ready to step; runner.parallel.replica has the usual one."""
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor: ...
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None: ...
+
+    @property
+    def learning_rate(self) -> float: ...  # of the last step, as the optimizer has it
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None: ...  # None: another rank has these outputs
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Parallel(Protocol):
+    """One way of spreading a model; a file of runner/parallel and a YAML file of conf/parallel."""
+
+    needs_group: bool  # also in a world of one
+    meta_init: bool  # the model is built without memory, see Recipe.materialize
+    spans_devices: bool  # a model may be on several devices of one rank
+
+    def axes(self, world_size: int) -> Axes:
+        """The mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit.
+
+        It is asked before the model is built and again after `check`, which may have fitted it to the model.
+        """
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        """Why this mode cannot do what else is chosen for this model, a message each."""
+
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
+        """Spread the model. All ranks must call it."""
+
+
+def lay_out(config: Config, parallel: Parallel, world_size: int) -> Axes:
+    """The mode's mesh of such a world. Raises InputError where there is none, or not a sample for each of its ranks."""
+    try:
+        axes = parallel.axes(world_size)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if messages := check_batch(config, axes.data_ranks, axes.micro_batches):
+        raise InputError(*messages)
+    return axes

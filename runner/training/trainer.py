@@ -1,0 +1,137 @@
+"""The loop: step, evaluate, vote to stop. It does not ask which mode it runs in, nor how many ranks there are."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from runner.config.schema import Config
+from runner.distributed.signals import StopRequest
+from runner.distributed.world import World
+from runner.errors import Preempted
+from runner.runs.train_state import TrainState
+from runner.training.batch import StepBatch
+from runner.training.build import Experiment
+from runner.training.callback import Callbacks, Moment, Outcome, RunInfo
+from runner.training.evaluation import evaluate
+from runner.training.sampler import mix
+from runner.training.strategy import Spread
+from runner.training.throughput import ThroughputMeter, peak_memory_mib
+
+
+@dataclass
+class Trainer:
+    """One run's training on one rank."""
+
+    config: Config
+    experiment: Experiment
+    spread: Spread
+    world: World
+    state: TrainState
+    meter: ThroughputMeter
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    owes_evaluation: bool = False  # the run that it goes on with stopped between an epoch and its evaluation
+    stopped: bool = False  # by a callback, before the last step
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.experiment.train_loader.sampler.steps_per_epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return count_steps(self.config, self.steps_per_epoch)
+
+    def train(self, run: RunInfo) -> dict[str, float]:
+        """Train to the end. Returns the last metrics. All ranks must call it.
+
+        Raises Preempted after a signal to any rank, when the state is saved.
+        """
+        outcome: Outcome = "failed"
+        with self.stop:
+            try:
+                self.callbacks.on_start(run)
+                metrics = self._train()
+                outcome = "pruned" if self.stopped else "finished"
+            except Preempted:
+                outcome = "preempted"
+                raise
+            finally:
+                self.callbacks.on_end(Moment(self.state), outcome)
+                if outcome == "preempted":  # a launcher ends all ranks once the first one has ended
+                    self.world.agreement.first_error("saved", [])
+        return metrics
+
+    def _train(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self.owes_evaluation and self.state.step < self.num_steps:
+            metrics |= self._evaluate()
+            if self.stopped:
+                return metrics
+        while self.state.step < self.num_steps:
+            steps = self.experiment.train_loader.steps(self.state.epoch, self.state.step_in_epoch)
+            for batch in itertools.islice(steps, self.num_steps - self.state.step):
+                stop_if_asked = self._ask_to_stop()
+                metrics |= self.step(batch)
+                stop_if_asked()
+            if self.state.step == self.num_steps:
+                break  # what ends the run follows, also for one that is resumed at its end
+            if self.state.epoch % self.config.eval_every == 0:
+                metrics |= self._evaluate()
+                if self.stopped:
+                    return metrics
+            self.callbacks.after_epoch(Moment(self.state))
+            self.meter.pause()
+        return metrics | self._evaluate()
+
+    def step(self, batch: StepBatch) -> dict[str, float]:
+        """One optimizer step over the whole world. Returns its loss where it is to be logged, else nothing."""
+        step, num_steps = self.state.step, self.num_steps
+        due = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
+        # Dropout draws from a stream of its own for each step and data rank: a resumed run needs no state of it.
+        torch.manual_seed(mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0))
+
+        loss = self.spread.forward_backward(batch)
+        lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
+        grad_norm = self.spread.step(lr_factor, want_norm=due)
+
+        self.state = self.state.after_step(self.steps_per_epoch)
+        measured: dict[str, float] = {"train/loss": self.world.collectives.sum(loss).item()} if due else {}
+        self.meter.tick(batch)
+        metrics = dict(measured)
+        if due:
+            assert grad_norm is not None
+            measured |= {"train/learning_rate": self.spread.learning_rate, "train/grad_norm": grad_norm}
+            measured |= self.meter.measured() | {"perf/memory_mib": peak_memory_mib(self.world.device)}
+        self.callbacks.after_step(Moment(self.state, measured))
+        return metrics
+
+    def _evaluate(self) -> dict[str, float]:
+        """The metrics of the validation data; whether to go on is asked of the callbacks. All ranks must call it."""
+        predictions = self.experiment.watch_predictions()
+        metrics = evaluate(self.experiment, self.spread, self.world, predictions, self._ask_to_stop)
+        self.callbacks.after_evaluation(Moment(self.state, metrics, predictions))
+        if self.callbacks.may_stop:
+            self.stopped = self.world.collectives.any_later(self.callbacks.want_to_stop)()
+        self.meter.pause()
+        return metrics
+
+    def _ask_to_stop(self) -> Callable[[], None]:
+        """Start asking whether a signal came to any rank; the result, when called, raises Preempted then.
+
+        All ranks must call both.
+        """
+        stopping = self.world.collectives.any_later(self.stop.received is not None)
+
+        def stop_if_asked() -> None:
+            if stopping():
+                raise Preempted(self.stop.received or "a signal to another rank")
+
+        return stop_if_asked
+
+
+def count_steps(config: Config, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return min(config.epochs * steps_per_epoch, config.max_steps or config.epochs * steps_per_epoch)
