@@ -1,0 +1,62 @@
+"""The one place where a rank's parameters are updated: rate, norm, clipping, and what a checkpoint brings."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from runner.parallel.parameter_update import ParameterUpdate, load_optimizer_state
+from runner.training.precision import Precision
+
+FP32 = Precision("fp32", torch.device("cpu"))
+
+
+def parameters(*gradients: Iterable[float] | None) -> list[nn.Parameter]:
+    made = []
+    for gradient in gradients:
+        made.append(nn.Parameter(torch.zeros(2)))
+        made[-1].grad = None if gradient is None else torch.tensor(list(gradient))
+    return made
+
+
+def test_a_step_follows_the_schedule_and_tells_the_norm() -> None:
+    own = parameters((3.0, 0.0), (0.0, 4.0), None)
+    update = ParameterUpdate(torch.optim.SGD(own, lr=0.5), own, FP32)
+    assert update.step(lr_factor=0.2, want_norm=True) == pytest.approx(5.0)
+    assert update.learning_rate == pytest.approx(0.1)
+    assert [p.tolist() for p in own] == [pytest.approx([-0.3, 0]), pytest.approx([0, -0.4]), [0, 0]]
+    assert all(p.grad is None for p in own)
+    assert update.step(lr_factor=1.0, want_norm=False) is None
+
+
+def test_a_gradient_is_clipped_by_the_norm_of_the_whole() -> None:
+    own = parameters((3.0, 0.0), (0.0, 4.0))
+    update = ParameterUpdate(torch.optim.SGD(own, lr=1.0), own, FP32, clip_grad_norm=1.0)
+    assert update.step(1.0, want_norm=True) == pytest.approx(5.0)  # before clipping
+    assert torch.stack([p.detach() for p in own]).norm().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_groups_keep_the_ratio_of_their_rates() -> None:
+    own = parameters((1.0, 1.0), (1.0, 1.0))
+    groups = [{"params": own[:1], "lr": 0.5}, {"params": own[1:], "lr": 0.1}]
+    ParameterUpdate(torch.optim.SGD(groups, lr=1.0), own, FP32).step(0.5, want_norm=False)
+    assert [p[0].item() for p in own] == pytest.approx([-0.25, -0.05])
+
+
+def test_a_checkpoint_brings_the_momentum_and_not_the_configuration() -> None:
+    def made(lr: float, momentum: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        module = nn.Linear(2, 1)
+        return module, torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
+
+    module, optimizer = made(0.5, 0.9)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(module, optimizer)
+    other, resumed = made(0.1, 0.8)
+    load_optimizer_state(other, resumed, state)
+    assert (resumed.param_groups[0]["lr"], resumed.param_groups[0]["momentum"]) == (0.1, 0.8)
+    buffers = [resumed.state[p]["momentum_buffer"] for p in other.parameters()]
+    assert all(torch.equal(b, torch.ones_like(b)) for b in buffers)

@@ -1,0 +1,180 @@
+"""A callback of one's own: when it is called and with what, that it changes no number, and how its errors are told."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import RankError
+from worlds import Run, run
+
+SMALL = ("model=toy", "data=toy", "epochs=2", "batch_size=256", "logger=none")  # 4 steps an epoch
+
+WATCH = """
+import json
+import os
+import random
+from pathlib import Path
+
+import torch
+
+from runner.training.callback import Callback
+
+
+class Watch(Callback):
+    def __init__(self, folder: str, fails_in: str = "", on_rank: int = 0, stops_at: int = 0):
+        self.folder, self.fails_in, self.on_rank, self.stops_at = Path(folder), fails_in, on_rank, stops_at
+        self.may_stop = stops_at > 0
+
+    def on_start(self, run):
+        self.rank = run.rank
+        self.note("on_start", world_size=run.world_size, num_steps=run.num_steps, first_step=run.first_step)
+
+    def after_step(self, now):
+        self.note("after_step", step=now.step, epoch=now.epoch, metrics=dict(now.metrics))
+
+    def after_evaluation(self, now):
+        self.note("after_evaluation", step=now.step, epoch=now.epoch, metrics=dict(now.metrics))
+        self.wants_to_stop = self.rank == self.on_rank and now.step == self.stops_at
+
+    def after_epoch(self, now):
+        self.note("after_epoch", step=now.step)
+
+    def after_checkpoint(self, now, path):
+        self.note("after_checkpoint", step=now.step, name=path.name, complete=(path / "manifest.json").exists())
+
+    def on_end(self, now, outcome):
+        self.note("on_end", step=now.step, outcome=outcome)
+
+    def note(self, method, **facts):
+        torch.rand(3), random.random()
+        with (self.folder / f"{self.rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"called": method, **facts}) + "\\n")
+        if method == self.fails_in and self.rank == self.on_rank:
+            raise RuntimeError("the printer is on fire")
+
+
+class Meddle(Callback):
+    def after_step(self, now):
+        now.metrics["train/loss"] = 0.0
+
+
+class NotOne:
+    def after_step(self, now):
+        pass
+"""
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, ...]]:
+    """The words that choose the callback, with options."""
+    mine = tmp_path / "mine"
+    (mine / "callbacks").mkdir(parents=True)
+    (mine / "watching.py").write_text(WATCH)
+    (mine / "callbacks" / "watch.yaml").write_text(
+        f"watch: {{_target_: watching.Watch, folder: '{tmp_path}', fails_in: '', on_rank: 0, stops_at: 0}}\n"
+    )
+    monkeypatch.syspath_prepend(mine)
+    monkeypatch.delitem(sys.modules, "watching", raising=False)
+
+    def words(**options: object) -> tuple[str, ...]:
+        search = f"hydra.searchpath=['file://{mine}']"
+        return (search, "callbacks=watch", *(f"callbacks.watch.{key}={value}" for key, value in options.items()))
+
+    return words
+
+
+def calls(folder: Path, rank: int = 0) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+
+
+def newest(outputs: Path) -> Run:
+    return Run(max((outputs / "run").iterdir()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_is_called_on_every_rank_with_what_was_measured(
+    world_size: int, tmp_path: Path, watch: Callable[..., tuple[str, ...]]
+) -> None:
+    parallel = "parallel=ddp" if world_size > 1 else "parallel=none"
+    made = run(tmp_path / "outputs", world_size, *SMALL, parallel, "log_every=2", *watch())
+    for rank in range(world_size):
+        called = calls(tmp_path, rank)
+        epoch = ["after_step"] * 4 + ["after_evaluation"]
+        expected = ["on_start", *epoch, "after_epoch", "after_checkpoint", *epoch, "after_checkpoint", "on_end"]
+        # The callback that saves is the last of all, and so it is the first that is told of the end.
+        assert [call["called"] for call in called] == expected
+        assert called[0] == {"called": "on_start", "world_size": world_size, "num_steps": 8, "first_step": 0}
+        steps = [call for call in called if call["called"] == "after_step"]
+        assert [(call["step"], call["epoch"]) for call in steps] == [(n, 1 + n // 5) for n in range(1, 9)]
+        assert [bool(call["metrics"]) for call in steps] == [False, True] * 4  # a step is measured where it is logged
+        losses = {call["step"]: call["metrics"]["train/loss"] for call in steps if call["metrics"]}  # type: ignore[index]
+        assert losses == made.losses
+        evaluated = [call["metrics"] for call in called if call["called"] == "after_evaluation"]
+        assert [metrics["val/loss"] for metrics in evaluated] == [  # type: ignore[index]
+            line["val/loss"] for line in made.lines if "val/loss" in line
+        ]
+        saved = [(call["name"], call["complete"]) for call in called if call["called"] == "after_checkpoint"]
+        assert [name for name, _ in saved] == ["step_4", "step_8"]
+        assert rank > 0 or all(complete for _, complete in saved)
+        assert called[-1] == {"called": "on_end", "step": 8, "outcome": "finished"}
+
+
+def test_it_changes_no_number(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    words = ("model=net", "data=digits", "max_steps=3", "logger=none", "parallel=ddp")  # which has dropout
+    alone = run(tmp_path / "alone", 2, *words)
+    watched = run(tmp_path / "watched", 2, *words, *watch())
+    assert watched.result["weights_sha256"] == alone.result["weights_sha256"]
+    assert watched.result["metrics"] == alone.result["metrics"]
+
+
+def test_it_cannot_write_into_the_metrics(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    words = [*watch()[:1], "+callbacks.meddle._target_=watching.Meddle"]
+    with pytest.raises(RankError, match="does not support item assignment"):
+        run(tmp_path / "outputs", 1, *SMALL, *words)
+
+
+@pytest.mark.parametrize("method", ["on_start", "after_step", "after_evaluation", "after_checkpoint", "on_end"])
+def test_its_error_fails_the_run_with_its_name(
+    method: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]
+) -> None:
+    with pytest.raises(RankError, match="the printer is on fire"):
+        run(tmp_path / "outputs", 1, *SMALL, *watch(fails_in=method))
+    result = newest(tmp_path / "outputs").result
+    assert result["state"] == "failed"
+    assert "RuntimeError: the printer is on fire" in result["error"]
+    assert f"raised by the callback watch in {method}" in result["error"]
+    if method != "on_end":
+        assert calls(tmp_path)[-1]["outcome"] == "failed"  # it is told of the end all the same
+
+
+def test_an_error_on_one_rank_ends_all(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    with pytest.raises(RankError):
+        run(tmp_path / "outputs", 2, *SMALL, "parallel=ddp", *watch(fails_in="after_step", on_rank=1))
+    error = newest(tmp_path / "outputs").result["error"]
+    assert "rank 1 on" in error
+    assert "raised by the callback watch in after_step" in error
+
+
+def test_one_that_may_stop_ends_all_ranks_saved(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    made = run(tmp_path / "outputs", 2, *SMALL, "epochs=5", "parallel=ddp", *watch(stops_at=8, on_rank=1))
+    assert (made.result["state"], made.result["step"]) == ("pruned", 8)
+    assert made.result["weights_sha256"]
+    assert [calls(tmp_path, rank)[-1]["outcome"] for rank in range(2)] == ["pruned", "pruned"]
+
+
+def test_a_resumed_run_tells_where_it_begins(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    made = run(tmp_path / "outputs", 1, *SMALL, *watch())
+    (tmp_path / "0.jsonl").unlink()
+    run(tmp_path / "outputs", 1, f"resume={made.path}", "epochs=3", watch()[0])
+    first, *later = calls(tmp_path)
+    assert (first["first_step"], first["num_steps"]) == (8, 12)
+    assert [call["step"] for call in later if call["called"] == "after_step"] == [9, 10, 11, 12]
+
+
+def test_what_is_no_callback_is_refused(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    words = (watch()[0], "+callbacks.other._target_=watching.NotOne")
+    with pytest.raises(RankError, match=r"callbacks\.other\._target_=watching\.NotOne: no callback; derive it from"):
+        run(tmp_path / "outputs", 1, *SMALL, *words)
+    assert not (tmp_path / "outputs" / "run").exists()
