@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from commands import Commands, free_port, is_loopback, listening, wait_until
-from test_parity import MODES
-from worlds import Run, run
+from worlds import MODES, Run, configure, run
 
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted
@@ -133,8 +132,6 @@ def test_ranks_that_a_signal_ended_before_they_heard_it_have_not_failed() -> Non
 
 @pytest.mark.parametrize("kind", [Spawn, Torchrun, Slurm])
 def test_a_launcher_inside_a_world_is_refused(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    from worlds import configure
-
     name = kind.__name__.lower()
     config, request = configure(*TINY, f"launcher={name}")
     rank_info = RankInfo(1, 1, 2, 2, found="torchrun")

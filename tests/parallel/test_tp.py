@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from parity import COMMON, EXPERIMENTS, assert_equal
 from ranks import RankError
-from test_parity import COMMON, EXPERIMENTS, assert_equal
 from torch import nn
 from worlds import Run, configure, run
 

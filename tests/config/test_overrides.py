@@ -368,4 +368,4 @@ def test_torch_is_not_imported():
 
     modules = "runner.config.diagnostics.signature, runner.config.diagnostics.overrides, runner.config.help"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

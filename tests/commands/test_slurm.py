@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from commands import Commands, wait_until
-from slurm import Cluster, why_not
+from slurm_cluster import Cluster, why_not
 from worlds import Run, run
 
 from runner.runs.ledger import read_ledger

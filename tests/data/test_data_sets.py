@@ -115,7 +115,7 @@ def test_configuration_states_every_option_and_its_default(name):
 
 
 def test_models_and_data_are_plain_pytorch():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     sources = [path for folder in ("models", "data") for path in (root / folder).glob("*.py")]
     assert len(sources) > 10
     for path in sources:

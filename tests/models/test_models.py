@@ -20,7 +20,7 @@ from models.split import Split
 from models.toy import Toy
 from models.transformer import Transformer
 
-CONF = Path(__file__).parents[1] / "conf" / "model"
+CONF = Path(__file__).parents[2] / "conf" / "model"
 MODELS = {
     "toy": Toy,
     "linear": Linear,

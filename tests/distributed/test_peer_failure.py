@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import MODES
-from worlds import configure
+from worlds import MODES, configure
 
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -46,7 +45,7 @@ def train(
         torch.set_num_threads(1)
 
         def act_or_die(self: Trainer, *args: Any) -> dict[str, float]:
-            if rank == victim and self.progress.step > 8:
+            if rank == victim and self.state.step > 8:
                 die()
             return method(self, *args)
 
@@ -92,7 +91,7 @@ def test_all_ranks_end_when_one_dies(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("runner.failure.LAST_WORD_S", 1.0)
+    monkeypatch.setattr("runner.distributed.peer_failure.LAST_WORD_S", 1.0)
     statuses = train(tmp_path, mode, world_size, victim, where, die)
     killed = -signal.SIGKILL if die is kill else 1
     assert statuses == [killed if rank == victim else 1 for rank in range(world_size)]

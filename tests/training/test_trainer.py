@@ -45,7 +45,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     step = Trainer.step
 
     def step_and_signal(self: Trainer, *args: object) -> dict[str, float]:
-        if self.progress.step == after and self.world.rank == world_size - 1:
+        if self.state.step == after and self.world.rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(self, *args)  # type: ignore[arg-type]
 
@@ -193,17 +193,17 @@ def test_a_rank_that_fails_fails_the_job_with_its_own_words(tmp_path: Path, monk
 def test_a_failure_is_told_though_a_launcher_ends_this_rank_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.distributed.world import World
+    from runner.distributed.ending import Ending
     from runner.parallel.replica import Replica
 
-    report = World.report_failure
+    report = Ending.report_failure
 
-    def report_under_fire(self: World, *args: object) -> str:
+    def report_under_fire(self: Ending, *args: object) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         return report(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Replica, "step", lambda *args, **options: 1 / 0)
-    monkeypatch.setattr(World, "report_failure", report_under_fire)
+    monkeypatch.setattr(Ending, "report_failure", report_under_fire)
     with pytest.raises(RankError, match=f"status {-signal.SIGTERM}"):
         run(tmp_path, 1, *TINY)
     (path,) = (tmp_path / "run").iterdir()

@@ -121,7 +121,7 @@ def test_a_sweep_that_is_waited_for_is_asked_about_at_once(
     (slurm / "queue" / "7_0-1").write_text("RUNNING")
     changes = [lambda: (slurm / "queue" / "7_0-1").rename(slurm / "queue" / "7_1"), (slurm / "queue" / "7_1").unlink]
     # The module's own name alone: other threads of this process sleep as well.
-    monkeypatch.setattr("runner.launchers.slurm.time", SimpleNamespace(sleep=lambda seconds: changes.pop(0)()))
+    monkeypatch.setattr("runner.launchers.slurm.launcher.time", SimpleNamespace(sleep=lambda seconds: changes.pop(0)()))
     assert here(*TINY, "seed=0,1", "launcher.wait=true") == 1  # they have ended, and no run has said how
     assert changes == [] and set((slurm / "asked").read_text().split()) == {"7"}  # the tasks by none of their own names
 
@@ -129,7 +129,7 @@ def test_a_sweep_that_is_waited_for_is_asked_about_at_once(
         raise KeyboardInterrupt
 
     (slurm / "queue" / "8_0-1").write_text("RUNNING")
-    monkeypatch.setattr("runner.launchers.slurm.time", SimpleNamespace(sleep=interrupt))
+    monkeypatch.setattr("runner.launchers.slurm.launcher.time", SimpleNamespace(sleep=interrupt))
     with pytest.raises(SystemExit, match="130"):
         here(*TINY, "name=left", "seed=0,1", "launcher.wait=true")
     assert capfd.readouterr().err.endswith("job 8 goes on; `scancel 8` ends it\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_every_option_is_in_the_table_of_groups() -> None:
     for groups, options in table.items():
         for group, words in zip(re.findall(r"`(\w+)`", groups), options.split(";"), strict=True):
             told[group] = set(re.findall(r"\w+", words))
-    conf = Path(__file__).parent.parent / "conf"
+    conf = Path(__file__).parents[2] / "conf"
     for group, options in told.items():
         assert {path.stem for path in (conf / group).glob("*.yaml")} - {"spawn_4"} == options, group
     assert {folder.name for folder in conf.iterdir() if folder.is_dir()} - {"experiment", "hydra"} == set(told)

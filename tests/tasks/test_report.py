@@ -17,7 +17,7 @@ from runner.main import main
 from runner.runs.ledger import write_lines, write_state
 from runner.runs.records import read_jobs, read_trial
 from runner.runs.report.render import as_text, closing, command_of
-from runner.runs.report.statistics import Report, mean_of, show, summarize
+from runner.runs.report.statistics import Summary, mean_of, show, summarize
 
 PNG = b"\x89PNG\r\n"
 
@@ -101,7 +101,7 @@ def test_jobs_that_differ_in_the_seed_alone_are_one_row_and_the_best_comes_first
     assert turned.rows[0].values == {"optimizer.lr": "0.1"}
 
 
-def effect_of(values: list[str], tmp_path: Path) -> Report:
+def effect_of(values: list[str], tmp_path: Path) -> Summary:
     runs = [make_run(tmp_path / str(n), f"optimizer.lr={v}", accuracy=n / 100) for n, v in enumerate(values)]
     return summarize([job for run in runs for job in read_jobs(run, "run")])
 

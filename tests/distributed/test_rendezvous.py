@@ -77,7 +77,7 @@ def test_ranks_by_hand_count_those_of_their_own_host(
 ) -> None:
     """And share its cores among them, where LOCAL_WORLD_SIZE is not set."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("runner.launchers.placement.NUMA", Path("/nowhere"))
+    monkeypatch.setattr("runner.distributed.cpu_affinity.NUMA", Path("/nowhere"))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
     environ = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 

@@ -23,7 +23,7 @@ NODES = {1: set(range(0, 4)), 2: set(range(4, 8))}
 def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("runner.launchers.placement.NUMA", Path("/nowhere"))
+    monkeypatch.setattr("runner.distributed.cpu_affinity.NUMA", Path("/nowhere"))
     yield
     torch.set_num_threads(before)
 
@@ -98,7 +98,7 @@ def test_a_rank_is_bound_to_its_node_within_what_it_may_use(tmp_path: Path, monk
         (tmp_path / f"node{number}").mkdir()
         (tmp_path / f"node{number}" / "cpulist").write_text(cores + "\n")
     assert numa_nodes(tmp_path) == {0: {0, 1, 2, 3, 8}, 1: {4, 5, 6, 7}}
-    monkeypatch.setattr("runner.launchers.placement.numa_nodes", lambda: numa_nodes(tmp_path))
+    monkeypatch.setattr("runner.distributed.cpu_affinity.numa_nodes", lambda: numa_nodes(tmp_path))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 4})
     bound: list[set[int]] = []
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: bound.append(cores))
@@ -117,8 +117,8 @@ def devices_of_ranks(
     for gpu in range(8):
         (path / f"0000:{gpu:02x}:00.0").mkdir()
         (path / f"0000:{gpu:02x}:00.0" / "numa_node").write_text(f"{1 + gpu % 2}\n")
-    monkeypatch.setattr("runner.launchers.placement.PCI", path)
-    monkeypatch.setattr("runner.launchers.placement.numa_nodes", lambda: NODES)
+    monkeypatch.setattr("runner.distributed.cpu_affinity.PCI", path)
+    monkeypatch.setattr("runner.distributed.cpu_affinity.numa_nodes", lambda: NODES)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: NODES[1] | NODES[2])
     bound: list[set[int]] = []
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: bound.append(cores))

@@ -17,7 +17,7 @@ import pytest
 from commands import Commands, free_port, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TIMEOUT_S = 60
 

@@ -19,7 +19,7 @@ from data.mnist import MNIST
 from data.random import RandomRegression
 from data.toy import ToyRegression
 
-CONF = Path(__file__).parents[1] / "conf" / "data"
+CONF = Path(__file__).parents[2] / "conf" / "data"
 KINDS = {
     "digits": Digits,
     "toy": ToyRegression,
