@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -102,24 +103,22 @@ class Callbacks:
                 callback.on_start(run)
 
     def after_step(self, now: Moment) -> None:
-        for name, callback in self._named:
-            with _naming(name, "after_step"):
-                callback.after_step(_read_only(now))
+        self._call("after_step", now)
 
     def after_evaluation(self, now: Moment) -> None:
-        for name, callback in self._named:
-            with _naming(name, "after_evaluation"):
-                callback.after_evaluation(_read_only(now))
+        self._call("after_evaluation", now)
 
     def after_epoch(self, now: Moment) -> None:
-        for name, callback in self._named:
-            with _naming(name, "after_epoch"):
-                callback.after_epoch(_read_only(now))
+        self._call("after_epoch", now)
 
     def after_checkpoint(self, now: Moment, path: Path) -> None:
+        self._call("after_checkpoint", now, path)
+
+    def _call(self, method: str, now: Moment, *arguments: object) -> None:
+        call = methodcaller(method, _read_only(now), *arguments)
         for name, callback in self._named:
-            with _naming(name, "after_checkpoint"):
-                callback.after_checkpoint(_read_only(now), path)
+            with _naming(name, method):
+                call(callback)
 
     def on_end(self, now: Moment, outcome: Outcome) -> None:
         """Tell every callback that was started. Raises what the first of them raised, unless the run failed already."""
