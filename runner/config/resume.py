@@ -81,7 +81,7 @@ def _rerun(words: list[str], path: Path, config_dir: str | None) -> Typed:
 
 
 def check_going_on(config: Config) -> list[str]:
-    """What keeps the configuration from going on where the run it names stands."""
+    """Why the configuration cannot continue the run that it names, a message each."""
     key, path = ("resume", config.resume) if config.resume else ("run", config.run)
     if not path or (key == "run" and not locate(config.task["_target_"]).reads_checkpoint):
         return []

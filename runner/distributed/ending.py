@@ -31,7 +31,7 @@ class Ending:
         return f"{text}\nand nothing answers at {where}, where the ranks met: that machine has ended or is cut off"
 
     def say_then_continue(self, say: Callable[[], None]) -> None:
-        """Let rank 0 say something to the user; the others go on when it has, or after a bounded wait.
+        """Let rank 0 say something to the user; the others continue when it has, or after a bounded wait.
 
         A launcher that sees one rank exit with an error ends the others at once, rank 0 in mid-sentence too.
         """

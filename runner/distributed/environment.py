@@ -15,7 +15,7 @@ PORTS = range(10_000, 30_000)  # below those that systems give away by themselve
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which rank this process is, in which world, and where the ranks meet."""
+    """Which rank this process is, in which world, and where their rendezvous is."""
 
     rank: int = 0
     local_rank: int = 0
@@ -28,7 +28,7 @@ class RankInfo:
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
     on_one_machine: bool = True  # as far as is known
     directory: str | None = None  # given to a run whose job Slurm may start again
-    guessed: tuple[str, ...] = ()  # of these fields, what the ranks count when they meet
+    guessed: tuple[str, ...] = ()  # of these fields, what the ranks count at their rendezvous
     has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
 
     @property
@@ -40,7 +40,7 @@ class RankInfo:
 def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Read from the environment which rank this process is: torchrun's variables, the same by hand, or else srun's.
 
-    init: as Backend's; other than env, it says by itself where the ranks meet, and no MASTER_ADDR is needed. Raises
+    init: as Backend's; other than env, it says by itself where the rendezvous is, and no MASTER_ADDR is needed. Raises
     InputError when only some of the variables are set, or when their values cannot be.
     """
     needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if init == "env" else ()))
@@ -58,7 +58,7 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         raise InputError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     master_addr = environ.get("MASTER_ADDR", "")
-    # By hand, people often set LOCAL_RANK alone, or none of the two: then it is one machine until the ranks have met.
+    # By hand, people often set LOCAL_RANK alone, or none of the two: then it is one machine until the rendezvous.
     local = {"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
     local_world_size = integer(environ, "LOCAL_WORLD_SIZE", world_size)
     counted = bool(environ.get("LOCAL_WORLD_SIZE")) or master_addr in ("localhost", "::1")

@@ -1,4 +1,4 @@
-"""Where the processes of a world meet: its store, connected to once per process."""
+"""How the processes of a world find each other: its store, connected to once per process."""
 
 import json
 import socket
@@ -30,8 +30,8 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
         if rank_info.has_parent:
             end_with_parent()
         store = _connect(rank_info, backend.init, timeout_s)
-        met = rank_info if store is None else _meet(store, rank_info, timeout_s)
-        _joined[rank_info] = World(met, store, backend)
+        own = rank_info if store is None else _await_all(store, rank_info, timeout_s)
+        _joined[rank_info] = World(own, store, backend)
     return _joined[rank_info]
 
 
@@ -55,7 +55,7 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         ) from None
 
 
-def _meet(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
+def _await_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
     """Wait until all ranks are here. Returns the rank's info with what the environment did not say of it."""
     here = dist.PrefixStore(f"here{rank_info.restart}", store)
     here.set(str(rank_info.rank), socket.gethostname())

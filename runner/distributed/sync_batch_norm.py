@@ -21,7 +21,7 @@ def synchronize_batch_norm(
 
     A layer on CUDA or XPU becomes torch's nn.SyncBatchNorm, any other one the SyncBatchNorm below. It stays the same
     object with the same parameters, buffers and hooks: only its class changes, so tied layers, optimizers and the
-    model's own lists of layers go on pointing at it. Call it when the model is on its device and not yet wrapped by
+    model's own lists of layers still point at it. Call it when the model is on its device and not yet wrapped by
     DDP or FSDP; the process group need not exist yet, no group means all ranks. Raises ValueError, with nothing
     changed, for another kind of batch norm, whose forward the change of class would lose.
     """

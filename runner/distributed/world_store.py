@@ -8,7 +8,7 @@ from runner.distributed.environment import RankInfo
 
 
 class WorldStore:
-    """`connection` is to the store where the ranks have met; None in a world of one.
+    """`connection` is to the store of the ranks' rendezvous; None in a world of one.
 
     root: the keys of the world as a whole. job: those of the job that it is at.
     """

@@ -1,4 +1,4 @@
-"""Takes the checkpoints of a run: every so many steps and epochs, and whenever it ends so that it can go on."""
+"""Takes the checkpoints of a run: every so many steps and epochs, and whenever it ends so that it can be resumed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from runner.training.throughput import ThroughputMeter
 class Checkpointing(Callback):
     """All ranks must have it: what they hold is gathered, and the one that writes keeps it.
 
-    flush: called there before a checkpoint, from which the run may go on: what was logged before must not be lost.
+    flush: called there before a checkpoint, from which the run may be resumed: what was logged before must not be lost.
     """
 
     def __init__(

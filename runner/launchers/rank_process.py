@@ -52,7 +52,7 @@ def run_rank(
 def conclude(outcome: Outcome | None, died: str | None, received: Sequence[str]) -> dict[str, float]:
     """The metrics. Raises what the rank did, which rank 0 has told; received: the signals that asked for an end."""
     if outcome is None and received:
-        raise Preempted(received[0])  # before the ranks could hear it; they have lost nothing
+        raise Preempted(received[0])  # before the ranks had handlers for it; they have lost nothing
     if died and "metrics" not in (outcome or {}):
         # A killed rank has said nothing, and rank 0 at most that it misses it.
         print(died, file=sys.stderr, flush=True)

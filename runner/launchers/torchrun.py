@@ -41,7 +41,7 @@ class Torchrun:
     """launcher=torchrun: an agent that starts nproc_per_node processes, and the world again when one dies.
 
     nodes: how many agents there are, each started by this same command; min:max where the world may lose and gain some.
-    rdzv_endpoint: HOST:PORT of the node where they meet.
+    rdzv_endpoint: HOST:PORT of the rendezvous, on one of the nodes.
     """
 
     starts_processes = True
@@ -124,7 +124,7 @@ class Torchrun:
     def _ending_when_cut_off(self, had_ranks: threading.Event) -> Iterator[None]:
         """End this process when it has had no ranks for longer than meeting takes; the event says if it has had any.
 
-        An agent asks the store where the nodes meet all the time, and one that is cut off from it waits for the answer
+        An agent asks the rendezvous' store all the time, and one that is cut off from it waits for the answer
         for as long as TCP does, whatever becomes of its ranks.
         """
         back = threading.Event()

@@ -77,7 +77,7 @@ class LocalReplica:
     rank without a sample does not step. The round's end averages parameters and floating-point buffers, each rank
     weighted by its samples of the round, and the outer step follows. Optimizer states stay each rank's own. The
     model that is evaluated and saved is, in mid-round, the average that would be taken now, without outer step;
-    training goes on from the ranks' own. Gradients are clipped by, and the norm told is, that of a rank's own.
+    training continues from the ranks' own. Gradients are clipped by, and the norm told is, that of a rank's own.
     """
 
     def __init__(self, recipe: Recipe, world: World, mode: LocalSGD):
@@ -137,7 +137,7 @@ class LocalReplica:
         return self._replica.predict(inputs)
 
     def state(self) -> dict[str, Any]:
-        """As Replica.state, of the average; besides, what each rank needs to go on exactly. All ranks must call it."""
+        """As Replica.state, of the average; besides, what each rank needs to resume exactly. All ranks must call it."""
         self._hide_average()
         options = StateDictOptions(cpu_offload=True)
         own: dict[str, Any] = {
@@ -162,7 +162,7 @@ class LocalReplica:
         return self._replica.state() | {"local_sgd": local}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on exactly on as many ranks; on another number from the average, with rank 0's optimizer state.
+        """Resume exactly on as many ranks; on another number from the average, with rank 0's optimizer state.
 
         In mid-round another number of ranks can evaluate, but the next step raises ValueError. A checkpoint of another
         mode begins with the warm-up. All ranks must call it.

@@ -224,7 +224,7 @@ def _probe(groups: list[nn.Sequential], own: dict[int, nn.Sequential], recipe: R
 
 
 def _splits_backward_of_functions() -> bool:
-    """Whether torch goes on with a backward from the node of an autograd.Function, as zero-bubble schedules need."""
+    """Whether torch continues a backward from the node of an autograd.Function, as zero-bubble schedules need."""
     leaf = torch.zeros(1, requires_grad=True)
     node = _Copy.apply(leaf).grad_fn
     try:

@@ -26,7 +26,7 @@ Reply = tuple[torch.Tensor, float | None]  # the weights after a step, flat, and
 
 
 class Server:
-    """Weights and optimizer, and what trainers sent. RPC threads and the loop's thread meet in it."""
+    """Weights and optimizer, and what trainers sent. RPC threads and the loop's thread share it."""
 
     def __init__(self, recipe: Recipe, num_trainers: int, timeout_s: float):
         optimizer = recipe.make_optimizer(recipe.module.parameters())

@@ -68,7 +68,7 @@ def read_ledger(directory: Path) -> list[JobRecord]:
     """The jobs by number. Raises OSError where there is no ledger.
 
     A run's own result.json has the last word on whether it finished: a kill may have come before the ledger's line,
-    or the job was gone on with alone.
+    or the job was resumed alone.
     """
     jobs: dict[int, JobRecord] = {}
     for line in _lines(directory):

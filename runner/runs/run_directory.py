@@ -29,7 +29,7 @@ class Request:
     overrides: tuple[str, ...] = ()  # what was typed, without run= and resume=
     config_dir: str | None = None
     command: tuple[str, ...] = ()
-    directory: str | None = None  # given to a job of a sweep and to a run that goes on; otherwise a new one
+    directory: str | None = None  # given to a job of a sweep and to a run that is resumed; otherwise a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
     judge: Callable[[int, dict[str, float]], bool] | None = None  # given step and metrics: whether to give the run up
     words: tuple[str, ...] = ()  # what another process has to type for it, where that is not what is recorded

@@ -1,4 +1,4 @@
-"""Which jobs a sweep has: those that are typed, and those that it had before it is gone on with."""
+"""Which jobs a sweep has: those that are typed, and those that it had before it is resumed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Whether a run that is a study's trial is worth going on with: asked on rank 0, wherever the run's processes are."""
+"""Whether a run that is a study's trial is worth continuing: asked on rank 0, wherever the run's processes are."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ class Judge:
             )
             frozen = study.get_trials(deepcopy=False)[self.trial]
             self._open = optuna.trial.Trial(study, frozen._trial_id)
-            self._told = set(frozen.intermediate_values)  # before the run was gone on with
+            self._told = set(frozen.intermediate_values)  # before the run was resumed
         if step not in self._told:
             self._open.report(metrics[self.metric], step)
             self._told.add(step)

@@ -49,7 +49,7 @@ def confine(cores: list[int], gpus: list[int]) -> None:
 def _end_with_sweep() -> None:
     while os.read(sys.stdin.fileno(), 1):  # sys.stdin itself may not be waited for while Python ends
         pass
-    # At once and with its ranks: whoever goes on with the sweep may start this job again.
+    # At once and with its ranks: whoever resumes the sweep may start this job again.
     os.killpg(0, signal.SIGKILL)
 
 

@@ -154,7 +154,7 @@ def _record(sweep: Sweep, ended: Running, stopped: bool = False) -> None:
         state, error = sweep.tell_result(ended.job, metrics), None
     else:
         state = {2: "refused", 143: "preempted"}.get(status, "failed")
-        if stopped and status < 0:  # it had no time to save, or not heard of signals yet
+        if stopped and status < 0:  # it had no time to save, or no signal handler yet
             state = "preempted"
         died = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         error = said if state == "refused" else result.get("error") or said or died
@@ -182,7 +182,7 @@ def _await_end(sweep: Sweep, running: list[Running]) -> None:
 
 @contextlib.contextmanager
 def _all_ending(running: list[Running]) -> Iterator[None]:
-    """Whatever happens here, a second Ctrl-C too, no job goes on by itself."""
+    """Whatever happens here, a second Ctrl-C too, no job is left running."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The jobs of a sweep that a queue is to run: checked before the first is handed over, and handed over together."""
+"""The jobs of a sweep that a queue is to run: checked before the first is submitted, and submitted together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +71,7 @@ def check_launchers(
 
 
 def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, tell: Callable[..., None]) -> bool:
-    """Hand the jobs over, as many together as the queue takes. Returns whether they are still there.
+    """Submit the jobs, as many together as the queue takes. Returns whether they are still there.
 
     tell(job, state, **facts) hears of each that was taken. Raises InputError where none was, PartlyQueued where some.
     """

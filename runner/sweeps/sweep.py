@@ -38,7 +38,7 @@ class Sweep:
 
     rank_info: RankInfo
     record: SweepRecord
-    directory: str | None  # of the sweep that is gone on with; None until a new one is made
+    directory: str | None  # of the sweep that is resumed; None until a new one is made
     backend: dict[str, Any]
     jobs: list[Job] = field(default_factory=list)  # in the order in which they are to run, by Hydra's job.num
     queued: list[tuple[Job, Config, Request]] = field(default_factory=list)  # for a queue, once all are known
@@ -56,7 +56,7 @@ class Sweep:
         check: Callable[[list[Config]], None],
         asks: bool = False,
     ) -> None:
-        """Compose and check every job, then make the sweep's directory, or go on with the one there is.
+        """Compose and check every job, then make the sweep's directory, or resume the one there is.
 
         What is left to run is then in `jobs`. Raises InputError, with nothing written, when a job has a value that is
         wrong by itself; values that only do not fit together are that job's own failure. check: what else must hold;
@@ -143,7 +143,7 @@ class Sweep:
         return metrics
 
     def submit(self) -> bool:
-        """Hand over the jobs that are for a queue, or show them. Returns whether they are still there."""
+        """Submit the jobs that are for a queue, or show them. Returns whether they are still there."""
         directory = Path(str(self.directory))
         try:
             return submit(self.queued, directory, self.tell)

@@ -151,7 +151,7 @@ def check(operation: str, world: World) -> str | None:
         unsupported.append(text)
     else:
         wrong = [f"{operation} on rank {world.rank}: {message}" for message in exchange.differences()]
-    # Every rank goes on in the same way: what only one of them refuses would leave the others waiting.
+    # Every rank continues in the same way: what only one of them refuses would leave the others waiting.
     if wrong := world.agreement.first_error(f"collectives/{operation}/wrong", wrong):
         raise RuntimeError(wrong[0])
     return next(iter(world.agreement.first_error(f"collectives/{operation}/unsupported", unsupported)), None)

@@ -130,7 +130,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
 
 
 def _owes_evaluation(config: Config, state: TrainState, world: World, directory: RunDirectory) -> bool:
-    """Whether the run that is gone on with stopped between an epoch and its evaluation. All ranks must call it."""
+    """Whether the run that is resumed stopped between an epoch and its evaluation. All ranks must call it."""
     if state.step == 0 or state.step_in_epoch or state.epoch % config.eval_every:
         return False
     last = world.agreement.share("evaluated", lambda: str(directory.last_evaluation()))

@@ -20,7 +20,7 @@ Outcome = Literal["finished", "pruned", "preempted", "failed"]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that begins, or goes on, as this rank sees it."""
+    """The run that begins, or is resumed, as this rank sees it."""
 
     config: Config
     directory: Path

@@ -1,4 +1,4 @@
-"""A model in parts on several devices of one rank: which part goes where, in modes that bear it."""
+"""A model in parts on several devices of one rank: which part goes where, in modes that allow it."""
 
 from collections.abc import Mapping
 from typing import Any

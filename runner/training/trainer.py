@@ -31,7 +31,7 @@ class Trainer:
     state: TrainState
     meter: ThroughputMeter
     callbacks: Callbacks = field(default_factory=Callbacks)
-    owes_evaluation: bool = False  # the run that it goes on with stopped between an epoch and its evaluation
+    owes_evaluation: bool = False  # the run that is resumed stopped between an epoch and its evaluation
     stopped: bool = False  # by a callback, before the last step
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -109,7 +109,7 @@ class Trainer:
         return metrics
 
     def _evaluate(self) -> dict[str, float]:
-        """The metrics of the validation data; whether to go on is asked of the callbacks. All ranks must call it."""
+        """The metrics of the validation data; a callback may ask to stop after them. All ranks must call it."""
         predictions = self.experiment.watch_predictions()
         metrics = evaluate(self.experiment, self.spread, self.world, predictions, self._ask_to_stop)
         self.callbacks.after_evaluation(Moment(self.state, metrics, predictions))

@@ -21,7 +21,7 @@ def run() -> int:
 
     Another status would let srun end the other nodes' agents, whose ranks may still be busy saving.
     """
-    # At the end of a job, where the node that they met on was through first.
+    # At the end of a job, where the node of the rendezvous has ended first.
     logging.getLogger(RENDEZVOUS).addFilter(lambda record: "failed to shutdown" not in record.getMessage())
     try:
         main()

@@ -63,7 +63,7 @@ def render(
 
 
 def _grace_s(signal_s: int) -> int:
-    """Seconds that ranks have to save in, before they are killed and what they saved last is gone on from."""
+    """Seconds that ranks have to save in, before they are killed and the job resumes from what they saved last."""
     return max(signal_s - 20, signal_s * 3 // 4)
 
 

@@ -24,7 +24,7 @@ class Logger(Protocol):
     wants_predictions: bool  # otherwise no evaluation collects them
 
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
-        """`first_step` is the step that the run goes on after; `trial` is what makes it differ from others."""
+        """`first_step` is the step that the run continues after; `trial` is what makes it differ from others."""
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -34,6 +34,6 @@ class Logger(Protocol):
     def text(self, tag: str, text: str) -> None: ...
 
     def flush(self) -> None:
-        """What was logged must not be lost from here on: a run goes on from now."""
+        """What was logged must not be lost from here on: a run may be resumed from now."""
 
     def close(self, finished: bool) -> None: ...

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar over its steps on a terminal, and a line per evaluation everywhere."""
+"""What a run shows while it trains: a bar over its steps on a terminal, and a line per evaluation everywhere."""
 
 import logging
 
