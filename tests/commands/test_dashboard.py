@@ -19,10 +19,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package has it)")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package has it)"),
+]
 
 
 @dataclass

@@ -12,6 +12,8 @@ from worlds import Run
 
 from runner import ROOT
 
+pytestmark = pytest.mark.thorough
+
 SOURCES = ("runner", "models", "data", "conf", "hydra_plugins")
 TINY = ("model=mlp", "model.hidden=[4]", "data=toy", "data.num_train=8", "batch_size=4", "epochs=1", "logger=none")
 # What people keep in the folder in which they type the command. Python takes a package before a module, and a module
@@ -33,7 +35,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     # Nothing is fetched: what builds and what runs it are there already.
     words = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", target)
-    done = subprocess.run([sys.executable, *words, copy], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *words, copy], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return target
 

@@ -3,7 +3,6 @@
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -44,6 +43,7 @@ RESULT = {
 # A user's own model: the toy that does something else besides in its training steps.
 MODULE = """\
 import os
+import signal
 import time
 
 from models.toy import Toy
@@ -69,6 +69,9 @@ RAISES = """\
 """
 WAITS = """\
         if self.calls == 5:
+            handler = signal.getsignal(signal.SIGTERM)
+            if callable(handler):
+                signal.signal(signal.SIGTERM, lambda *told: (handler(*told), open(f"told-{rank}", "w").close()))
             open(f"ready-{rank}", "w").close()
             while not os.path.exists("go"):
                 time.sleep(0.02)
@@ -170,7 +173,7 @@ def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
     (tmp_path / "go").touch()
     done = commands.finish(process)
     assert (done.returncode, done.stderr) == (0, "")
-    wait_until(lambda: commands.living(process) == [], timeout_s=5)  # multiprocessing's own servers end after it
+    wait_until(lambda: commands.living(process) == [])  # multiprocessing's own servers end after it
     # The table shows what the launcher handed back, result.json what rank 0 computed.
     rows = table(done.stdout)
     jobs = sweep_jobs(tmp_path)
@@ -205,11 +208,12 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     whole = run(tmp_path / "whole", num_ranks, *TINY, "backend=gloo", "logger=none", *spread[:1])
 
     process = commands.start("-m", "runner", *mine(WAITS), *spread)
-    ready = [f"ready-{rank}" for rank in range(num_ranks)] if spread else ["ready-1"]
-    wait_until(lambda: all((tmp_path / name).exists() for name in ready), process)
+    ranks = range(num_ranks) if spread else (1,)
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in ranks), process)
     assert only_run(tmp_path).result["state"] == "running"
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)  # the signal goes from the command to its ranks, all of which wait in their fifth step
+    # It goes from the command to its ranks, all of which wait in their fifth step.
+    wait_until(lambda: all((tmp_path / f"told-{rank}").exists() for rank in ranks), process)
     (tmp_path / "go").touch()
     stopped = commands.finish(process)
     assert stopped.returncode == 143, stopped.stderr
@@ -290,14 +294,14 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Path, m
     made = []
 
     def make() -> None:
-        start.wait(timeout=10)
+        start.wait(timeout=120)
         made.append(run_dir.new_directory(str(tmp_path), "run"))
 
     threads = [threading.Thread(target=make) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=120)
     assert len(set(made)) == 5 and set(made) == set((tmp_path / "run").iterdir())
 
 

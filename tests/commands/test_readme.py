@@ -26,7 +26,7 @@ def mine(tmp_path: Path) -> Path:
 
 def runner(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "runner", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def test_own_model_and_data_train_resume_and_are_checked(mine: Path) -> None:

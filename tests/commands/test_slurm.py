@@ -16,6 +16,8 @@ from worlds import Run, run
 from runner.runs.ledger import read_ledger
 from runner.runs.train_state import available
 
+pytestmark = pytest.mark.thorough
+
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "name=job")
 TWO_BY_TWO = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
 
@@ -78,7 +80,7 @@ def test_the_same_weights_by_sbatch_and_by_srun(cluster: Cluster, commands: Comm
     env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     bare = "launcher.prefix='env -i PATH=$PATH'"
     process = commands.start("-m", "runner", *TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", bare, env=env)
-    waited = commands.finish(process, timeout_s=120)
+    waited = commands.finish(process)
     _, one = submitted(waited)
     assert one.result["state"] == "finished" and one.result["world_size"] == 4
     assert one.result["weights_sha256"] == here.result["weights_sha256"]
@@ -109,15 +111,15 @@ def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands
     process = commands.start("-m", "runner", *slow_model(tmp_path), *LONG, *TWO_BY_TWO, *limit, env=cluster.env)
     job, one = submitted(commands.finish(process))
     requeued = one.path / "slurm" / "requeued.json"
-    wait_until(requeued.exists, timeout_s=150)
+    wait_until(requeued.exists, timeout_s=300)
     by_limit = json.loads(requeued.read_text())["step"]
-    wait_until(lambda: newest(one) > by_limit, timeout_s=150)
+    wait_until(lambda: newest(one) > by_limit, timeout_s=300)
     # The nodes are wanted: Slurm tells the ranks, and not the script.
     urgent = cluster.ask("sbatch", "--parsable", "-p", "urgent", "-N2", "-c8", "--output=/dev/null", "--wrap=sleep 1")
-    wait_until(lambda: json.loads(requeued.read_text())["step"] > by_limit, timeout_s=60)
+    wait_until(lambda: json.loads(requeued.read_text())["step"] > by_limit)
     (tmp_path / "fast").touch()
-    cluster.wait_for(urgent.stdout.strip(), ["COMPLETED"], timeout_s=60)
-    cluster.wait_for(job, ["COMPLETED"], timeout_s=150)
+    cluster.wait_for(urgent.stdout.strip(), ["COMPLETED"])
+    cluster.wait_for(job, ["COMPLETED"], timeout_s=300)
     log = log_of(one)
     assert log.count("goes back into the queue") >= 2 and "Traceback" not in log
     assert one.result["state"] == "finished"
@@ -136,13 +138,13 @@ def test_a_task_of_an_array_that_cannot_save_in_time_goes_on_from_its_checkpoint
     assert match, done.stdout + done.stderr
     path = Path(match[2])
     jobs = [Run(job.directory) for job in read_ledger(path)]
-    wait_until(lambda: all(newest(one) > 0 for one in jobs), timeout_s=120)
+    wait_until(lambda: all(newest(one) > 0 for one in jobs))
     (tmp_path / "stuck").touch()
     cluster.ask("scancel", "--signal=USR1", "--batch", f"{match[1]}_1")
-    wait_until((jobs[1].path / "slurm" / "requeued.json").exists, timeout_s=90)
+    wait_until((jobs[1].path / "slurm" / "requeued.json").exists)
     (tmp_path / "fast").touch()
     (tmp_path / "stuck").unlink()
-    wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=150)
+    wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=300)
     assert not (jobs[0].path / "slurm" / "requeued.json").exists()
     log = "".join(file.read_text() for file in (path / "slurm").glob("*.log"))
     assert "saved after step" not in log and log.count("going on after step") == 1
@@ -154,13 +156,13 @@ def test_a_job_that_is_cancelled_ends_though_it_has_saved(cluster: Cluster, comm
     """And the run can be queued again then, and not while it is in the queue."""
     long = ("epochs=100000", "log_every=100", "launcher=slurm")
     job, one = submitted(commands.finish(commands.start("-m", "runner", *TINY, *long, env=cluster.env)))
-    wait_until(lambda: newest(one) > 0, timeout_s=90)
+    wait_until(lambda: newest(one) > 0)
     refused = commands.runner(f"resume={one.path}", env=cluster.env)
     assert refused.returncode == 2
     assert refused.stderr == f"{one.path} is that of job {job}, which is in the queue; `scancel {job}` ends it\n"
     cluster.ask("scancel", job)
-    cluster.wait_for(job, ["CANCELLED"], timeout_s=60)
-    wait_until(lambda: "stopped after step" in log_of(one), timeout_s=30)
+    cluster.wait_for(job, ["CANCELLED"])
+    wait_until(lambda: "stopped after step" in log_of(one))
     assert cluster.state_of(job) == "CANCELLED" and "goes back" not in log_of(one)
     again, same = submitted(commands.runner(f"resume={one.path}", "launcher.setup=['exit 3']", env=cluster.env))
     assert (again != job, same) == (True, one)
@@ -168,7 +170,7 @@ def test_a_job_that_is_cancelled_ends_though_it_has_saved(cluster: Cluster, comm
 
 def test_a_job_that_ends_before_its_run_begins_has_its_status(cluster: Cluster, commands: Commands) -> None:
     words = (*TINY, "launcher=slurm", "launcher.setup=['exit 3']", "launcher.wait=true")
-    done = commands.finish(commands.start("-m", "runner", *words, env=cluster.env), timeout_s=120)
+    done = commands.finish(commands.start("-m", "runner", *words, env=cluster.env))
     assert done.returncode == 3, done.stdout + done.stderr
     assert "ended FAILED, status 3; its log is" in done.stderr
 
@@ -183,7 +185,7 @@ def test_a_job_that_fails_has_its_status(cluster: Cluster, commands: Commands, t
     # Only the job reads the data, and so finds out that there is none.
     wrong = (*TINY[1:], "data=image_folder", "data.root=nowhere", "launcher=slurm", "launcher.wait=true")
     process = commands.start("-m", "runner", *wrong, env=cluster.env)
-    done = commands.finish(process, timeout_s=120)
+    done = commands.finish(process)
     assert done.returncode == 1
     assert "ended FAILED, status 1; its log is" in done.stderr
     assert "data.root=nowhere" in done.stdout
@@ -211,7 +213,7 @@ def test_a_sweep_is_one_array_which_a_later_command_collects(
 
     again = commands.finish(commands.start("-m", "runner", "-m", f"resume={path}", env=cluster.env))
     assert "in the queue, 0 go on, 0 are new" in again.stdout or "3 jobs are done" in again.stdout, again.stdout
-    wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=150)
+    wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=300)
     report = commands.runner("task=report", f"run={path}")
     assert report.returncode == 0 and re.search(r"\b3\b", report.stdout), report.stdout + report.stderr
     hashes = {Run(job.directory).result["weights_sha256"] for job in read_ledger(path)}

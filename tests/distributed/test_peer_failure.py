@@ -61,8 +61,8 @@ def train(
     try:
         for rank in ranks:
             rank.start()
-        ranks[victim].join(40)
-        deadline = time.monotonic() + TIMEOUT_S + 15
+        ranks[victim].join(300)
+        deadline = time.monotonic() + TIMEOUT_S + 120
         for rank in ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
         return [rank.exitcode for rank in ranks]

@@ -163,9 +163,9 @@ def test_all_ranks_end_when_one_dies(updates: str, victim: int, tmp_path: Path) 
     try:
         for rank in ranks:
             rank.start()
-        ranks[victim].join(30)
+        ranks[victim].join(300)
         assert ranks[victim].exitcode == -signal.SIGKILL
-        deadline = time.monotonic() + timeout_s + 15
+        deadline = time.monotonic() + timeout_s + 120
         for rank in ranks:
             rank.join(deadline - time.monotonic())
         assert [rank.exitcode for number, rank in enumerate(ranks) if number != victim] == [1, 1]

@@ -50,7 +50,7 @@ class Commands:
         self.marks[process.pid] = mark
         return process
 
-    def finish(self, process: Popen[str], timeout_s: float = 60) -> CompletedProcess[str]:
+    def finish(self, process: Popen[str], timeout_s: float = 300) -> CompletedProcess[str]:
         """What the command said, and its status. One that outlasts the time is killed, and the test fails."""
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -67,7 +67,7 @@ class Commands:
     def torchrun(self, num_ranks: int, *words: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
         """`torchrun --nproc-per-node NUM_RANKS -m runner WORDS`, to its end, on a port that was free."""
         where = (f"--nproc-per-node={num_ranks}", f"--master-port={free_port()}")
-        return self.finish(self.start(*TORCHRUN, *where, "-m", "runner", *words, env=env), timeout_s=90)
+        return self.finish(self.start(*TORCHRUN, *where, "-m", "runner", *words, env=env))
 
     def by_hand(
         self, num_ranks: int, *words: str, delay_s: float, env: Mapping[str, str]
@@ -101,7 +101,7 @@ class Commands:
         for pid in self.living(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def free_port() -> int:
@@ -109,7 +109,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_until(condition: Callable[[], bool], process: Popen[str] | None = None, timeout_s: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], process: Popen[str] | None = None, timeout_s: float = 180) -> None:
     """Return once the condition holds; fail the test when it does not in time, or when the process has ended."""
     deadline = time.monotonic() + timeout_s
     while not condition():

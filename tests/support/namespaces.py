@@ -15,7 +15,7 @@ def why_not() -> str | None:
         return "needs root to make network namespaces"
     if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
         return f"needs {', '.join(missing)}"
-    done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=120, check=False)
     return f"no network namespace can be made: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -58,7 +58,7 @@ class Hosts:
 
     def stop(self) -> None:
         for name in reversed(self.made):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=120, check=False)
 
     def _network(self, host: int) -> None:
         _ip("netns", "add", self._name(host))
@@ -70,5 +70,5 @@ class Hosts:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"

@@ -26,7 +26,7 @@ class RankError(Exception):
     """A rank raised, died or hung. The message names every such rank and has its own traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank and return the results by rank.
 
     Ranks are forked: `function` may be a closure, and sees what the test has patched. Each has one torch thread and
@@ -93,7 +93,7 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
             assert process.pid is not None
             os.kill(process.pid, number)
         for process in alive:
-            process.join(timeout=5)
+            process.join(timeout=60)
     for process in ranks:
         process.close()
 

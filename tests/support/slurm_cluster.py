@@ -75,7 +75,7 @@ class Cluster:
         ports = [free_port() for _ in range(3)]
         (self.directory / "slurm.conf").write_text(CONF.format(dir=self.directory, ports=ports))
         key, socket = self.directory / "munge.key", self.directory / "munge.socket"
-        subprocess.run(["mungekey", "--create", f"--keyfile={key}"], check=True, timeout=30)
+        subprocess.run(["mungekey", "--create", f"--keyfile={key}"], check=True, timeout=60)
         files = [f"--{name}-file={self.directory}/munge.{name}" for name in ("pid", "log", "seed")]
         self._daemon("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket}", *files)
         self._wait(socket.exists)
@@ -87,20 +87,22 @@ class Cluster:
 
     def ask(self, *words: str) -> CompletedProcess[str]:
         """A command of Slurm, to its end."""
-        return subprocess.run(words, env=os.environ | self.env, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            words, env=os.environ | self.env, capture_output=True, text=True, timeout=300, check=False
+        )
 
     def run(self, commands: Commands, *words: str) -> CompletedProcess[str]:
         """A command of Slurm that starts the runner: with this Python, on one thread, and never left behind."""
         own = [sys.executable if word == "python" else word for word in words]
         env = os.environ | self.env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.run(
-            own, env=env, cwd=commands.folder, capture_output=True, text=True, timeout=90, check=False
+            own, env=env, cwd=commands.folder, capture_output=True, text=True, timeout=300, check=False
         )
 
     def state_of(self, job: str) -> str:
         return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.strip()
 
-    def wait_for(self, job: str, states: Sequence[str], timeout_s: float) -> str:
+    def wait_for(self, job: str, states: Sequence[str], timeout_s: float = 300) -> str:
         self._wait(lambda: self.state_of(job) in states, timeout_s)
         return self.state_of(job)
 
@@ -108,20 +110,20 @@ class Cluster:
         """End the jobs and every daemon that was started."""
         with suppress(AssertionError, subprocess.TimeoutExpired):
             self.ask("scancel", "--user=root")
-            self._wait(lambda: not self.ask("squeue", "-h").stdout.strip(), timeout_s=20)
+            self._wait(lambda: not self.ask("squeue", "-h").stdout.strip(), timeout_s=60)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
-                daemon.wait(timeout=15)
+                daemon.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-                daemon.wait(timeout=15)
+                daemon.wait(timeout=60)
 
     def _daemon(self, *words: str) -> None:
         with (self.directory / "daemons.txt").open("ab") as said:
             self.daemons.append(subprocess.Popen(words, stdout=said, stderr=said, env=os.environ | self.env))
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    def _wait(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"nothing after {timeout_s} s\n{self._said()}"

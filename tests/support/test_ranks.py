@@ -23,17 +23,17 @@ def test_results_come_back_by_rank_from_one_gloo_group() -> None:
     assert results == [(torch.tensor(66.0), rank, 1) for rank in range(3)]
 
 
-def test_a_failing_rank_ends_the_others_and_is_named() -> None:
+def test_a_failing_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     def fail(rank: int, world_size: int) -> None:
         if rank == 1:
             raise KeyError("lost key")
         time.sleep(60)
+        (tmp_path / "waited for").touch()
 
-    started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 failed[\s\S]*in fail[\s\S]*KeyError: 'lost key'") as caught:
         run_ranks(fail, 2)
     assert "rank 0" not in str(caught.value)
-    assert time.monotonic() - started < 10
+    assert not (tmp_path / "waited for").exists()
     assert not multiprocessing.active_children()
 
 
@@ -43,8 +43,8 @@ def test_a_hung_rank_is_killed_and_its_stack_shown(tmp_path: Path) -> None:
             (tmp_path / "pid").write_text(str(os.getpid()))
             time.sleep(60)
 
-    with pytest.raises(RankError, match=r"rank 1 still ran after 1 s[\s\S]* in hang") as caught:
-        run_ranks(hang, 2, timeout_s=1)
+    with pytest.raises(RankError, match=r"rank 1 still ran after 5 s[\s\S]* in hang") as caught:
+        run_ranks(hang, 2, timeout_s=5)
     assert "rank 0" not in str(caught.value)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

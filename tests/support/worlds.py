@@ -65,7 +65,7 @@ def configure(*overrides: str) -> tuple[Config, Request]:
     return config, Request(tuple(typed.recorded), typed.config_dir, ("test",), typed.directory, choices)
 
 
-def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 60) -> Run:
+def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300) -> Run:
     """Run what the overrides say on this many forked ranks; what it raises is raised here."""
     # One thread: OpenMP's workers do not survive a fork, and a later test forks from what this one leaves behind.
     words = [*overrides, "threads=1"]

@@ -71,7 +71,7 @@ def test_a_sweep_that_is_shown_is_a_script_and_nothing_else(
     assert said.out.startswith("#!/bin/bash\n") and said.out.endswith('\nexit "$status"\n') and said.err == ""
     assert f"RUNNER_DIRECTORY={tmp_path}/outputs/run/sweep-STAMP/1-seed-1\n" in said.out
     assert said.out.count("#!/bin/bash") == 1 and "#SBATCH --array=0-1\n" in said.out
-    subprocess.run(["bash", "-n"], input=said.out, text=True, check=True, timeout=30)
+    subprocess.run(["bash", "-n"], input=said.out, text=True, check=True, timeout=120)
     assert list(tmp_path.iterdir()) == []
 
 
