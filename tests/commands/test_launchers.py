@@ -4,20 +4,10 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import Commands, free_port, is_loopback, listening, wait_until
-from worlds import MODES, Run, configure, run
-
-from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed, Preempted
-from runner.launchers.launch import launch
-from runner.launchers.rank_process import conclude
-from runner.launchers.slurm.launcher import Slurm
-from runner.launchers.spawn import Spawn
-from runner.launchers.torchrun import Torchrun
-from runner.training.trainer import Trainer
+from commands import Commands, free_port, wait_until
+from worlds import Run, run
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, "epochs=100000", "log_every=100")
@@ -105,63 +95,6 @@ def rank_1(commands: Commands, process: "subprocess.Popen[str]") -> int:
     }
     (server,) = [pid for pid, parent in parents.items() if parent == process.pid and pid in parents.values()]
     return max(pid for pid, parent in parents.items() if parent == server)
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "dp")])
-def test_every_mode_listens_on_the_loopback_alone(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Trainer.step
-
-    def note(self: Trainer, *args: Any) -> dict[str, float]:
-        with (tmp_path / f"rank-{self.world.rank}").open("a") as file:
-            file.write("\n".join([*listening([os.getpid()]), ""]))
-        return step(self, *args)
-
-    monkeypatch.setattr(Trainer, "step", note)
-    run(tmp_path / "outputs", 2, *TINY[:1], *TINY[2:], f"parallel={mode}", "max_steps=3", "batch_size=200")
-    for rank in range(2):
-        addresses = (tmp_path / f"rank-{rank}").read_text().split()
-        assert addresses and all(map(is_loopback, addresses)), (mode, addresses)
-
-
-def test_ranks_that_a_signal_ended_before_they_heard_it_have_not_failed() -> None:
-    with pytest.raises(Preempted, match="SIGTERM"):
-        conclude(None, "rank 0 on here died: SIGTERM", ["SIGTERM"])
-    with pytest.raises(JobFailed, match="died: SIGKILL"):
-        conclude(None, "rank 0 on here died: SIGKILL", [])
-
-
-@pytest.mark.parametrize("kind", [Spawn, Torchrun, Slurm])
-def test_a_launcher_inside_a_world_is_refused(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = kind.__name__.lower()
-    config, request = configure(*TINY, f"launcher={name}")
-    rank_info = RankInfo(1, 1, 2, 2, found="torchrun")
-    with pytest.raises(InputError, match=f"launcher={name} starts processes itself, but torchrun has started this one"):
-        launch(config, request, rank_info)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "said"),
-    [
-        (Spawn, {"nproc_per_node": 0}, "launcher.nproc_per_node=0 must be at least 1"),
-        (Spawn, {"nodes": 2}, "launcher.nodes=2 needs launcher.master_addr"),
-        (Spawn, {"nodes": 2, "node_rank": 2, "master_addr": "a"}, "launcher.node_rank=2 must be at least 0 and below"),
-        (Spawn, {"master_addr": "a"}, "launcher.master_addr=a has an effect on several nodes"),
-        (Spawn, {"join_timeout_s": 0}, "launcher.join_timeout_s=0 must be above 0"),
-        (Torchrun, {"nodes": "2:1"}, "launcher.nodes=2:1 must be a number of at least 1, or MIN:MAX"),
-        (Torchrun, {"nodes": "1:2"}, "launcher.nodes=1:2 needs launcher.rdzv_endpoint=HOST:PORT"),
-        (Torchrun, {"nodes": 2, "rdzv_endpoint": "a"}, "launcher.rdzv_endpoint=a must be HOST:PORT"),
-        (Torchrun, {"rdzv_endpoint": "a:1"}, "launcher.rdzv_endpoint=a:1 has an effect on several nodes"),
-        (Torchrun, {"max_restarts": -1}, "launcher.max_restarts=-1 must be at least 0"),
-        (Slurm, {"nodes": 0}, "launcher.nodes=0 must be at least 1"),
-        (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
-        (Slurm, {"sbatch": {"job_name": "x"}}, "launcher.sbatch.job_name: the launcher sets it itself"),
-        (Slurm, {"conda": "a", "venv": "b"}, "one environment at a time"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(kind: type, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        kind(**options)
-    assert said in str(caught.value)
 
 
 def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Commands, tmp_path: Path) -> None:

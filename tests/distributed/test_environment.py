@@ -1,10 +1,19 @@
-"""What srun's variables say of a task, and what is refused of them."""
+"""What the variables of torchrun, of srun and of people say of a process, and what is refused of them."""
 
 import pytest
 
 from runner.distributed.environment import RankInfo, address_of, find_rank_info, first_host, step_port, tasks_per_node
 from runner.errors import InputError
 
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    **BY_HAND,
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
 STEP = {
     "SLURM_JOB_ID": "41",
     "SLURM_STEP_ID": "0",
@@ -15,6 +24,50 @@ STEP = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
+
+
+def test_without_variables_it_is_a_world_of_one() -> None:
+    assert find_rank_info(environ={}) == RankInfo()
+    assert find_rank_info(environ={"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
+
+
+def test_variables_set_by_hand_are_of_one_machine() -> None:
+    rank_info = find_rank_info(environ=BY_HAND)
+    assert (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size) == (1, 1, 4, 4)
+    assert not rank_info.hosts_store
+    assert find_rank_info(environ={**BY_HAND, "RANK": "0"}).hosts_store
+
+
+def test_under_torchrun_the_store_is_the_agents() -> None:
+    rank_info = find_rank_info(environ={**TORCHRUN, "RANK": "0"})
+    assert (rank_info.found, rank_info.local_rank, rank_info.local_world_size, rank_info.restart) == (
+        "torchrun",
+        0,
+        2,
+        2,
+    )
+    assert not rank_info.hosts_store
+
+
+def test_no_master_is_needed_where_ranks_meet_elsewhere() -> None:
+    rank_info = find_rank_info("file:///tmp/meeting", {"RANK": "1", "WORLD_SIZE": "2"})
+    assert (rank_info.rank, rank_info.world_size) == (1, 2)
+    with pytest.raises(InputError, match="RANK=1: half a world; WORLD_SIZE must be set too"):
+        find_rank_info("file:///tmp/meeting", {"RANK": "1"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"RANK": ""}, r"half a world; RANK must be set too"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, r"MASTER_ADDR and MASTER_PORT must be set too"),
+        ({"RANK": "4"}, r"RANK=4 must be at least 0 and below WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "four"}, r"WORLD_SIZE=four must be an integer"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        find_rank_info(environ={**BY_HAND, **change})
 
 
 def test_a_task_of_a_step_is_a_rank() -> None:

@@ -2,9 +2,13 @@
 
 import os
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from commands import is_loopback, listening
+from worlds import MODES, run
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
@@ -19,6 +23,7 @@ from runner.distributed.network import (
     loopback,
 )
 from runner.errors import InputError
+from runner.training.trainer import Trainer
 
 
 def test_one_machine_talks_over_its_loopback() -> None:
@@ -67,3 +72,19 @@ def test_what_the_user_has_named_stands_unless_overridden(monkeypatch: pytest.Mo
     assert os.environ[GLOO] == "mine" and TENSORPIPE not in os.environ
     with listening_on(None, (GLOO,)):
         assert os.environ[GLOO] == "mine"
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "dp")])
+def test_every_mode_listens_on_the_loopback_alone(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer.step
+
+    def note(self: Trainer, *args: Any) -> dict[str, float]:
+        with (tmp_path / f"rank-{self.world.rank}").open("a") as file:
+            file.write("\n".join([*listening([os.getpid()]), ""]))
+        return step(self, *args)
+
+    monkeypatch.setattr(Trainer, "step", note)
+    run(tmp_path / "outputs", 2, "model=mlp", "logger=none", f"parallel={mode}", "max_steps=3", "batch_size=200")
+    for rank in range(2):
+        addresses = (tmp_path / f"rank-{rank}").read_text().split()
+        assert addresses and all(map(is_loopback, addresses)), (mode, addresses)

@@ -1,4 +1,4 @@
-"""Who a process is, and how ranks agree."""
+"""How ranks agree, share, take turns, vote, and tell why they fail."""
 
 import time
 from pathlib import Path
@@ -8,63 +8,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from runner.distributed.backend import Backend
-from runner.distributed.environment import RankInfo, find_rank_info
+from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
-from runner.errors import InputError
-
-BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-TORCHRUN = {
-    **BY_HAND,
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
-
-
-def test_place_without_variables_is_a_world_of_one() -> None:
-    assert find_rank_info(environ={}) == RankInfo()
-    assert find_rank_info(environ={"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
-
-
-def test_place_by_hand_is_on_one_machine() -> None:
-    rank_info = find_rank_info(environ=BY_HAND)
-    assert (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size) == (1, 1, 4, 4)
-    assert not rank_info.hosts_store
-    assert find_rank_info(environ={**BY_HAND, "RANK": "0"}).hosts_store
-
-
-def test_place_under_torchrun_leaves_the_store_to_the_agent() -> None:
-    rank_info = find_rank_info(environ={**TORCHRUN, "RANK": "0"})
-    assert (rank_info.found, rank_info.local_rank, rank_info.local_world_size, rank_info.restart) == (
-        "torchrun",
-        0,
-        2,
-        2,
-    )
-    assert not rank_info.hosts_store
-
-
-def test_place_needs_no_master_where_ranks_meet_elsewhere() -> None:
-    rank_info = find_rank_info("file:///tmp/meeting", {"RANK": "1", "WORLD_SIZE": "2"})
-    assert (rank_info.rank, rank_info.world_size) == (1, 2)
-    with pytest.raises(InputError, match="RANK=1: half a world; WORLD_SIZE must be set too"):
-        find_rank_info("file:///tmp/meeting", {"RANK": "1"})
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"RANK": ""}, r"half a world; RANK must be set too"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, r"MASTER_ADDR and MASTER_PORT must be set too"),
-        ({"RANK": "4"}, r"RANK=4 must be at least 0 and below WORLD_SIZE=4"),
-        ({"WORLD_SIZE": "four"}, r"WORLD_SIZE=four must be an integer"),
-    ],
-)
-def test_place_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        find_rank_info(environ={**BY_HAND, **change})
 
 
 def world_of(rank: int, world_size: int, path: Path, timeout_s: float = 30) -> World:
