@@ -19,9 +19,6 @@ class AllReduce:
     meta_init = False
     spans_devices = False
 
-    def __init__(self) -> None:
-        pass
-
     def axes(self, world_size: int) -> Axes:
         return Axes(replicate=world_size)
 

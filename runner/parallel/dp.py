@@ -21,9 +21,6 @@ class DP:
     meta_init = False
     spans_devices = False
 
-    def __init__(self) -> None:
-        pass
-
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:
             raise ValueError(f"parallel=dp is for one process, but the world has {world_size}; try parallel=ddp")

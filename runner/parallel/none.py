@@ -15,9 +15,6 @@ class NoParallel:
     meta_init = False
     spans_devices = True
 
-    def __init__(self) -> None:
-        pass
-
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:
             raise ValueError(f"parallel=none is for one process, but the world has {world_size}; try parallel=ddp")

@@ -69,9 +69,6 @@ class Compare:
     needs_experiment = False
     section = "compare"
 
-    def __init__(self) -> None:
-        pass
-
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Measure every cell, print and keep the table. Returns the samples per second of each. All ranks must call it.
 

@@ -24,9 +24,6 @@ class Evaluate:
     needs_experiment = True
     min_world_size = 1
 
-    def __init__(self) -> None:
-        pass
-
     def check(self, config: Config, world_size: int) -> list[str]:
         return []
 

@@ -23,9 +23,6 @@ class Report:
     needs_experiment = False
     section = "report"
 
-    def __init__(self) -> None:
-        pass
-
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Print and keep the report. Returns the best mean. All ranks must call it.
 

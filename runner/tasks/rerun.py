@@ -44,9 +44,6 @@ class Rerun:
     needs_experiment = True
     min_world_size = 1
 
-    def __init__(self) -> None:
-        pass
-
     def check(self, config: Config, world_size: int) -> list[str]:
         """Why the run cannot be made again in a world of this size."""
         path = Path(str(config.run))

@@ -32,9 +32,6 @@ class Train:
     needs_experiment = True
     min_world_size = 1
 
-    def __init__(self) -> None:
-        pass
-
     def check(self, config: Config, world_size: int) -> list[str]:
         return []
 

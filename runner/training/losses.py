@@ -9,9 +9,6 @@ from torch import nn
 class Auto:
     """Stands for the loss that fits the data's targets; runner.training.build puts that loss in its place."""
 
-    def __init__(self) -> None:
-        pass
-
     def choose(self, targets: torch.Tensor, outputs: torch.Tensor) -> nn.Module:
         """Cross entropy for classes (log-probabilities: their likelihood), mean squared error for numbers.
 

@@ -9,9 +9,6 @@ class NoLogger:
 
     wants_predictions = False
 
-    def __init__(self) -> None:
-        pass
-
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
         pass
 
