@@ -116,12 +116,8 @@ def _build(
         take_cores(world, config.threads)  # of the node that the device hangs on
         freshen(config.seed)
         task = make_job_task(config)
-        if (
-            messages := messages
-            + check_fit(config, world.device.type)
-            + check_compiler(config, world.device)
-            + check_size(config, task, world.world_size)
-        ):
+        messages += check_fit(config, world.device.type) + check_compiler(config, world.device)
+        if messages := messages + check_size(config, task, world.world_size):
             raise InputError(*messages)
         return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
     except InputError as error:
@@ -138,4 +134,8 @@ def _make_directory(config: Config, request: Request) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    return "".join(traceback.format_exception(error))
+    """With the notes on top: tables of jobs show the last line, which says what was wrong."""
+    notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
+    if notes:
+        error.__notes__.clear()
+    return "".join([*notes, *traceback.format_exception(error)])

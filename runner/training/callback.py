@@ -147,5 +147,6 @@ def _naming(name: str, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"raised by the callback {name} in {method}")
+        if not hasattr(error, "__notes__"):  # of one that another one has called, the first is whose it is
+            error.add_note(f"raised by the callback {name} in {method}")
         raise

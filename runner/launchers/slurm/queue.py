@@ -1,4 +1,4 @@
-"""Jobs in Slurm's queue, and which jobs of a sweep go there together."""
+"""What Slurm says of the jobs in its queue, and which jobs of a sweep are submitted there together."""
 
 import json
 import os
