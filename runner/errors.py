@@ -44,10 +44,16 @@ def nearest(word: str, choices: Collection[str]) -> str | None:
     return max(alike, key=lambda choice: sum(map(str.__eq__, word, choice)), default=None)
 
 
+def near_hint(word: str, choices: Collection[str]) -> str:
+    """The end of a message: `; did you mean convnet?`, or nothing where none is near."""
+    near = nearest(word, choices)
+    return f"; did you mean {near}?" if near else ""
+
+
 def did_you_mean(word: str, choices: Collection[str]) -> str:
     """The end of a message: `; did you mean convnet? (convnet, mlp)`, or the choices alone where none is near."""
     if not choices:
         return ""
-    near = nearest(word, choices)
+    hint = near_hint(word, choices)
     listed = ", ".join(list(choices)[:_LISTED]) + (", ..." if len(choices) > _LISTED else "")
-    return f"; did you mean {near}? ({listed})" if near else f"; choose among: {listed}"
+    return f"{hint} ({listed})" if hint else f"; choose among: {listed}"

@@ -14,14 +14,14 @@ class GridSweeper(BasicSweeper):
         self.zip = zip
 
     def sweep(self, arguments: list[str]) -> Any:
+        """arguments: the first job's, for Hydra to compose; what makes all of them is the sweep's own."""
         from runner.sweeps.grid import combine
         from runner.sweeps.sweep import current
 
         assert self.hydra_context is not None and self.launcher is not None and self.config is not None
-        loader = self.hydra_context.config_loader
-        overrides = OverridesParser.create(config_loader=loader).parse_overrides(self._parse_config() + arguments)
+        sweep, loader = current(), self.hydra_context.config_loader
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(self._parse_config() + sweep.arguments)
         swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
-        sweep = current()
         check = getattr(self.launcher, "check", lambda configs: None)  # slots has one, Hydra's own launchers don't
         sweep.open(combine(overrides, self.zip), swept, self.config, loader, check)
         return self.launcher.launch(sweep.words(), initial_job_idx=0) if sweep.jobs else []

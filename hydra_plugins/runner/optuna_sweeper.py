@@ -32,8 +32,10 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
+        """arguments: the first job's, for Hydra to compose; what makes all of them is the sweep's own."""
         from runner.sweeps.study import Options, run_study
         from runner.sweeps.sweep import current
 
         assert self.launcher is not None and self.config is not None
-        run_study(current(), Options(*self.options), arguments, self.launcher, self.config, self.loader)
+        sweep = current()
+        run_study(sweep, Options(*self.options), sweep.arguments, self.launcher, self.config, self.loader)

@@ -16,13 +16,13 @@ from runner.config.validate import check_input, check_types
 from runner.errors import InputError
 
 
-def compose(overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+def compose(overrides: Sequence[str]) -> DictConfig:
     """The configuration with Hydra's own node. Raises InputError that explains every wrong override."""
     owner = GlobalHydra.instance().hydra
     assert owner is not None
     try:
         cfg = owner.compose_config(
-            config_name="config", overrides=list(overrides), run_mode=mode, with_log_configuration=False
+            config_name="config", overrides=list(overrides), run_mode=RunMode.RUN, with_log_configuration=False
         )
     except Exception as error:  # Hydra's own kinds, and ValueError or YAMLError where it did not look
         raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None

@@ -50,7 +50,7 @@ class Config:
     loss: Any = MISSING
     loader: Any = MISSING
     logger: Any = MISSING
-    callbacks: Any = MISSING
+    callbacks: Any = field(default_factory=dict)  # the one group of which none or several may be chosen; by name
     name: str = "run"
     seed: int = 0
     epochs: int = 10

@@ -12,7 +12,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import PROVIDED, check_options
 from runner.config.diagnostics.type_hints import describe, show, suits
 from runner.config.schema import GROUPS, KEYS, Comparison, Config, Reporting
-from runner.errors import nearest
+from runner.errors import near_hint
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
@@ -48,12 +48,17 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
 def _check_callbacks(node: Mapping[str, Any]) -> list[str]:
     """The group is a mapping of names, so that several options of it can be chosen together."""
     if "_target_" in node:
-        return [f"callbacks._target_={node['_target_']}: a callback has a name; write it as NAME: {{_target_: ...}}"]
-    return [
-        f"callbacks.{name}={show(value)} must be a node with a _target_, the class of the callback"
+        return [
+            f"callbacks._target_={node['_target_']}: a callback has a name; in its file write NAME: "
+            f"{{_target_: {node['_target_']}}}"
+        ]
+    messages = [
+        f"callbacks.{name}={show(value)} must be a node with a _target_; "
+        f"in its file write {name}: {{_target_: MODULE.CLASS}}"
         for name, value in node.items()
         if not isinstance(value, Mapping) or "_target_" not in value
     ]
+    return messages or check_options("callbacks", node)
 
 
 def _check_task(config: Config) -> list[str]:
@@ -78,9 +83,13 @@ def _check_task(config: Config) -> list[str]:
 
 
 def check_types(container: Mapping[str, Any]) -> list[str]:
-    """Top-level values of a type that is not the key's; only a reference can bring one, as name=${model}."""
+    """Top-level values of a type that is not the key's: by a reference, as name=${model}, or a group's by a file."""
     types = get_type_hints(Config)
     return [
+        f"{group}={show(container[group])} must be a node; a file chooses an option by `override /{group}: OPTION`"
+        for group in (*GROUPS, "callbacks")
+        if not isinstance(container[group], Mapping)
+    ] + [
         f"{key}={show(container[key])} must be {describe(types[key])}"
         for key in KEYS
         if types[key] is not Any
@@ -152,12 +161,10 @@ def _get(config: Config, key: str) -> Any:
 
 
 def _choice(key: str, value: Any, choices: tuple[Any, ...]) -> list[str]:
-
     if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         return []
     words = [str(choice).lower() for choice in choices]
-    hint = nearest(str(value), words)
-    return [f"{key}={value} must be one of {', '.join(words)}" + (f"; did you mean {hint}?" if hint else "")]
+    return [f"{key}={value} must be one of {', '.join(words)}{near_hint(str(value), words)}"]
 
 
 def _as_name(text: str) -> str:

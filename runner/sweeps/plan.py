@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from runner.config.diagnostics.overrides import explain
@@ -54,7 +57,10 @@ class Composer:
             except InputError:
                 raise
             except Exception as error:
-                raise InputError(*explain(error, overrides, self.loader)) from None
+                # With Hydra's own words: one of them names the user's folder.
+                raise InputError(
+                    *explain(error, [*self.master.hydra.overrides.hydra, *overrides], self.loader)
+                ) from None
         return self._composed[tuple(job)]
 
     def compose_all(self, jobs: Sequence[Sequence[str]]) -> list[Config]:
@@ -73,6 +79,29 @@ class Composer:
 def composed_words(job: Sequence[str]) -> list[str]:
     """What is composed for the job: with what an earlier run recorded, where it names one."""
     return go_on(list(job), None, multirun=False).overrides
+
+
+def first_job(typed: Sequence[str], loader: ConfigLoader) -> list[str]:
+    """The words with the first value of each that has several, so that they compose before the jobs are known."""
+    parser = OverridesParser.create(config_loader=loader)
+    words = []
+    for word in typed:
+        try:
+            override = parser.parse_overrides([word])[0]
+        except HydraException:
+            words.append(word)  # composing says what is wrong with its grammar
+            continue
+        if override.is_hydra_override() or not override.is_sweep_override():
+            words.append(word)
+        elif (value := first_value(override)) is not None:
+            words.append(f"{override.get_key_element()}={value}")
+    return words
+
+
+def first_value(override: Override) -> Any:
+    """Of a key that is typed with several; None where there is none, as in range(0)."""
+    value = override.value()
+    return value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()), None)
 
 
 def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer) -> list[Job]:

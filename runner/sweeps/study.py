@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.schema import Config
 from runner.errors import InputError, did_you_mean
 from runner.runs.ledger import DONE, read_ledger
-from runner.sweeps.plan import Job, composed_words
+from runner.sweeps.plan import Job, composed_words, first_value
 from runner.sweeps.pruner import Judge, open_storage
 from runner.sweeps.sweep import Sweep
 
@@ -128,7 +128,7 @@ def run_study(
     overrides = {override.get_key_element(): override for override in parsed}
     swept = {key: override for key, override in overrides.items() if override.is_sweep_override()}
     fixed = [f"{key}={o.get_value_element_as_str()}" for key, o in overrides.items() if key not in swept]
-    sample = [*fixed, *(f"{key}={_first(override)}" for key, override in swept.items())]
+    sample = [*fixed, *(f"{key}={first_value(override)}" for key, override in swept.items())]
 
     def check(configs: Sequence[Config]) -> None:
         if sweep.rank_info.rank == 0:
@@ -268,9 +268,3 @@ def _check_storage(sweep: Sweep, options: Options) -> None:
             f"hydra.sweeper.direction={options.direction}: the study {name} is to {known[name]}; keep that, or name "
             "another"
         )
-
-
-def _first(override: Override) -> Any:
-    """A value to try the keys with."""
-    value = override.value()
-    return value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()), None)

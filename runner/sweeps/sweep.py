@@ -12,7 +12,6 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from runner.config.renamed_targets import rename_targets
@@ -24,7 +23,16 @@ from runner.errors import InputError, tell
 from runner.launchers.slurm.queue import ended
 from runner.runs.ledger import DONE, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
 from runner.runs.run_directory import Request, new_directory, read_result
-from runner.sweeps.plan import Composer, Job, check_shared, composed_words, make_label, number_jobs, shared_values
+from runner.sweeps.plan import (
+    Composer,
+    Job,
+    check_shared,
+    composed_words,
+    first_job,
+    make_label,
+    number_jobs,
+    shared_values,
+)
 from runner.sweeps.pruner import Judge
 from runner.sweeps.submission import PartlyQueued, check_launchers, submit
 from runner.sweeps.summary import conclude
@@ -40,6 +48,7 @@ class Sweep:
     record: SweepRecord
     directory: str | None  # of the sweep that is resumed; None until a new one is made
     backend: dict[str, Any]
+    arguments: list[str]  # what is typed for the jobs, keys with several values among it
     jobs: list[Job] = field(default_factory=list)  # in the order in which they are to run, by Hydra's job.num
     queued: list[tuple[Job, Config, Request]] = field(default_factory=list)  # for a queue, once all are known
     queues: bool = False  # all jobs are for a queue
@@ -245,7 +254,11 @@ def run_sweep(typed: Typed, rank_info: RankInfo) -> int:
     """Run the sweep that was typed. Returns the exit status. Raises InputError with nothing written."""
     from runner.config.compose import compose
 
-    base = compose(typed.overrides, RunMode.MULTIRUN)
+    owner = GlobalHydra.instance().hydra
+    assert owner is not None
+    # Hydra's own look at a sweep leaves out what has several values, and then does not know the keys of a swept choice.
+    first = first_job(typed.overrides, GlobalHydra.instance().config_loader())
+    base = compose(first)
     launcher = str(base.hydra.runtime.choices["hydra/launcher"])
     if not rank_info.may_start_processes and launcher != "basic":
         raise InputError(
@@ -253,12 +266,11 @@ def run_sweep(typed: Typed, rank_info: RankInfo) -> int:
             f"{rank_info.rank} of {rank_info.world_size}; leave one of the two out"
         )
     record = SweepRecord(list(typed.recorded), typed.config_dir, list(sys.orig_argv), {})
-    sweep = Sweep(rank_info, record, typed.directory, dict(base.backend))
+    arguments = [word for word in typed.overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    sweep = Sweep(rank_info, record, typed.directory, dict(base.backend), arguments)
     _current.append(sweep)
-    owner = GlobalHydra.instance().hydra
-    assert owner is not None
     try:
-        owner.multirun("config", sweep, typed.overrides, with_log_configuration=False)
+        owner.multirun("config", sweep, first, with_log_configuration=False)
     except InstantiationException as error:  # of the sweeper or the launcher; a job's own is that job's failure
         key = str(error).rpartition("full_key: ")[2].strip()
         raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None

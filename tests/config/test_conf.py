@@ -57,7 +57,7 @@ def node_of(group: str, option: str) -> dict[str, Any]:
 
 
 def test_every_folder_is_a_group() -> None:
-    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, "experiment", "hydra"}
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, "callbacks", "experiment", "hydra"}
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)

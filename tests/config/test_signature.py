@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NewType, Optional, Protocol, Union
 import pytest
 from omegaconf import OmegaConf
 
-from runner.config.diagnostics.signature import accepted_options, accepts, check_options, locate
+from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.signature import accepted_options, accepts, check_options
 from runner.config.diagnostics.type_hints import suits
 
 Width = NewType("Width", int)

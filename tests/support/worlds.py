@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra import initialize_config_dir
-from hydra.types import RunMode
 from ranks import run_ranks
 
 from runner import CONF
@@ -59,7 +58,7 @@ def configure(*overrides: str) -> tuple[Config, Request]:
     """The checked configuration of a command line, and its request."""
     typed = go_on(list(overrides), None, multirun=False)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(typed.overrides, RunMode.RUN)
+        cfg = compose(typed.overrides)
         config = checked(cfg, typed.overrides)
     choices = dict(cfg.hydra.runtime.choices)
     return config, Request(tuple(typed.recorded), typed.config_dir, ("test",), typed.directory, choices)

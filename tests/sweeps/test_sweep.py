@@ -75,6 +75,12 @@ def times_of(job: JobRecord) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in (job.directory, *job.directory.rglob("*"))}
 
 
+def test_a_key_may_belong_to_the_swept_options_alone(here: Here, tmp_path: Path) -> None:
+    """The default optimizer has no betas."""
+    assert here("-m", *TOY, "optimizer=adam,adamw", "optimizer.betas=[0.5,0.9]", "max_steps=1") == 0
+    assert [job.state for job in jobs_of(tmp_path)] == ["finished", "finished"]
+
+
 def test_a_sweep_that_is_gone_on_with_runs_what_is_not_done(here: Here, tmp_path: Path) -> None:
     assert here("-m", *TOY, "optimizer.lr=0.1,0.01") == 0
     before = jobs_of(tmp_path)

@@ -1,6 +1,7 @@
 """What the configuration folders offer, asked of Hydra: groups, their options, and what choices compose to."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.config_loader import ConfigLoader
@@ -23,7 +24,6 @@ class Choices:
     """The offers of one search path, to which `searchpath` adds: the typed overrides of hydra.searchpath."""
 
     loader: ConfigLoader
-    config_name: str
     searchpath: list[str]
     _listed: dict[tuple[str, ObjectType], list[str]] = field(default_factory=dict)
 
@@ -44,9 +44,7 @@ class Choices:
 
     def compose(self, lines: Sequence[str]) -> DictConfig:
         """The configuration with these overrides; a group that must be chosen and isn't stays missing."""
-        return self.loader.load_configuration(
-            self.config_name, [*self.searchpath, *lines], RunMode.MULTIRUN, validate_sweep_overrides=False
-        )
+        return self.loader.load_configuration("config", [*self.searchpath, *lines], RunMode.MULTIRUN)
 
     def compose_most(self, lines: Sequence[str]) -> tuple[DictConfig | None, dict[str, Exception]]:
         """The configuration with every line that can be composed, and why the others can't; None if nothing can.
@@ -54,17 +52,15 @@ class Choices:
         A choice may bring the group that another one is about, in any order: who fails is tried again until nobody
         gets through. Besides its own exceptions Hydra raises ValueError, and YAMLError for a broken file.
         """
-        try:
+        with contextlib.suppress(Exception):
             return self.compose(lines), {}
-        except Exception:
-            pass
         try:
             composed = self.compose([])
         except Exception:
             return None, {}
         good: list[str] = []
-        waiting = list(lines)
         while True:
+            waiting = [line for line in lines if line not in good]
             refused: dict[str, Exception] = {}
             for line in waiting:
                 try:
@@ -74,7 +70,6 @@ class Choices:
                     refused[line] = error
             if len(refused) == len(waiting):
                 return composed, refused
-            waiting = list(refused)
 
     def _list(self, group: str, kind: ObjectType) -> list[str]:
         if (group, kind) not in self._listed:
@@ -104,18 +99,16 @@ def option_problem(choices: Choices, override: Override) -> str | None:
     return None
 
 
-def choice_problem(override: Override, taken: dict[str, str | None], added: Sequence[str]) -> str | None:
+def choice_problem(override: Override, taken: Mapping[str, str | None]) -> str | None:
     """Why an existing option cannot be chosen in this way.
 
-    taken: the choices that do compose, by group. added: the groups among the overrides before it that came with a +.
+    taken: the choices that do compose, by group.
     """
     group, value = override.key_or_group, override.value()
     place = group if override.package is None else f"{group}@{override.package}"
     if override.is_delete():
         return f"{place} is {taken[place]}; type ~{place}" if place in taken else f"no {place} is chosen; take this out"
     if override.is_add():
-        if place in added:
-            return f"{place} is given twice; keep one"
         return f"{place} is among the defaults already; type {place}={value}" if place in taken else None
     if place in taken:
         return None

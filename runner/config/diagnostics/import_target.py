@@ -5,10 +5,10 @@ import importlib
 import pkgutil
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-from runner.errors import nearest
+from runner.errors import near_hint, nearest
 
 
 def locate(target: str) -> Any:
@@ -23,7 +23,7 @@ def locate(target: str) -> Any:
         elif hasattr(found, "__path__"):
             found = _import(".".join(parts[: index + 1]), functools.partial(_names, found))
         else:
-            raise ValueError(f"{'.'.join(parts[:index])} has no {part}{_near(part, _names(found))}")
+            raise ValueError(f"{'.'.join(parts[:index])} has no {part}{near_hint(part, _names(found))}")
     return found
 
 
@@ -46,7 +46,8 @@ def _import(path: str, choices: Callable[[], list[str]]) -> Any:
         if not isinstance(error, ModuleNotFoundError) or error.name != path:
             raise ValueError(_broken(path, error)) from error
     parent, _, name = path.rpartition(".")
-    raise ValueError((f"{parent} has no {name}" if parent else f"there is no module {name}") + _near(name, choices()))
+    what = f"{parent} has no {name}" if parent else f"there is no module {name}"
+    raise ValueError(what + near_hint(name, choices()))
 
 
 def _broken(path: str, error: Exception) -> str:
@@ -65,8 +66,3 @@ def _broken(path: str, error: Exception) -> str:
 def _names(holder: Any) -> list[str]:
     modules = [module.name for module in pkgutil.iter_modules(getattr(holder, "__path__", []))]
     return sorted({name for name in [*dir(holder), *modules] if not name.startswith("_")})
-
-
-def _near(word: str, choices: Collection[str]) -> str:
-    near = nearest(word, choices)
-    return f"; did you mean {near}?" if near else ""

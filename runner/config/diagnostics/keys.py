@@ -12,18 +12,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from runner.config.diagnostics.signature import PROVIDED, accepted_options
 from runner.config.diagnostics.type_hints import describe, fix, show, suits
-from runner.errors import nearest
+from runner.errors import near_hint, nearest
 
 
 def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) -> str | None:
     """Applies the override to `cfg` as Hydra does; what is refused comes back in words."""
     key, value, typed = override.key_or_group, override.value(), str(override.input_line).partition("=")[2]
     if override.package is not None:
-        near = nearest(key, groups)
-        return f"no such group {key}" + (f"; did you mean {near}?" if near else "")
-    if override.is_sweep_override():  # an interval: its values are the sweeper's, but the key can be looked up
-        exists = override.is_add() or key in key_names(cfg, hydras=True)
-        return None if exists else _no_such_key(cfg, key, typed, groups)
+        return f"no such group {key}{near_hint(key, groups)}"
     current = _select(cfg, key)
     if override.is_delete() and current is None:
         return f"no such key{near_key(key, key_names(cfg))}"

@@ -3,9 +3,7 @@
 import dataclasses
 import re
 import shlex
-import sys
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice, product
+from collections.abc import Collection, Sequence
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,63 +15,41 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from runner.config.diagnostics.groups import Choices, choice_problem, option_problem
 from runner.config.diagnostics.keys import key_names, key_problem, near_key
 
-_COMBINATIONS = 32  # of the choices in a sweep; composing one takes some 0.05 s
 _DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.chdir", "hydra.output_subdir")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Typed:
-    """One value of an override: a sweep has several."""
+def explain(error: Exception, overrides: Sequence[str], config_loader: ConfigLoader) -> list[str]:
+    """A line for every wrong override, whichever of them composing stopped at; Hydra's own words if none is found.
 
-    position: int
-    line: str  # the whole override as typed
-    override: Override  # with this value alone
-
-    @property
-    def is_swept(self) -> bool:
-        return self.override.input_line != self.line
-
-    def say(self, problem: str) -> tuple[int, str]:
-        if self.is_swept and not problem.startswith("no such key"):  # which value of the sweep it is about
-            problem = _join(self.override.get_value_string(), problem)
-        return self.position, _join(self.line, problem)
-
-
-def explain(
-    error: Exception, overrides: Sequence[str], config_loader: ConfigLoader, config_name: str = "config"
-) -> list[str]:
-    """A line for every wrong override, whichever of them composing stopped at; Hydra's own words if none is found."""
+    overrides: of one run, or of one job of a sweep; each has one value.
+    """
     parser = OverridesParser.create(config_loader)
-    choices = Choices(config_loader, config_name, [line for line in overrides if _is_searchpath(line, parser)])
-    told: list[tuple[int, str]] = []
-    groups: list[list[_Typed]] = []
-    keys: list[_Typed] = []
-    for position, line in enumerate(overrides):
-        try:
-            override = parser.parse_overrides([line])[0]
-            if not override.key_or_group:
-                raise HydraException
-            values = [_Typed(position, line, single) for single in _singles(override, parser)]
-        except HydraException:
-            told.append((position, _join(line, _grammar_problem(line, parser, choices))))
+    parsed = {line: _parse(line, parser) for line in overrides}
+    choices = Choices(config_loader, [line for line, override in parsed.items() if _adds_folders(override)])
+    problems: dict[str, str | None] = dict.fromkeys(overrides)
+    chosen: dict[str, Override] = {}
+    keys: dict[str, Override] = {}
+    for line, override in parsed.items():
+        if override is None:
+            problems[line] = _grammar_problem(line, parser, choices)
             continue
         is_choice = choices.is_group(override.key_or_group) and not isinstance(override.value(), dict)
-        if override.is_sweep_override() and override.is_hydra_override():
-            told.append((position, f"{line}: a sweep cannot go over Hydra's own keys; type one value"))
-            continue
-        if override.is_sweep_override() and "--multirun" in str(error):  # so Hydra says that no sweep was asked for
-            could_be_list = override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and not is_choice
-            as_list = f"; for one list type {override.get_key_element()}=[{override.get_value_string()}]"
-            told.append((position, f"{line}: a sweep needs -m{as_list if could_be_list else ''}"))
-        if not is_choice:
-            keys += values
-            continue
-        problems = {typed: option_problem(choices, typed.override) for typed in values}
-        told += [typed.say(problem) for typed, problem in problems.items() if problem]
-        if right := [typed for typed, problem in problems.items() if not problem]:
-            groups.append(right)
-    told += _problems_over(choices, groups, keys)
-    messages = [message for _, message in sorted(dict.fromkeys(told), key=lambda item: item[0])]
+        if override.is_sweep_override():
+            problems[line] = _sweep_problem(override, is_choice)
+        elif not is_choice:
+            keys[line] = override
+        elif not (problem := option_problem(choices, override)):
+            chosen[line] = override
+        else:
+            problems[line] = problem
+    cfg, refused = choices.compose_most(list(chosen))
+    if cfg is not None:
+        for line, reason in refused.items():
+            taken = cfg.hydra.runtime.choices
+            problems[line] = choice_problem(chosen[line], taken) or _file_problem(reason, cfg)
+        groups = list(choices.groups()) if keys else []
+        problems |= {line: key_problem(cfg, override, groups) for line, override in keys.items()}
+    messages = [_join(line, problem) for line, problem in problems.items() if problem]
     return messages or [_in_its_words(error, overrides)]
 
 
@@ -107,7 +83,7 @@ def unchosen(cfg: DictConfig, groups: Collection[str], overrides: Sequence[str])
     return [
         f"{lines.get(group, group)} must be one option; to run several type -m {group}=ONE,OTHER"
         for group in groups
-        if group not in cfg.hydra.runtime.choices
+        if group not in cfg.hydra.runtime.choices and not lines.get(group, "").startswith("~")
     ]
 
 
@@ -136,63 +112,29 @@ def given_twice(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def three_lines(messages: Sequence[str]) -> list[str]:
-    return list(messages) if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
-
-
-def tell(messages: Sequence[str]) -> None:
-    """Say what is wrong with the input, in three lines at most."""
-    for line in three_lines(messages):
-        print(line, file=sys.stderr, flush=True)
-
-
-def _problems_over(choices: Choices, groups: list[list[_Typed]], keys: list[_Typed]) -> list[tuple[int, str]]:
-    """What is wrong under the combinations of a sweep: a key may exist under one choice and not under another."""
-    combinations = list(islice(product(*groups), _COMBINATIONS))
-    where: dict[tuple[int, str], list[str]] = {}
-    for chosen in combinations:
-        swept = " ".join(str(typed.override.input_line) for typed in chosen if typed.is_swept)
-        for problem in dict.fromkeys(_problems(choices, chosen, keys)):
-            where.setdefault(problem, []).append(swept)
-    told = [problem for problem, those in where.items() if len(those) == len(combinations)]
-    for (position, message), those in where.items():
-        if all(position != other for other, _ in told):  # one example of a combination is enough
-            told.append((position, f"{message} (with {those[0]})"))
-    return told
-
-
-def _problems(choices: Choices, chosen: Sequence[_Typed], keys: Sequence[_Typed]) -> Iterator[tuple[int, str]]:
-    """What is wrong under one combination of choices, each of which is an option of its group."""
-    cfg, refused = choices.compose_most([str(typed.override.input_line) for typed in chosen])
-    if cfg is None:
-        return
-    added: list[str] = []
-    for typed in chosen:
-        if error := refused.get(str(typed.override.input_line)):
-            problem = choice_problem(typed.override, cfg.hydra.runtime.choices, added)
-            yield typed.say(problem or _file_problem(error, cfg))
-        elif typed.override.is_add():
-            added.append(typed.override.key_or_group)
-    groups = list(choices.groups()) if keys else []
-    for typed in keys:
-        if problem := key_problem(cfg, typed.override, groups):
-            yield typed.say(problem)
-
-
-def _singles(override: Override, parser: OverridesParser) -> list[Override]:
-    if not override.is_sweep_override() or override.is_interval_sweep():
-        return [override]
-    lines = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-    return parser.parse_overrides(lines)
-
-
-def _is_searchpath(line: str, parser: OverridesParser) -> bool:
-    if _key(line) != "hydra.searchpath":
-        return False
+def _parse(line: str, parser: OverridesParser) -> Override | None:
+    """None for what is no override by the grammar."""
     try:
-        return isinstance(parser.parse_overrides([line])[0].value(), list)
+        override = parser.parse_overrides([line])[0]
     except HydraException:
+        return None
+    return override if override.key_or_group else None
+
+
+def _adds_folders(override: Override | None) -> bool:
+    """Whether it names folders of configuration, in a way that Hydra can follow."""
+    if override is None or override.key_or_group != "hydra.searchpath":
         return False
+    folders = override.value()
+    return isinstance(folders, list) and all(isinstance(folder, str) for folder in folders)
+
+
+def _sweep_problem(override: Override, is_choice: bool) -> str:
+    if override.is_hydra_override():
+        return "a sweep cannot go over Hydra's own keys; type one value"
+    if override.value_type != ValueType.SIMPLE_CHOICE_SWEEP or is_choice:
+        return "a sweep needs -m"
+    return f"a sweep needs -m; for one list type {override.get_key_element()}=[{override.get_value_string()}]"
 
 
 def _grammar_problem(line: str, parser: OverridesParser, choices: Choices) -> str:

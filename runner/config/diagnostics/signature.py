@@ -6,11 +6,9 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from runner.config.diagnostics.import_target import locate, locate_callable
+from runner.config.diagnostics.import_target import locate_callable
 from runner.config.diagnostics.type_hints import as_typed, describe, fix, show_quoted, suits
 from runner.errors import did_you_mean
-
-__all__ = ["accepted_options", "accepts", "check_options", "locate"]
 
 # What the runner itself passes to a group's constructor, beside the options.
 PROVIDED = {

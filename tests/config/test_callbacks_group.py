@@ -1,0 +1,140 @@
+"""The group `callbacks`, the one of which several options may be chosen: which of them run, and what is refused."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+SMALL = ("--config-dir", "mine", "model=toy", "data=toy", "max_steps=2", "batch_size=8", "logger=none", "backend=gloo")
+FILES = {
+    "first.py": """
+        from runner.training.callback import Callback
+
+        class First(Callback):
+            def __init__(self, every: int = 1):
+                if every < 1:
+                    raise ValueError(f"every={every} must be at least 1")
+                self.every = every
+
+            def after_step(self, now):
+                if now.step % self.every == 0:
+                    with open("first", "a") as file:
+                        file.write(f"{now.step} ")
+    """,
+    "second.py": """
+        from runner.training.callback import Callback
+
+        class Second(Callback):
+            def after_step(self, now):
+                with open("second", "a") as file:
+                    file.write(f"{now.step} ")
+
+        class NotOne: ...
+    """,
+    "callbacks/first.yaml": "first: {_target_: first.First, every: 1}\n",
+    "callbacks/bare.yaml": "first: {_target_: first.First}\n",
+    "callbacks/second.yaml": "second: {_target_: second.Second}\n",
+    "callbacks/not_one.yaml": "it: {_target_: second.NotOne}\n",
+    "callbacks/nameless.yaml": "_target_: first.First\n",
+    "callbacks/number.yaml": "first: 3\n",
+    "experiment/both.yaml": "# @package _global_\ndefaults:\n  - override /callbacks: [first, second]\n",
+    "experiment/missing.yaml": "# @package _global_\ncallbacks: null\n",
+}
+NONE, FIRST, SECOND, BOTH = {}, {"first": "1 2 "}, {"second": "1 2 "}, {"first": "1 2 ", "second": "1 2 "}
+OPTIONS = "(bare, first, nameless, none, not_one, number, second)"
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with two callbacks, each of which writes the steps that it saw into a file of its name."""
+    for name, text in FILES.items():
+        path = tmp_path / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("\n        ", "\n"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("first", "second"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    GlobalHydra.instance().clear()
+    return tmp_path
+
+
+def seen(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in ("first", "second") if (folder / name).exists()}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["callbacks=none"], NONE),
+        (["callbacks=[]"], NONE),
+        (["~callbacks"], NONE),
+        (["callbacks=first"], FIRST),
+        (["callbacks=[second]"], SECOND),
+        (["callbacks=[first,second]"], BOTH),
+        (["callbacks=[none,first]"], FIRST),
+        (["callbacks=[first,second]", "~callbacks.first"], SECOND),
+        (["callbacks=first", "callbacks.first.every=2"], {"first": "2 "}),
+        (["callbacks=bare", "+callbacks.first.every=2"], {"first": "2 "}),
+        (["+callbacks.mine._target_=second.Second"], SECOND),
+        (["experiment=both"], BOTH),
+        (["experiment=both", "callbacks=second"], SECOND),
+        (["-m", "callbacks=first,second"], BOTH),
+        (["-m", "callbacks=[first],[first,second]"], {"first": "1 2 1 2 ", "second": "1 2 "}),
+    ],
+    ids=" ".join,
+)
+def test_what_is_chosen_runs(words: list[str], expected: dict[str, str], mine: Path, here: Callable[..., int]) -> None:
+    assert here(*SMALL, *words) == 0
+    assert seen(mine) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["callbacks=nope"], f"callbacks=nope: no such callbacks; did you mean none? {OPTIONS}"),
+        (["callbacks=[first,sceond]"], f"callbacks=[first,sceond]: no such callbacks; did you mean second? {OPTIONS}"),
+        (["-m", "callbacks=first,sceond"], f"callbacks=sceond: no such callbacks; did you mean second? {OPTIONS}"),
+        (["callbacks=null"], f"callbacks=null: no such callbacks; did you mean none? {OPTIONS}"),
+        (["+callbacks=first"], "+callbacks=first: callbacks is among the defaults already; type callbacks=first"),
+        (
+            ["callbacks=[first,second]", "callbacks.first.evry=5"],
+            "callbacks.first.evry=5: no such key; did you mean callbacks.first.every?",
+        ),
+        (
+            ["callbacks=bare", "callbacks.first.every=5"],
+            "callbacks.first.every=5: the file of callbacks.first has no every, but first.First takes it; "
+            "type +callbacks.first.every=5",
+        ),
+        (["callbacks.first.every=5"], "callbacks.first.every=5: no such key; did you mean callbacks?"),
+        (
+            ["callbacks=first", "callbacks.first.every=often"],
+            "callbacks.first.every=often must be an integer (int); for example 1",
+        ),
+        (["callbacks=first", "callbacks.first.every=0"], "callbacks.first.every=0 must be at least 1"),
+        (
+            ["callbacks=[nameless,second]"],
+            "callbacks._target_=first.First: a callback has a name; in its file write NAME: {_target_: first.First}",
+        ),
+        (
+            ["callbacks=number"],
+            "callbacks.first=3 must be a node with a _target_; in its file write first: {_target_: MODULE.CLASS}",
+        ),
+        (
+            ["callbacks=not_one"],
+            "callbacks.it._target_=second.NotOne: no callback; derive it from runner.training.callback.Callback",
+        ),
+        (
+            ["experiment=missing"],
+            "callbacks=null must be a node; a file chooses an option by `override /callbacks: OPTION`",
+        ),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_what_is_wrong_is_told_in_one_line(
+    words: list[str], message: str, mine: Path, here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*SMALL, *words) == 2
+    assert capfd.readouterr() == ("", f"{message}\n")
+    assert sorted(path.name for path in mine.iterdir()) == ["mine"]
