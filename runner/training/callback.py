@@ -57,7 +57,7 @@ class Callback:
     """
 
     may_stop: bool = False  # declared by one that may set wants_to_stop; the same on all ranks
-    wants_to_stop: bool = False  # asked after each evaluation; if any rank does, the run ends there, saved
+    wants_to_stop: bool = False  # asked after each evaluation but the last; if any rank does, the run ends there, saved
 
     def on_start(self, run: RunInfo) -> None:
         """Before the first step of this process."""

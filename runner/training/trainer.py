@@ -113,7 +113,7 @@ class Trainer:
         predictions = self.experiment.watch_predictions()
         metrics = evaluate(self.experiment, self.spread, self.world, predictions, self._ask_to_stop)
         self.callbacks.after_evaluation(Moment(self.state, metrics, predictions))
-        if self.callbacks.may_stop:
+        if self.callbacks.may_stop and self.state.step < self.num_steps:
             self.stopped = self.world.collectives.any_later(self.callbacks.want_to_stop)()
         self.meter.pause()
         return metrics

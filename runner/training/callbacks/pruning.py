@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from runner.training.callback import Callback, Moment
+from runner.training.callback import Callback, Moment, RunInfo
 
 
 class Pruning(Callback):
@@ -13,5 +13,9 @@ class Pruning(Callback):
     def __init__(self, judge: Callable[[int, dict[str, float]], bool], asks: bool):
         self._judge, self._asks = judge, asks
 
+    def on_start(self, run: RunInfo) -> None:
+        self._num_steps = run.num_steps
+
     def after_evaluation(self, now: Moment) -> None:
-        self.wants_to_stop = self._asks and self._judge(now.step, dict(now.metrics))
+        if now.step < self._num_steps:  # a trial at its end is told as finished, with its last value
+            self.wants_to_stop = self._asks and self._judge(now.step, dict(now.metrics))
