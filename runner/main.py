@@ -39,7 +39,7 @@ def main() -> int:
         init = _typed_init(args.overrides)
         if args.help:
             folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
-            print(render_help(folders))
+            print(render_help(folders), flush=True)
             return FINISHED
         rank_info = started_by_launch(find_rank_info(init), local_rank)
         refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
@@ -56,6 +56,9 @@ def main() -> int:
             return _run(typed, args.multirun, rank_info)
     except InputError as error:
         return _refuse_everywhere(error.messages, init)
+    except BrokenPipeError:  # whoever read what is printed, as `head` does, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
+        return FINISHED
 
 
 def _read_flags() -> tuple[Namespace, int | None]:

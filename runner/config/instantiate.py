@@ -1,8 +1,9 @@
 """What a group's node names is called with its options; what it refuses is the user's to mend."""
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, Protocol
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -23,6 +24,22 @@ def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args
             raise
         nodes = list(_nodes(key, node))[1 if nested else 0 :]
         raise InputError(_name_key(key, choices.get(key, ""), nodes, str(cause))) from None
+
+
+def check_contract(made: Any, contract: type, key: str) -> None:
+    """Raises InputError where what was made for a group lacks a member that the contract, a Protocol, declares."""
+    declared = [
+        name
+        for base in contract.__mro__
+        if base not in (Protocol, Generic, object)
+        for name in (*inspect.get_annotations(base), *vars(base))
+        if not name.startswith("_")
+    ]
+    if missing := [name for name in dict.fromkeys(declared) if not hasattr(made, name)]:
+        raise InputError(
+            f"{key}._target_={type(made).__module__}.{type(made).__qualname__}: the class lacks "
+            f"{', '.join(missing)}, which {contract.__module__}.{contract.__name__} declares"
+        )
 
 
 def _nodes(key: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

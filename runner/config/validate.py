@@ -18,6 +18,7 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
+TASK_FACTS = ("reads_run", "reads_checkpoint", "needs_experiment", "section")  # that a task's class declares
 # What a data set's node says for the models to interpolate; its constructor may take it or not.
 DESCRIBED = {"data": ("sample_shape", "num_outputs")}
 
@@ -63,6 +64,8 @@ def _check_callbacks(node: Mapping[str, Any]) -> list[str]:
 
 def _check_task(config: Config) -> list[str]:
     task = locate(config.task["_target_"])
+    if missing := [name for name in TASK_FACTS if not hasattr(task, name)]:
+        return [f"task._target_={config.task['_target_']}: the class lacks {', '.join(missing)}"]
     if task.reads_run and config.resume:
         return [f"resume={config.resume} goes on with training; to read a run, type run={config.resume}"]
     if task.reads_run and not config.run and not config.report.runs:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from runner.config.instantiate import make_group
+from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.config.validate import check_fit
 from runner.distributed.backend import as_backend
@@ -14,13 +14,15 @@ from runner.launchers.env import Env
 from runner.launchers.protocol import Launcher
 from runner.launchers.task import check_size, launches_jobs, make_job_task, make_launching_task
 from runner.runs.run_directory import Request
-from runner.training.build import optimizer_factory
+from runner.training.build import make_logger, make_parallel, optimizer_factory
 from runner.training.strategy import lay_out
 
 
 def make_launcher(config: Config) -> Launcher:
-    """How the processes come to be. Raises InputError for an option that it refuses."""
-    return make_group({}, "launcher", config.launcher)
+    """How the processes come to be. Raises InputError for an option that it refuses, and for what is no launcher."""
+    launcher: Launcher = make_group({}, "launcher", config.launcher)
+    check_contract(launcher, Launcher, "launcher")
+    return launcher
 
 
 def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
@@ -93,7 +95,7 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
         raise InputError(*messages)
     if not task.needs_experiment:
         return
-    lay_out(config, make_group(choices, "parallel", config.parallel), world_size)
+    lay_out(config, make_parallel(config, choices), world_size)
     optimizer_factory(config, choices)
-    for key in ("scheduler", "logger"):
-        make_group(choices, key, getattr(config, key))
+    make_group(choices, "scheduler", config.scheduler)
+    make_logger(config, choices)

@@ -1,15 +1,14 @@
 """What a launcher knows of a task: one that all ranks of a job do together, or one that launches jobs of its own."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 from rich.console import Console
 
 from runner.config.diagnostics.import_target import locate
-from runner.config.instantiate import make_group
+from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
-from runner.errors import InputError
 from runner.runs.run_directory import Request, RunDirectory
 from runner.training.build import Experiment
 
@@ -23,7 +22,6 @@ class Task(Protocol):
     section: str | None  # the top-level key whose keys are this task's alone
 
 
-@runtime_checkable
 class JobTask(Task, Protocol):
     """Something to do with an experiment, by all ranks of a job together."""
 
@@ -41,7 +39,6 @@ class JobTask(Task, Protocol):
         """
 
 
-@runtime_checkable
 class LaunchingTask(Task, Protocol):
     """Something that takes jobs of its own, or none: it is not one itself."""
 
@@ -59,19 +56,16 @@ def launches_jobs(config: Config) -> bool:
 
 def make_launching_task(config: Config) -> LaunchingTask:
     """Raises InputError for an option that the task refuses, and for what is no such task."""
-    return _checked(make_group({}, "task", config.task), LaunchingTask)
+    task: LaunchingTask = make_group({}, "task", config.task)
+    check_contract(task, LaunchingTask, "task")
+    return task
 
 
 def make_job_task(config: Config) -> JobTask:
     """Raises InputError for an option that the task refuses, and for what is no such task."""
-    return _checked(make_group({}, "task", config.task), JobTask)
-
-
-def _checked(task: Any, kind: Any) -> Any:
-    if isinstance(task, kind):
-        return task
-    members = [name for name in kind.__protocol_attrs__ if not hasattr(task, name)]
-    raise InputError(f"task={type(task).__name__.lower()}: its class lacks {', '.join(sorted(members))}; see {kind}")
+    task: JobTask = make_group({}, "task", config.task)
+    check_contract(task, JobTask, "task")
+    return task
 
 
 def check_size(config: Config, task: JobTask, world_size: int) -> list[str]:

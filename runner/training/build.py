@@ -1,4 +1,4 @@
-"""The one place where the configuration becomes objects, in order. Ranks talk here only to share a download."""
+"""The one place where the configuration becomes objects, in order."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.config.instantiate import make_group
+from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm
 from runner.distributed.world import World
@@ -17,6 +17,7 @@ from runner.errors import InputError
 from runner.runs.loggers.protocol import Logger
 from runner.training.callback import Callback
 from runner.training.confusion import MAX_CLASSES, Predictions
+from runner.training.datasets import load_data
 from runner.training.deferred_init import Deferred, probe
 from runner.training.device_map import place_parts
 from runner.training.loader import Loader
@@ -58,8 +59,8 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     Raises InputError (the same on all ranks) for whatever a constructor refuses with a ValueError.
     """
     make = functools.partial(make_group, choices)
-    parallel: Parallel = make("parallel", config.parallel)
-    train_data, val_data = _load_data(config, make, world)
+    parallel = make_parallel(config, choices)
+    train_data, val_data = load_data(config, choices, world)
     lay_out(config, parallel, world.world_size)  # what cannot be is told before a large model is built
 
     torch.manual_seed(config.seed)
@@ -131,13 +132,27 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         train_loader=loader(train_data, {"micro_batches": config.micro_batches * axes.micro_batches}),
         val_loader=loader(val_data, {}, shuffle=False, drop_last=False),
         schedule=make("scheduler", config.scheduler),
-        logger=make("logger", config.logger),
+        logger=make_logger(config, choices),
         callbacks=make_callbacks(config),
         num_parameters=sum(p.numel() for p in module.parameters()),
         classifies=classifies,
         warnings=warnings,
         num_classes=num_classes if one_class_each and num_classes <= MAX_CLASSES else None,
     )
+
+
+def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
+    """The mode. Raises InputError for an option that it refuses, and for what is no mode."""
+    parallel: Parallel = make_group(choices, "parallel", config.parallel)
+    check_contract(parallel, Parallel, "parallel")
+    return parallel
+
+
+def make_logger(config: Config, choices: Mapping[str, str]) -> Logger:
+    """Raises InputError for an option that it refuses, and for what is no logger."""
+    logger: Logger = make_group(choices, "logger", config.logger)
+    check_contract(logger, Logger, "logger")
+    return logger
 
 
 def optimizer_factory(config: Config, choices: Mapping[str, str]) -> Callable[..., torch.optim.Optimizer]:
@@ -156,42 +171,6 @@ def make_callbacks(config: Config) -> dict[str, Callback]:
         if not isinstance(made[name], Callback):
             raise InputError(f"{key}._target_={target}: no callback; derive it from runner.training.callback.Callback")
     return made
-
-
-def _load_data(config: Config, make: Callable[..., Any], world: World) -> tuple[Any, Any]:
-    """The training and the validation data. Where files are missing, one process per node fetches them first."""
-    describing = {key: config.data[key] for key in ("sample_shape", "num_outputs")}
-    node = {key: value for key, value in config.data.items() if key not in describing}
-
-    def load(**options: Any) -> tuple[Any, Any]:
-        from runner.config.diagnostics.signature import accepts
-
-        described = {key: value for key, value in describing.items() if accepts(node["_target_"], key)}
-        train, val = (make("data", {**node, **described, **options}, train=train) for train in (True, False))
-        return train, val
-
-    if not node.get("download"):
-        return load()
-    loaded: list[tuple[Any, Any]] = []
-    missing: list[str] = []
-    try:
-        loaded.append(load(download=False))
-    except InputError as error:
-        missing = error.messages
-    if not world.agreement.first_error("missing data", missing):
-        return loaded[0]
-    refused: list[str] = []
-
-    def fetch() -> None:
-        try:
-            loaded[:] = [load(download=True)]
-        except InputError as error:
-            refused.extend(error.messages)
-
-    world.agreement.in_turn("download", fetch)
-    if refused := world.agreement.first_error("download", refused):
-        raise InputError(*refused)
-    return loaded[0]
 
 
 def _fit(config: Config, module: nn.Module, loss: Any, train_data: Any) -> nn.Module:

@@ -1,9 +1,11 @@
 """The text of --help over a small tree of configuration: every option, key, value and comment, and no more."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import Commands
 
 from runner.config.help import render_help
 
@@ -232,3 +234,8 @@ def test_it_reads_each_file_once_by_the_fastest_parser(tmp_path: Path, monkeypat
     monkeypatch.setattr(yaml, "compose", count)
     render_help([tmp_path])
     assert loaders == [getattr(yaml, "CSafeLoader", yaml.SafeLoader)] * 60
+
+
+def test_a_reader_that_has_had_enough_is_no_error(commands: Commands) -> None:
+    done = commands.finish(commands.start_as(["sh", "-c", f"{sys.executable} -m runner --help | head -n 1"]))
+    assert (done.stdout.splitlines()[0][:6], done.stderr) == ("usage:", "")
