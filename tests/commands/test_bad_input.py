@@ -191,7 +191,7 @@ def test_half_a_world(
     assert listing(folder) == before
 
 
-@pytest.mark.parametrize("line", ["model=convnt", "outputs=file"])
+@pytest.mark.parametrize("line", ["model=convnt", pytest.param("outputs=file", marks=pytest.mark.thorough)])
 def test_real_command(line: str, folder: Path, commands: Commands) -> None:
     before = listing(folder)
     done = commands.runner(*shlex.split(line))
@@ -202,6 +202,7 @@ def test_real_command(line: str, folder: Path, commands: Commands) -> None:
 ONE_PROCESS = "parallel=none is for one process, but the world has 2; try parallel=ddp"
 
 
+@pytest.mark.thorough
 def test_ranks_that_the_runner_started_say_it_once(folder: Path, commands: Commands) -> None:
     before = listing(folder)
     done = commands.runner("launcher=spawn", "parallel=none")
@@ -222,7 +223,13 @@ if os.environ.get("RANK") == "0":
 
 
 # The first is found before the ranks know of each other, the second when they have met.
-@pytest.mark.parametrize(("line", "words"), [("model=convnt", TABLE["model=convnt"]), ("parallel=none", ONE_PROCESS)])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param("model=convnt", TABLE["model=convnt"], marks=pytest.mark.thorough),
+        ("parallel=none", ONE_PROCESS),
+    ],
+)
 def test_ranks_of_torchrun_say_it_once(line: str, words: str, folder: Path, commands: Commands) -> None:
     """Though rank 0 comes last: torchrun ends every rank as soon as the first one has."""
     (folder / "site").mkdir()

@@ -24,7 +24,14 @@ def start(commands: Commands, way: str, *words: str, num_ranks: int = 2) -> "sub
 
 
 @pytest.mark.parametrize(
-    ("way", "num_ranks"), [("torchrun", 1), ("launch", 1), ("launch", 2), *((way, 4) for way in FOUND)]
+    ("way", "num_ranks"),
+    [
+        *((way, 2) for way in ("torchrun", "spawn", "agent")),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("torchrun", 1), ("launch", 1), ("launch", 2), *((way, 4) for way in FOUND))
+        ),
+    ],
 )
 def test_the_same_weights_by_every_launcher(way: str, num_ranks: int, commands: Commands, tmp_path: Path) -> None:
     here = run(tmp_path / "here", num_ranks, *TINY, "epochs=1", "backend=gloo")
@@ -35,6 +42,7 @@ def test_the_same_weights_by_every_launcher(way: str, num_ranks: int, commands: 
     assert Run(path).result["weights_sha256"] == here.result["weights_sha256"]
 
 
+@pytest.mark.thorough
 def test_runs_at_once_share_neither_port_nor_directory(commands: Commands, tmp_path: Path) -> None:
     together = [start(commands, way, *TINY, "epochs=1") for way in ("agent", "agent", "spawn")]
     done = [commands.finish(process) for process in together]
@@ -42,7 +50,7 @@ def test_runs_at_once_share_neither_port_nor_directory(commands: Commands, tmp_p
     assert len(list((tmp_path / "outputs" / "run").iterdir())) == 3
 
 
-@pytest.mark.parametrize("way", ["spawn", "agent"])
+@pytest.mark.parametrize("way", ["spawn", pytest.param("agent", marks=pytest.mark.thorough)])
 def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_path: Path) -> None:
     process = begun(commands, way, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
@@ -52,7 +60,10 @@ def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_pa
     wait_until(lambda: commands.living(process) == [])
 
 
-@pytest.mark.parametrize("way", ["torchrun", "spawn", "agent"])
+@pytest.mark.parametrize(
+    "way",
+    ["spawn", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("torchrun", "agent"))],
+)
 def test_ranks_end_with_a_parent_that_was_killed(way: str, commands: Commands, tmp_path: Path) -> None:
     process = begun(commands, way, tmp_path)
     process.kill()
@@ -66,6 +77,7 @@ def begun(commands: Commands, way: str, tmp_path: Path) -> "subprocess.Popen[str
     return process
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(commands: Commands, tmp_path: Path) -> None:
     long = (*TINY, "epochs=30", "eval_every=30")
     whole = run(tmp_path / "here", 2, *long, "backend=gloo")
@@ -79,6 +91,7 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(commands
     assert Run(path).result["weights_sha256"] == whole.result["weights_sha256"]
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_told_once_where_it_is_not_replaced(commands: Commands, tmp_path: Path) -> None:
     process = begun(commands, "agent", tmp_path)
     os.kill(rank_1(commands, process), signal.SIGKILL)

@@ -124,6 +124,7 @@ def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_pat
     assert one.lines[-1] == {"step": 32, "epoch": 1, "val/loss": one.result["metrics"]["val/loss"]}
 
 
+@pytest.mark.thorough
 def test_ranks_of_torchrun_share_one_directory(commands: Commands, tmp_path: Path) -> None:
     done = commands.torchrun(2, *TINY, "logger=none", "parallel=ddp")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,6 +134,7 @@ def test_ranks_of_torchrun_share_one_directory(commands: Commands, tmp_path: Pat
     assert done.stdout == (one.path / "log.txt").read_text()
 
 
+@pytest.mark.thorough
 def test_ranks_started_by_hand_agree_though_their_clocks_do_not(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
@@ -185,7 +187,7 @@ def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
         assert rows[path.name] == ["finished", f"{result['metrics']['val/loss']:.4f}"]
 
 
-@pytest.mark.parametrize("launched", ["torchrun", "spawn"])
+@pytest.mark.parametrize("launched", ["torchrun", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
     launched: str, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
@@ -200,7 +202,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
     assert result["error"].startswith("rank 1 on ") and result["error"].endswith("lost on rank 1\n")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     num_ranks: int, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
@@ -230,6 +232,7 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     assert one.losses == whole.losses
 
 
+@pytest.mark.thorough
 def test_evaluate_gives_the_metrics_of_training(commands: Commands, tmp_path: Path) -> None:
     trained = run(tmp_path / "outputs", 1, "model=mlp", "epochs=1", "backend=gloo", "logger=none")
     done = commands.runner("task=evaluate", "run=last")
@@ -249,7 +252,9 @@ def under_torchrun(commands: Commands, *words: str) -> CompletedProcess[str]:
     return commands.torchrun(2, *words, "parallel=ddp")
 
 
-LAUNCHED = pytest.mark.parametrize("launched", [in_one_process, under_torchrun])
+LAUNCHED = pytest.mark.parametrize(
+    "launched", [in_one_process, pytest.param(under_torchrun, marks=pytest.mark.thorough)]
+)
 
 
 @LAUNCHED

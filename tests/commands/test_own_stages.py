@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from commands import Commands
 
+pytestmark = pytest.mark.thorough
+
 CODE = """
 import os
 import signal

@@ -74,12 +74,14 @@ def train(
 
 WAYS = [(4, 2, "step", kill), (2, 1, "step", fail)]
 CASES = [(mode, *way) for mode in MODES if mode not in ("none", "dp", "ps") for way in WAYS]  # ps: test_ps.py
+# Evaluation has exchanges of its own under pipeline and fsdp alone.
+CASES += [("pipeline", 2, 1, "_evaluate", kill), ("fsdp", 2, 1, "_evaluate", kill)]
+SLICE = [("ddp", *WAYS[0]), ("fsdp", *WAYS[1]), ("pipeline", 2, 1, "_evaluate", kill)]  # of the default run
 
 
 @pytest.mark.parametrize(
     ("mode", "world_size", "victim", "where", "die"),
-    # Evaluation has exchanges of its own under pipeline and fsdp alone.
-    [*CASES, ("pipeline", 2, 1, "_evaluate", kill), ("fsdp", 2, 1, "_evaluate", kill)],
+    [pytest.param(*case, marks=() if case in SLICE else pytest.mark.thorough) for case in CASES],
 )
 def test_all_ranks_end_when_one_dies(
     mode: str,

@@ -270,6 +270,7 @@ def test_ddp_trains_as_one_process(sizes: list[int]) -> None:
 
 
 # torch hides this warning of its own after a graph break, but not where warnings are errors.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 def test_compiles() -> None:
     def run(rank: int, world_size: int) -> None:

@@ -31,7 +31,9 @@ def test_all_hear_the_lowest_rank_that_objects(tmp_path: Path) -> None:
     assert run_ranks(ask, 4) == [[[], ["rank 1"]]] * 4
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.distributed.agreement.SPEAK_TIMEOUT_S", 1.0)
+
     def ask(rank: int, world_size: int) -> str | None:
         world = world_of(rank, world_size, tmp_path, timeout_s=3)
         if rank == 0:

@@ -15,6 +15,7 @@ def distance(one: Run, other: Run) -> float:
     return max((one.weights[name] - tensor).abs().max().item() for name, tensor in other.weights.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("hook", "epsilon", "precision"), [("fp16", 2**-11, "bf16"), ("bf16", 2**-8, "fp32")])
 def test_rounded_gradients_miss_by_their_rounding(hook: str, epsilon: float, precision: str, tmp_path: Path) -> None:
     """A rank's gradient is rounded to relative epsilon, and so is their sum: 2 epsilon of each step's move.
@@ -42,6 +43,7 @@ def test_powersgd_compresses_from_the_third_step_on(tmp_path: Path) -> None:
     assert "begins anew on resume" in (low.path / "log.txt").read_text()
 
 
+@pytest.mark.thorough
 def test_powersgd_sends_whole_what_its_rank_would_not_make_smaller(tmp_path: Path) -> None:
     words = (*WORDS, STEPS, "precision=fp64", "parallel=ddp")
     exact = run(tmp_path / "exact", 2, *words)

@@ -29,7 +29,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     "options",
     [
-        ("parallel.replicate=2",),
+        pytest.param(("parallel.replicate=2",), marks=pytest.mark.thorough),
         ("parallel.reshard_after_forward=false", "parallel.meta_init=false"),
     ],
     ids=lambda options: options[0],
@@ -39,6 +39,7 @@ def test_meshes_and_options_change_no_number(options: tuple[str, ...], reference
     assert_equal(run(tmp_path, 4, *CONVNET, *STEADY, "parallel=fsdp", *options), reference)
 
 
+@pytest.mark.thorough
 def test_adamw_and_a_transformer(tmp_path: Path) -> None:
     words = (*TRANSFORMER, "optimizer=adamw", "optimizer.lr=0.001")
     assert_equal(run(tmp_path / "2", 2, *words, "parallel=fsdp"), run(tmp_path / "1", 1, *words))
@@ -64,7 +65,7 @@ def test_checkpoint_goes_from_mode_to_mode(reference: Run, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("mixed", ["false", "true"])
+@pytest.mark.parametrize("mixed", [pytest.param("false", marks=pytest.mark.thorough), "true"])
 def test_bf16_stays_near_one_process(mixed: str, tmp_path: Path) -> None:
     words = (*CONVNET, "precision=bf16", "max_steps=4")
     one = run(tmp_path / "1", 1, *words)

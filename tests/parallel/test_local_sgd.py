@@ -126,6 +126,7 @@ def test_resumed_in_mid_round_it_is_exact_on_as_many_ranks_and_refuses_others(tm
     assert part.losses == whole.losses
 
 
+@pytest.mark.thorough
 def test_at_an_averaging_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     words = (*TOY, "optimizer.momentum=0", "parallel=local_sgd", "parallel.every=1")
     whole = run(tmp_path / "whole", 1, *TOY, "optimizer.momentum=0", "max_steps=8")

@@ -62,6 +62,8 @@ ABSENT = {
     *(("pipeline 4", model, 4) for model in ("toy", "mlp", "convnet")),
 }
 CELLS = [(way, model, world_size) for way in WAYS for model in MODELS for world_size in way.world_sizes]
+# What the default run tests of it: every mode, on two ranks where it may have two; and what is refused.
+SLICE = {(mode, "mlp", 1 if mode in ("none", "dp") else 2) for mode in MODES} | ABSENT
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     ("way", "model", "world_size"),
-    [pytest.param(*cell, id=f"{cell[0].name}-{cell[1]}-{cell[2]}") for cell in CELLS],
+    [
+        pytest.param(
+            *(way, model, world_size),
+            id=f"{way.name}-{model}-{world_size}",
+            marks=() if (way.name, model, world_size) in SLICE else pytest.mark.thorough,
+        )
+        for way, model, world_size in CELLS
+    ],
 )
 def test_mode_equals_one_process(
     way: Way,
@@ -122,7 +131,7 @@ def test_mode_equals_one_process(
     ],
     ids=lambda options: options[0],
 )
-@pytest.mark.parametrize("mode", ["ddp", "allreduce"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("allreduce", marks=pytest.mark.thorough)])
 def test_option_means_the_same_on_two_ranks(
     mode: str, options: tuple[str, ...], reference: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -135,6 +144,7 @@ def test_option_means_the_same_on_two_ranks(
     assert (expected.losses != reference(model).losses) == changes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option",
     [

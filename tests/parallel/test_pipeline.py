@@ -59,7 +59,7 @@ def test_schedule_takes_a_step_of_fewer_samples_than_micro_batches(
     assert_equal(run(tmp_path, 2, *COMMON, *SHORT, *words), reference(*SHORT, "micro_batches=4", "optimizer=adamw"))
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.thorough), 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule_equals_one_process(schedule: str, stages: int, reference: Callable[..., Run], tmp_path: Path) -> None:
     """On four ranks: as one pipeline, and as two replicas of a pipeline of two with synchronized BatchNorm."""
@@ -96,7 +96,7 @@ def test_option_changes_no_number(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("first", ["none", "pipeline"])
+@pytest.mark.parametrize("first", [pytest.param("none", marks=pytest.mark.thorough), "pipeline"])
 def test_checkpoint_goes_from_one_mode_to_the_other(
     first: str, optimizer: str, reference: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -61,7 +61,7 @@ def test_it_equals_one_process(
     assert [line["train/grad_norm"] for line in one.lines if "train/loss" in line] != [0.0] * 8
 
 
-@pytest.mark.parametrize("options", [(), (REMOTE,)], ids=["local", "remote"])
+@pytest.mark.parametrize("options", [(), pytest.param((REMOTE,), marks=pytest.mark.thorough)], ids=["local", "remote"])
 def test_asynchronous_updates_train(options: tuple[str, ...], tmp_path: Path) -> None:
     """Three trainers' updates at weights that the others have changed: another run, that comes to about the same."""
     words = (*TOY, "optimizer.lr=0.02", "optimizer.momentum=0", "max_steps=30", "epochs=30")
@@ -75,6 +75,7 @@ def test_asynchronous_updates_train(options: tuple[str, ...], tmp_path: Path) ->
     assert abs(loss - expected) < 0.2 * (start - expected)
 
 
+@pytest.mark.thorough
 def test_checkpoints_go_to_and_from_other_modes(tmp_path: Path) -> None:
     words = (*BATCH_NORM, "optimizer.lr=0.01")
     whole = run(tmp_path / "whole", 1, *words, "max_steps=10")
@@ -134,7 +135,7 @@ def listening() -> set[str]:
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["server", "trainer"])
-@pytest.mark.parametrize("updates", ["sync", "async"])
+@pytest.mark.parametrize("updates", ["sync", pytest.param("async", marks=pytest.mark.thorough)])
 def test_all_ranks_end_when_one_dies(updates: str, victim: int, tmp_path: Path) -> None:
     timeout_s = 3
     words = (*TOY, "parallel=ps", f"parallel.updates={updates}", f"backend.timeout_s={timeout_s}")
@@ -175,6 +176,7 @@ def test_all_ranks_end_when_one_dies(updates: str, victim: int, tmp_path: Path) 
             rank.join()
 
 
+@pytest.mark.thorough
 def test_the_command_ends_cleanly(commands: Commands) -> None:
     """A fresh interpreter per rank: what outlives the job would abort it at its exit."""
     words = ("launcher=spawn", "launcher.nproc_per_node=2", "parallel=ps", ASYNC, *TOY, "max_steps=3")

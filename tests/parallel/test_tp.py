@@ -23,12 +23,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("none"), 1, *CONVNET, *STEADY)
 
 
-@pytest.mark.parametrize("options", [("parallel.rest=average",), ("parallel.rest=fsdp",), ("parallel.tensor=4",)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("parallel.rest=average",), marks=pytest.mark.thorough),
+        ("parallel.rest=fsdp",),
+        pytest.param(("parallel.tensor=4",), marks=pytest.mark.thorough),
+    ],
+)
 def test_meshes_change_no_number(options: tuple[str, ...], reference: Run, tmp_path: Path) -> None:
     """With whole and sliced parameters, several micro-batches, and a norm over all of them that clips every step."""
     assert_equal(run(tmp_path, 4, *CONVNET, *STEADY, "parallel=tp", *options), reference)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rest", ["average", "fsdp"])
 def test_adamw_and_a_transformer(rest: str, tmp_path: Path) -> None:
     words = (*TRANSFORMER, "optimizer=adamw", "optimizer.lr=0.001", "clip_grad_norm=0.5", "max_steps=10")
@@ -42,6 +50,7 @@ def test_dropout_between_slices_is_that_of_one_process(tmp_path: Path) -> None:
     assert_equal(run(tmp_path / "2", 2, *words, "parallel=tp"), run(tmp_path / "1", 1, *words))
 
 
+@pytest.mark.thorough
 def test_checkpoint_goes_from_mode_to_mode(reference: Run, tmp_path: Path) -> None:
     """Whole and sliced parameters are two groups of the optimizer here, and one elsewhere."""
     first = run(tmp_path, 4, *CONVNET, *STEADY, "max_steps=3", "parallel=tp")
@@ -50,6 +59,7 @@ def test_checkpoint_goes_from_mode_to_mode(reference: Run, tmp_path: Path) -> No
     assert_equal(run(tmp_path / "3", 1, f"resume='{first.path}'", "max_steps=10", "parallel=none"), reference)
 
 
+@pytest.mark.thorough
 def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
     words = (*MLP, "precision=bf16", "max_steps=4")
     one, two = run(tmp_path / "1", 1, *words), run(tmp_path / "2", 2, *words, "parallel=tp")

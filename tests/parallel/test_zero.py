@@ -53,6 +53,7 @@ def test_options_change_no_number(option: str, tmp_path: Path) -> None:
     assert three.losses == pytest.approx(one.losses, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_checkpoints_go_to_and_from_other_modes(tmp_path: Path) -> None:
     words = (*TOY, "optimizer=adamw")
     whole = run(tmp_path / "whole", 1, *words, "max_steps=12")

@@ -61,6 +61,7 @@ def write_model(folder: Path) -> tuple[str, ...]:
     return ("--config-dir", "own", *TOY[1:], "model=told")
 
 
+@pytest.mark.thorough
 def test_ranks_run_the_same_trials_and_prune_at_the_same_step(commands: Commands, tmp_path: Path) -> None:
     words = ("-m", *write_model(tmp_path), "parallel=ddp", *STUDY, "hydra/sweeper/pruner=median")
     pruner = ("hydra.sweeper.pruner.n_startup_trials=2", "hydra.sweeper.n_trials=8")

@@ -133,6 +133,7 @@ def test_zipped_keys_move_together(here: Here, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_sweep_killed_twice_ends_with_each_job_done_once(commands: Commands, own: Path) -> None:
     words = ("-m", *OWN, "model.sleeps_s=0.03", "checkpoint.every_steps=1", "seed=range(4)")
     process = commands.start("-m", "runner", *words)
@@ -155,6 +156,7 @@ def test_a_sweep_killed_twice_ends_with_each_job_done_once(commands: Commands, o
     assert [line["number"] for line in ended if line.get("state") == "finished"] == [0, 1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_a_failure_on_one_rank_is_that_jobs_alone(commands: Commands, own: Path) -> None:
     """Twelve jobs in one world, of which the fifth raises on rank 1; the next ones are as if alone."""
     fails = ",".join("true" if number == 4 else "false" for number in range(12))
@@ -234,6 +236,7 @@ def test_slots_are_never_shared_and_the_next_job_starts_when_they_are_free(comma
         assert found == [expected] * len(job.slots)
 
 
+@pytest.mark.thorough
 def test_slots_end_with_a_signal_and_go_on(commands: Commands, own: Path) -> None:
     words = ("-m", *OWN, "model.sleeps_s=0.5", "seed=range(3)", "hydra/launcher=slots", "hydra.launcher.slots=1")
     process = commands.start("-m", "runner", *words)

@@ -150,6 +150,7 @@ def test_run_leaves_table_and_plot(world_size: int, tmp_path: Path) -> None:
     assert not (made.path / "checkpoints").exists()
 
 
+@pytest.mark.thorough
 def test_command(commands) -> None:
     done = commands.runner(*SMALL, "launcher=spawn", "launcher.nproc_per_node=2", "task.operations=[all_reduce]")
     assert done.returncode == 0, done.stderr

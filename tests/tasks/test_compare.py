@@ -51,6 +51,7 @@ def test_modes_are_measured_and_what_does_not_fit_is_told(tmp_path: Path, monkey
     assert set(result["metrics"]) == {"none/1", "allreduce/2", "ddp/2", "ps/2", "pipeline/2"}
 
 
+@pytest.mark.thorough
 def test_inside_a_world_it_measures_that_size_and_says_each_line_once(commands: Commands) -> None:
     done = commands.torchrun(2, "task=compare", *TINY, "compare.modes=[pipeline,none]")
     assert done.returncode == 0, done.stderr

@@ -254,6 +254,7 @@ def test_the_end_of_a_sweep_says_how_its_jobs_compare(tmp_path: Path) -> None:
     assert closing(read_jobs(make_run(tmp_path / "one", accuracy=0.5), "run")) == ""
 
 
+@pytest.mark.thorough
 def test_on_several_ranks_one_of_them_reports(tmp_path: Path, commands: Commands) -> None:
     sweep = make_sweep(tmp_path)
     done = commands.torchrun(2, "task=report", f"run={sweep}")

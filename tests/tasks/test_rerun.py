@@ -21,6 +21,7 @@ def newest(folder: Path) -> Run:
     return Run(max((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_ctime))
 
 
+@pytest.mark.thorough
 def test_a_run_is_made_again_to_the_same_weights_whatever_the_environment_says(
     commands: Commands, tmp_path: Path
 ) -> None:
@@ -40,6 +41,7 @@ def test_a_run_is_made_again_to_the_same_weights_whatever_the_environment_says(
     assert "differs optimizer.lr: was 0.3, is 0.2\n" in changed.stdout and "other weights: they were" in changed.stdout
 
 
+@pytest.mark.thorough
 def test_a_job_of_a_sweep_on_two_ranks_is_made_again(commands: Commands, tmp_path: Path) -> None:
     spread = ("launcher=spawn", "parallel=ddp")
     done = commands.runner("-m", *SMALL, *spread, "seed=4")

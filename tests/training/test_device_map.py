@@ -32,7 +32,10 @@ def train(folder: Path, world_size: int, model: str, split: bool, *words: str) -
     return run(folder, world_size, *COMMON, *EXPERIMENTS[model], *chosen, *options, *words)
 
 
-@pytest.mark.parametrize("model", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=() if name == "mlp" else pytest.mark.thorough) for name in EXPERIMENTS],
+)
 def test_parts_change_no_number(model: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 1, model, False)
     for world_size, mode in ((1, "none"), (2, "ddp")):

@@ -46,6 +46,7 @@ def test_a_run_that_is_gone_on_with_is_recorded_from_there(tmp_path: Path) -> No
     assert sum(event["name"].startswith("Optimizer.step") for event in events(one) if event.get("ph") == "X") == 1
 
 
+@pytest.mark.thorough
 def test_the_profiler_says_nothing_of_its_own(commands: Commands) -> None:
     done = commands.runner(*SMALL, "max_steps=3")
     assert (done.returncode, done.stderr) == (0, "")

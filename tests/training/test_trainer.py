@@ -34,7 +34,7 @@ def test_evaluation_gives_what_training_gave_on_any_number_of_ranks(tmp_path: Pa
         assert (evaluated.result["task"], evaluated.result["step"]) == ("evaluate", 16)
 
 
-@pytest.mark.parametrize(("world_size", "after"), [(1, 4), (2, 4), (2, 6)])
+@pytest.mark.parametrize(("world_size", "after"), [(1, 4), pytest.param(2, 4, marks=pytest.mark.thorough), (2, 6)])
 def test_a_signal_to_one_rank_stops_all_after_one_step(
     world_size: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +65,12 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
 
 @pytest.mark.parametrize(
     ("parallel", "batch", "step"),
-    [("none", 6, 30), ("ddp", 2, 15), ("fsdp", 6, 30), ("pipeline", 2, 15)],
+    [
+        ("none", 6, 30),
+        pytest.param("ddp", 2, 15, marks=pytest.mark.thorough),
+        pytest.param("fsdp", 6, 30, marks=pytest.mark.thorough),
+        ("pipeline", 2, 15),
+    ],
 )
 def test_a_signal_in_an_evaluation_gives_it_up_and_the_resumed_run_makes_it_up(
     parallel: str, batch: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,7 +112,7 @@ def test_a_signal_in_an_evaluation_gives_it_up_and_the_resumed_run_makes_it_up(
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "none"), (2, "ddp")])
+@pytest.mark.parametrize(("world_size", "parallel"), [pytest.param(1, "none", marks=pytest.mark.thorough), (2, "ddp")])
 def test_every_precision_learns(precision: str, world_size: int, parallel: str, tmp_path: Path) -> None:
     words = ("model.channels=[8,16]", "data.sample_shape=[1,8,8]", "logger=none", "epochs=4")
     done = run(tmp_path, world_size, *words, f"precision={precision}", f"parallel={parallel}")
@@ -149,6 +154,7 @@ def test_clipping_bounds_the_step_and_not_the_logged_norm(tmp_path: Path) -> Non
     assert float(moved) == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor"
 )  # torch's own, compiling
