@@ -21,7 +21,7 @@ from runner import CONF
 from runner.config.compose import checked, compose
 from runner.config.diagnostics.overrides import given_twice, refuse_overrides
 from runner.config.help import render_help
-from runner.config.resume import Typed, go_on
+from runner.config.resume import Typed, with_recorded
 from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
 from runner.errors import InputError, tell
 from runner.runs.run_directory import Request
@@ -45,7 +45,7 @@ def main() -> int:
         refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
         if refuse:
             raise InputError(*refuse)
-        typed = go_on(args.overrides, args.config_dir, args.multirun)
+        typed = with_recorded(args.overrides, args.config_dir, args.multirun)
         if typed.config_dir:
             # A user's own model lies beside its YAML file; behind everything else, so that it hides nothing.
             sys.path.append(typed.config_dir)

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.diagnostics.overrides import explain, unchosen, unknown_keys
 from runner.config.renamed_targets import rename_targets
-from runner.config.resume import check_going_on
+from runner.config.resume import check_resumable
 from runner.config.schema import GROUPS, KEYS, Config, as_config
 from runner.config.validate import check_input, check_types
 from runner.errors import InputError
@@ -45,6 +45,6 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     if messages := check_types(container):
         raise InputError(*messages)
     config = as_config(container)
-    if messages := check_input(config) + check_going_on(config):
+    if messages := check_input(config) + check_resumable(config):
         raise InputError(*messages)
     return config

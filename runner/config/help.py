@@ -19,7 +19,7 @@ _EXAMPLES = (
     ("{command} -m model=toy,convnet optimizer.lr=0.1,0.01", "a sweep"),
     ("{command} --config-dir DIR model=mine", "your own DIR/model/mine.yaml"),
     ("{command} --cfg job", "show the configuration, run nothing"),
-    ("{command} resume=last", "go on with the newest run"),
+    ("{command} resume=last", "resume the newest run"),
 )
 _FLAGS = (
     ("-m, --multirun", "a sweep: one job for each combination of the values typed with commas"),

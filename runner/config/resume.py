@@ -31,7 +31,7 @@ class Typed:
     words: list[str] = field(default_factory=list)  # as Request.words
 
 
-def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed:
+def with_recorded(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed:
     """Put what the named run recorded before what is typed. Raises InputError where there is no such run."""
     try:
         typed = OverridesParser.create().parse_overrides(overrides)
@@ -39,7 +39,7 @@ def go_on(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed
         return Typed(overrides, overrides, config_dir)  # composing will say what is wrong with the grammar
     named = {o.key_or_group: o for o in typed if o.key_or_group in ("run", "resume") and o.value() is not None}
     if multirun and "resume" in named:
-        return _go_on_with_sweep(named["resume"], typed, config_dir)
+        return _with_recorded_sweep(named["resume"], typed, config_dir)
     if not named or multirun:
         return _with_search_path(Typed(overrides, overrides, _absolute(config_dir)))
     key, override = next(iter(named.items()))
@@ -80,7 +80,7 @@ def _rerun(words: list[str], path: Path, config_dir: str | None) -> Typed:
     return _with_search_path(Typed(words, trained, config_dir, words=words))
 
 
-def check_going_on(config: Config) -> list[str]:
+def check_resumable(config: Config) -> list[str]:
     """Why the configuration cannot continue the run that it names, a message each."""
     key, path = ("resume", config.resume) if config.resume else ("run", config.run)
     if not path or (key == "run" and not locate(config.task["_target_"]).reads_checkpoint):
@@ -106,7 +106,7 @@ def put_on_top(recorded: list[str], typed: list[str]) -> list[str]:
     return [*(str(o.input_line) for o in kept), *typed]
 
 
-def _go_on_with_sweep(resume: Override, typed: list[Override], config_dir: str | None) -> Typed:
+def _with_recorded_sweep(resume: Override, typed: list[Override], config_dir: str | None) -> Typed:
     if resume.is_sweep_override():
         raise InputError(f"{resume.input_line}: one sweep at a time; type one directory, or resume=last")
     path = _find_sweep(str(resume.value()), typed)
@@ -126,7 +126,7 @@ def _find_sweep(value: str, typed: list[Override]) -> Path:
         path = Path(value).absolute()
         if not is_sweep(path):
             what = f"no sweep (it has no {LEDGER})" if path.is_dir() else "no directory"
-            fix = f"without -m, resume={value} goes on with that run" if (path / OVERRIDES).is_file() else ""
+            fix = f"without -m, resume={value} resumes that run" if (path / OVERRIDES).is_file() else ""
             raise InputError(f"resume={value} is {what}; {fix or 'name a sweep-* under outputs/, or resume=last'}")
         return path
     folder = _runs_folder(typed)

@@ -67,7 +67,7 @@ def _check_task(config: Config) -> list[str]:
     if missing := [name for name in TASK_FACTS if not hasattr(task, name)]:
         return [f"task._target_={config.task['_target_']}: the class lacks {', '.join(missing)}"]
     if task.reads_run and config.resume:
-        return [f"resume={config.resume} goes on with training; to read a run, type run={config.resume}"]
+        return [f"resume={config.resume} continues training; to read a run, type run={config.resume}"]
     if task.reads_run and not config.run and not config.report.runs:
         return [f"task={task.__name__.lower()} needs the run to read; type run=last, or run=RUN_DIR"]
     for section, default in (("compare", Comparison()), ("report", Reporting())):
@@ -81,7 +81,7 @@ def _check_task(config: Config) -> list[str]:
         (key, value), *_ = going_on.items()
         return [f"{key}={value} has no effect on task={task.__name__.lower()}; drop it"]
     if config.run and not task.reads_run:
-        return [f"run={config.run} has no effect on training; to go on with that run, type resume={config.run}"]
+        return [f"run={config.run} has no effect on training; to resume that run, type resume={config.run}"]
     return []
 
 

@@ -28,7 +28,7 @@ class Ending:
             return told
         self._store.drop()
         where = f"{info.master_addr}:{info.master_port}"
-        return f"{text}\nand nothing answers at {where}, where the ranks met: that machine has ended or is cut off"
+        return f"{text}\nand nothing answers at {where}, the ranks' store: that machine has ended or is cut off"
 
     def say_then_continue(self, say: Callable[[], None]) -> None:
         """Let rank 0 say something to the user; the others continue when it has, or after a bounded wait.

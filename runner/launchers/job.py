@@ -15,9 +15,9 @@ from runner.distributed.peer_failure import misses_peer
 from runner.distributed.signals import unhurried
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted
-from runner.launchers.process_state import freshen
+from runner.launchers.process_state import reset_process
 from runner.launchers.task import JobTask, check_size, make_job_task
-from runner.runs.console import speaking
+from runner.runs.console import logging_to
 from runner.runs.run_directory import Request, RunDirectory, new_directory
 from runner.training.build import Experiment, build, check_compiler
 
@@ -56,7 +56,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
     except ValueError as error:
         raise InputError(f"outputs={config.outputs}: no run can be kept there ({error}); name another folder") from None
     directory = RunDirectory(path, writes=world.rank == 0)
-    with speaking(world.rank, directory.path) as console:
+    with logging_to(world.rank, directory.path) as console:
         directory.record(
             config,
             request,
@@ -81,7 +81,9 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             return metrics
         except Preempted as error:
             state = "preempted"
-            log.warning("%s: saved after step %d; go on with resume=%s", error, directory.result.step, directory.path)
+            log.warning(
+                "%s: saved after step %d; continue with resume=%s", error, directory.result.step, directory.path
+            )
             raise
         except JobFailed as error:
             text = str(error)
@@ -114,7 +116,7 @@ def _build(
     try:
         messages = choose_devices(world)
         take_cores(world, config.threads)  # of the node that the device hangs on
-        freshen(config.seed)
+        reset_process(config.seed)
         task = make_job_task(config)
         messages += check_fit(config, world.device.type) + check_compiler(config, world.device)
         if messages := messages + check_size(config, task, world.world_size):

@@ -15,7 +15,7 @@ import torch
 _first: list[Callable[[], Any]] = []  # what sets the process back to how it was before its first job
 
 
-def freshen(seed: int) -> None:
+def reset_process(seed: int) -> None:
     """Seed every generator, and undo what an earlier job has set for the whole process."""
     if not _first:
         _first.extend(_keep())

@@ -62,7 +62,7 @@ class Torchrun:
             raise ValueError(f"launcher.max_restarts={max_restarts} must be at least 0")
         self.min_nodes, self.max_nodes = _bounds(nodes)
         if self.max_nodes > 1 and not rdzv_endpoint:
-            raise ValueError(f"launcher.nodes={nodes} needs launcher.rdzv_endpoint=HOST:PORT, where the nodes meet")
+            raise ValueError(f"launcher.nodes={nodes} needs launcher.rdzv_endpoint=HOST:PORT, their rendezvous")
         if self.max_nodes == 1 and rdzv_endpoint:
             raise ValueError(
                 f"launcher.rdzv_endpoint={rdzv_endpoint} has an effect on several nodes; add launcher.nodes"
@@ -112,10 +112,10 @@ class Torchrun:
             why = str(error) or type(error).__name__
             where = f"launcher.rdzv_endpoint={self.host}:{self.port}"
             if had_ranks.is_set():
-                died = f"{where}: the nodes did not meet again ({why})"
+                died = f"{where}: the nodes found each other no more ({why})"
             else:
                 raise InputError(
-                    f"{where}: {self.min_nodes} nodes did not meet there within launcher.join_timeout_s="
+                    f"{where}: {self.min_nodes} nodes did not find each other there within launcher.join_timeout_s="
                     f"{self.join_timeout_s:g} ({why}); is every one started?"
                 ) from None
         return conclude(next(iter(outcomes.values()), None), died, received)
@@ -137,7 +137,7 @@ class Torchrun:
                     last = time.monotonic()
                     had_ranks.set()
                 elif time.monotonic() - last > patience_s:
-                    print(f"nothing answers at {self.host}:{self.port}, where the nodes meet", file=sys.stderr)
+                    print(f"nothing answers at {self.host}:{self.port}, the nodes' rendezvous", file=sys.stderr)
                     sys.stdout.flush()
                     sys.stderr.flush()
                     os._exit(1)

@@ -27,7 +27,7 @@ class _ToConsole(logging.Handler):
 
 
 @contextmanager
-def speaking(rank: int, directory: Path) -> Iterator[Console]:
+def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     """Direct what is logged, warnings too, for the length of a job.
 
     Rank 0 tells the user everything; another rank keeps warnings and errors in logs/rank_R.txt, which is made when

@@ -31,7 +31,7 @@ class Request:
     command: tuple[str, ...] = ()
     directory: str | None = None  # given to a job of a sweep and to a run that is resumed; otherwise a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
-    judge: Callable[[int, dict[str, float]], bool] | None = None  # given step and metrics: whether to give the run up
+    pruner: Callable[[int, dict[str, float]], bool] | None = None  # given step and metrics: whether to give the run up
     words: tuple[str, ...] = ()  # what another process has to type for it, where that is not what is recorded
 
 
@@ -65,7 +65,7 @@ class RunDirectory:
     def __init__(self, path: Path, writes: bool = True):
         self.path, self.writes = path, writes
         self.result = Result()
-        self.judge: Callable[[int, dict[str, float]], bool] | None = None
+        self.pruner: Callable[[int, dict[str, float]], bool] | None = None
         self.pruned = False
         self._start = time.monotonic()
 
@@ -76,7 +76,7 @@ class RunDirectory:
     def record(self, config: Any, request: Request, **facts: Any) -> None:
         """Write what runs here, and the state running. config: a dataclass."""
         self.result = Result(command=list(request.command), versions=versions(), machine=machine(), **facts)
-        self.judge = request.judge
+        self.pruner = request.pruner
         if not self.writes:
             return
         self.result.git = git_state()

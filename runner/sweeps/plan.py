@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from runner.config.diagnostics.overrides import explain
 from runner.config.diagnostics.type_hints import show
 from runner.config.renamed_targets import rename_targets
-from runner.config.resume import go_on, put_on_top
+from runner.config.resume import put_on_top, with_recorded
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.runs.ledger import JobRecord
@@ -78,7 +78,7 @@ class Composer:
 
 def composed_words(job: Sequence[str]) -> list[str]:
     """What is composed for the job: with what an earlier run recorded, where it names one."""
-    return go_on(list(job), None, multirun=False).overrides
+    return with_recorded(list(job), None, multirun=False).overrides
 
 
 def first_job(typed: Sequence[str], loader: ConfigLoader) -> list[str]:

@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 
 
 @dataclass
-class Judge:
+class TrialPruner:
     """Tells the study how a trial does, and whether its pruner gives it up; to be pickled before it is asked."""
 
     storage: str  # as Options.storage, of which there is one

@@ -21,7 +21,7 @@ from runner.config.schema import Config
 from runner.errors import InputError, did_you_mean
 from runner.runs.ledger import DONE, read_ledger
 from runner.sweeps.plan import Job, composed_words, first_value
-from runner.sweeps.pruner import Judge, open_storage
+from runner.sweeps.pruner import TrialPruner, open_storage
 from runner.sweeps.sweep import Sweep
 
 OF_TRAINING = ("val/loss", "val/accuracy", "train/loss")
@@ -54,7 +54,7 @@ class Study:
     swept: dict[str, Override]
     study: Any
 
-    def propose(self) -> list[tuple[Job, Judge]]:
+    def propose(self) -> list[tuple[Job, TrialPruner]]:
         """The next jobs, as many as are run at once; none when all have been."""
         known = read_ledger(self.path)
         left = min(self.options.n_jobs, self.options.n_trials - len(known))
@@ -62,12 +62,12 @@ class Study:
         for _ in range(left):
             trial = self.study.ask({key: distribution(override) for key, override in self.swept.items()})
             words = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
-            jobs.append((self.sweep.add(words, list(self.swept), trial=trial.number), self.judge(trial.number)))
+            jobs.append((self.sweep.add(words, list(self.swept), trial=trial.number), self.pruner(trial.number)))
         return jobs
 
-    def judge(self, trial: int) -> Judge:
+    def pruner(self, trial: int) -> TrialPruner:
         pruner: Any = OmegaConf.to_container(self.options.pruner)
-        return Judge(self.storage, self.study.study_name, trial, self.options.metric, pruner)
+        return TrialPruner(self.storage, self.study.study_name, trial, self.options.metric, pruner)
 
     def settle(self) -> None:
         """Tell the study of every trial that has ended and that it does not know of.
@@ -94,10 +94,10 @@ class Study:
             elif job.state == "finished":
                 self.study.tell(job.trial, value)
 
-    def unfinished(self) -> list[tuple[Job, Judge]]:
+    def unfinished(self) -> list[tuple[Job, TrialPruner]]:
         """The jobs that were stopped on their way."""
         return [
-            (Job(job.number, job.label, job.overrides), self.judge(job.trial))
+            (Job(job.number, job.label, job.overrides), self.pruner(job.trial))
             for job in read_ledger(self.path)
             if job.trial is not None and job.state not in (*DONE, *GIVEN_UP)
         ]
@@ -146,7 +146,7 @@ def run_study(
         study[0].settle()
         return _told(study[0].unfinished())
 
-    def go_on() -> str:
+    def propose_next() -> str:
         study[0].settle()
         return _told(study[0].propose())
 
@@ -154,13 +154,13 @@ def run_study(
     num_asked = 0
     while asked or num_asked == 0:
         first = len(sweep.jobs)
-        for job, judge in asked:
+        for job, pruner in asked:
             sweep.jobs.append(Job(**job))
-            sweep.judges[sweep.jobs[-1].number] = Judge(**judge)
+            sweep.pruners[sweep.jobs[-1].number] = TrialPruner(**pruner)
         if asked:
             launcher.launch([composed_words(job.overrides) for job in sweep.jobs[first:]], initial_job_idx=first)
         num_asked += 1
-        asked = json.loads(sweep.share(f"trials{num_asked}", go_on))
+        asked = json.loads(sweep.share(f"trials{num_asked}", propose_next))
 
 
 def distribution(override: Override) -> Any:
@@ -187,9 +187,9 @@ def storage_of(options: Options, directory: Path) -> str:
     return options.storage or str(directory / JOURNAL)
 
 
-def _told(asked: Sequence[tuple[Job, Judge]]) -> str:
+def _told(asked: Sequence[tuple[Job, TrialPruner]]) -> str:
     own = ("storage", "study_name", "trial", "metric", "pruner")
-    return json.dumps([(asdict(job), {name: getattr(judge, name) for name in own}) for job, judge in asked])
+    return json.dumps([(asdict(job), {name: getattr(pruner, name) for name in own}) for job, pruner in asked])
 
 
 def _open(sweep: Sweep, options: Options, fixed: list[str], swept: dict[str, Override]) -> Study:

@@ -33,7 +33,7 @@ from runner.sweeps.plan import (
     number_jobs,
     shared_values,
 )
-from runner.sweeps.pruner import Judge
+from runner.sweeps.pruner import TrialPruner
 from runner.sweeps.submission import PartlyQueued, check_launchers, submit
 from runner.sweeps.summary import conclude
 
@@ -54,7 +54,7 @@ class Sweep:
     queues: bool = False  # all jobs are for a queue
     shows: bool = False  # and are only shown: nothing is written
     is_new: bool = False  # this command has made the directory
-    judges: dict[int, Judge] = field(default_factory=dict)  # by job number, where a study asks for the jobs
+    pruners: dict[int, TrialPruner] = field(default_factory=dict)  # by job number, where a study asks for the jobs
 
     def open(
         self,
@@ -89,7 +89,7 @@ class Sweep:
             if self.directory is None:
                 self._begin(jobs, swept, configs, composer, asks)
             else:
-                self._go_on(jobs, swept, configs, composer, asks)
+                self._resume(jobs, swept, configs, composer, asks)
             return json.dumps([self.directory, [asdict(job) for job in self.jobs]])
 
         self.directory, planned = json.loads(self.share("sweep", plan))
@@ -169,7 +169,7 @@ class Sweep:
             command=tuple(self.record.command),
             directory=str(self.path(job)),
             choices=choices,
-            judge=self.judges.get(job.number),
+            pruner=self.pruners.get(job.number),
         )
 
     def words(self) -> list[list[str]]:
@@ -220,7 +220,7 @@ class Sweep:
         write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, self.jobs))
         self.directory = str(path)
 
-    def _go_on(
+    def _resume(
         self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer, asks: bool
     ) -> None:
         path = Path(str(self.directory))
@@ -242,7 +242,7 @@ class Sweep:
         unfinished = [Job(job.number, job.label, job.overrides) for job in left if job not in queued]
         self.jobs = [*unfinished, *added]
         done = f"{len(recorded) - len(left)} jobs are done" + (f", {len(queued)} in the queue" if queued else "")
-        print(f"going on with {path}: {done}, {len(unfinished)} go on, {len(added)} are new", flush=True)
+        print(f"resuming {path}: {done}, {len(unfinished)} unfinished, {len(added)} new", flush=True)
 
 
 def current() -> Sweep:

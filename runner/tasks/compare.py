@@ -14,7 +14,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, did_you_mean
 from runner.fault_tolerance import checkpoint
-from runner.runs.console import WIDTH, draw_table, speaking
+from runner.runs.console import WIDTH, draw_table, logging_to
 from runner.runs.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
 from runner.runs.train_state import available
 
@@ -79,7 +79,7 @@ class Compare:
         world.begin_job(as_backend(config.backend))
         path = Path(world.agreement.share("compare", lambda: str(new_directory(config.outputs, config.name))))
         directory = RunDirectory(path, writes=rank_info.rank == 0)
-        with speaking(rank_info.rank, path):
+        with logging_to(rank_info.rank, path):
             directory.record(config, request, task="compare", model=request.choices["model"], seed=config.seed)
             log.info("comparing %d cells of %s on %s", len(cells), request.choices["model"], request.choices["data"])
             for cell in cells:

@@ -46,7 +46,7 @@ class Train:
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if available(directory.checkpoints):
             state = restore(directory.checkpoints, spread, world)
-            log.info("going on after step %d", state.step)
+            log.info("resuming after step %d", state.step)
             directory.result.step, directory.result.epoch = state.step, state.epoch
         directory.forget_after(state.step)
         meter = ThroughputMeter()
@@ -98,8 +98,8 @@ def observers(
         callbacks.add("profiler", Profiler(world.device))
     for name, callback in experiment.callbacks.items():
         callbacks.add(name, callback)
-    if directory.judge is not None:
-        callbacks.add("pruning", Pruning(directory.judge, asks=directory.writes))
+    if directory.pruner is not None:
+        callbacks.add("pruning", Pruning(directory.pruner, asks=directory.writes))
     callbacks.add(
         "checkpointing",
         Checkpointing(config.checkpoint, spread, directory, meter, callbacks, flush=experiment.logger.flush),

@@ -69,7 +69,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (69, 60, 50, 46):
         shutil.rmtree(first / "checkpoints" / f"step_{step}")
     again = commands.runner(f"resume={first}")
-    assert again.returncode == 0 and "going on after step 40" in again.stdout, again.stderr
+    assert again.returncode == 0 and "resuming after step 40" in again.stdout, again.stderr
     return path
 
 

@@ -76,7 +76,8 @@ def test_a_host_that_reaches_no_other_says_where_it_tried(hosts: Hosts, commands
     )  # fmt: skip
     done = commands.finish(nowhere)
     assert done.returncode == 2
-    assert f"launcher.rdzv_endpoint={Hosts.address(3)}:{PORT}: 2 nodes did not meet there within" in done.stderr
+    where = f"launcher.rdzv_endpoint={Hosts.address(3)}:{PORT}"
+    assert f"{where}: 2 nodes did not find each other there within" in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 
@@ -105,7 +106,7 @@ def test_a_host_that_is_cut_off_is_named(elastic: bool, hosts: Hosts, commands: 
     if elastic:
         assert told.returncode == 0 and one.result["state"] == "finished", said
         assert (one.result["world_size"], one.result["step"]) == (2, 2000)
-        assert said.count("going on after step") == 1
+        assert said.count("resuming after step") == 1
     else:
         assert told.returncode == 1 and one.result["state"] == "failed"
         assert commands.finish(second).returncode == 1, "the host that was cut off ends too"

@@ -60,10 +60,8 @@ def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_pa
     wait_until(lambda: commands.living(process) == [])
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["spawn", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("torchrun", "agent"))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["spawn", "torchrun", "agent"])
 def test_ranks_end_with_a_parent_that_was_killed(way: str, commands: Commands, tmp_path: Path) -> None:
     process = begun(commands, way, tmp_path)
     process.kill()
@@ -87,7 +85,7 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(commands
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "outputs" / "run").iterdir()
-    assert done.stdout.count("going on after step") == 1
+    assert done.stdout.count("resuming after step") == 1
     assert Run(path).result["weights_sha256"] == whole.result["weights_sha256"]
 
 

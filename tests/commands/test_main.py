@@ -164,6 +164,7 @@ def test_one_process_listens_nowhere(commands: Commands, tmp_path: Path, mine: C
     assert commands.finish(process).returncode == 0
 
 
+@pytest.mark.thorough
 def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
     commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
@@ -222,7 +223,7 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     one = only_run(tmp_path)
     assert one.result["state"] == "preempted"
     assert 5 <= one.result["step"] < 32 and one.result["epoch"] == 0
-    assert f"go on with resume={one.path}\n" in stopped.stdout
+    assert f"continue with resume={one.path}\n" in stopped.stdout
 
     went_on = commands.runner("resume=last")
     assert (went_on.returncode, went_on.stderr) == (0, "")

@@ -39,7 +39,7 @@ def test_own_model_and_data_train_resume_and_are_checked(mine: Path) -> None:
     (path,) = (mine.parent / "outputs" / "run").iterdir()
     again = runner(mine, f"resume={path}", "epochs=3")
     assert again.returncode == 0, again.stderr
-    assert "going on after step 32" in again.stdout
+    assert "resuming after step 32" in again.stdout
     wrong = runner(mine.parent, *words, "model.width=wide")
     assert (wrong.returncode, wrong.stderr) == (2, "model.width=wide must be an integer (int); for example 512\n")
 

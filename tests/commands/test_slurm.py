@@ -147,7 +147,7 @@ def test_a_task_of_an_array_that_cannot_save_in_time_goes_on_from_its_checkpoint
     wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=300)
     assert not (jobs[0].path / "slurm" / "requeued.json").exists()
     log = "".join(file.read_text() for file in (path / "slurm").glob("*.log"))
-    assert "saved after step" not in log and log.count("going on after step") == 1
+    assert "saved after step" not in log and log.count("resuming after step") == 1
     alone = run(tmp_path / "here", 2, *TINY, *LONG, "seed=1", "backend=gloo")
     assert jobs[1].result["weights_sha256"] == alone.result["weights_sha256"]
 
@@ -212,7 +212,7 @@ def test_a_sweep_is_one_array_which_a_later_command_collects(
     assert {job.state for job in read_ledger(path)} <= {"queued", "running", "finished"}
 
     again = commands.finish(commands.start("-m", "runner", "-m", f"resume={path}", env=cluster.env))
-    assert "in the queue, 0 go on, 0 are new" in again.stdout or "3 jobs are done" in again.stdout, again.stdout
+    assert "in the queue, 0 unfinished, 0 new" in again.stdout or "3 jobs are done" in again.stdout, again.stdout
     wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=300)
     report = commands.runner("task=report", f"run={path}")
     assert report.returncode == 0 and re.search(r"\b3\b", report.stdout), report.stdout + report.stderr

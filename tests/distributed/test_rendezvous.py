@@ -36,7 +36,8 @@ def run_both(folder: Path, *words: str) -> list[tuple[int, str, str]]:
     return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, ended, strict=True)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.thorough), "tcp"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_ranks_meet_without_a_master_in_the_environment(kind: str, tmp_path: Path) -> None:
     init = f"file://{tmp_path / 'meeting'}" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
     second, first = run_both(tmp_path, *TINY, f"backend.init={init}")

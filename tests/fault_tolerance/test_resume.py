@@ -49,7 +49,7 @@ def test_it_ends_at_the_same_weights_to_the_bit(words: tuple[str, ...], world_si
     assert kept[2].name == "step_12"  # the middle of the second epoch
     resumed = run(tmp_path, world_size, f"resume={whole.path}")
     assert resumed.path == whole.path
-    assert "going on after step 12" in (whole.path / "log.txt").read_text()
+    assert "resuming after step 12" in (whole.path / "log.txt").read_text()
     assert [path.name for path in available(whole.path / "checkpoints")] == [path.name for path in kept]
     assert resumed.losses == losses
     assert resumed.result["weights_sha256"] == weights

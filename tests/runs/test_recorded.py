@@ -65,14 +65,14 @@ def test_a_sweep_goes_on_with_the_job_it_lacks(
 ) -> None:
     before = {job: result_of(sweep / job) for job in ("0-lr-0.1_seed-0", "1-lr-0.1_seed-1", "2-lr-0.01_seed-0")}
     assert here("-m", f"resume={sweep}") == 0
-    assert "3 jobs are done, 1 go on, 0 are new" in capsys.readouterr().out
+    assert "3 jobs are done, 1 unfinished, 0 new" in capsys.readouterr().out
     assert result_of(sweep / "3-lr-0.01_seed-1")["state"] == "finished"
     assert {job: result_of(sweep / job) for job in before} == before
 
 
 def test_a_sweep_takes_more_jobs(sweep: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert here("-m", f"resume={sweep}", "seed=0,1,2") == 0
-    assert "3 jobs are done, 1 go on, 2 are new" in capsys.readouterr().out
+    assert "3 jobs are done, 1 unfinished, 2 new" in capsys.readouterr().out
 
 
 def test_a_sweep_whose_jobs_would_differ_is_refused(

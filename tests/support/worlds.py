@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from runner import CONF
 from runner.config.compose import checked, compose
-from runner.config.resume import go_on
+from runner.config.resume import with_recorded
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -56,7 +56,7 @@ class Run:
 
 def configure(*overrides: str) -> tuple[Config, Request]:
     """The checked configuration of a command line, and its request."""
-    typed = go_on(list(overrides), None, multirun=False)
+    typed = with_recorded(list(overrides), None, multirun=False)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(typed.overrides)
         config = checked(cfg, typed.overrides)

@@ -132,7 +132,7 @@ def test_a_sweep_that_is_waited_for_is_asked_about_at_once(
     monkeypatch.setattr("runner.launchers.slurm.launcher.time", SimpleNamespace(sleep=interrupt))
     with pytest.raises(SystemExit, match="130"):
         here(*TINY, "name=left", "seed=0,1", "launcher.wait=true")
-    assert capfd.readouterr().err.endswith("job 8 goes on; `scancel 8` ends it\n")
+    assert capfd.readouterr().err.endswith("job 8 keeps running; `scancel 8` ends it\n")
 
 
 def test_what_starts_jobs_twice_is_refused(here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_a_job_that_slurm_has_lost_has_failed_and_is_queued_again(
     assert [job.state for job in read_ledger(sweep)][3:] == ["queued"] * 3
 
     assert here("-m", "resume=last") == 0
-    assert "0 jobs are done, 3 in the queue, 3 go on, 0 are new" in capfd.readouterr().out
+    assert "0 jobs are done, 3 in the queue, 3 unfinished, 0 new" in capfd.readouterr().out
     assert [job.queued_as for job in read_ledger(sweep)] == ["8_0", "8_1", "8_2", "7_3", "7_4", "7_5"]
 
 
@@ -180,7 +180,7 @@ def test_without_slurm_or_its_answer_the_ledger_stands(
     monkeypatch.setenv("PATH", "/nowhere")
     assert [job.state for job in read_standing(sweep_of(slurm))] == ["queued"] * 2
     assert here("-m", "resume=last") == 2
-    assert "job 7 is in Slurm's queue; go on where scontrol is" in capfd.readouterr().err
+    assert "job 7 is in Slurm's queue; type this where scontrol is" in capfd.readouterr().err
 
 
 def test_a_task_that_starts_processes_itself_is_not_queued(

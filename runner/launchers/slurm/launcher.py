@@ -236,7 +236,7 @@ def follow(job: str, directory: Path) -> dict[str, float]:
 
 
 def _leave(*jobs: str) -> NoReturn:
-    print(f"\njob {', '.join(jobs)} goes on; `scancel {' '.join(jobs)}` ends it", file=sys.stderr, flush=True)
+    print(f"\njob {', '.join(jobs)} keeps running; `scancel {' '.join(jobs)}` ends it", file=sys.stderr, flush=True)
     raise SystemExit(130)
 
 

@@ -34,7 +34,7 @@ def show(job: str) -> str | None:
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=whole)
     except FileNotFoundError:
-        raise InputError(f"job {job} is in Slurm's queue; go on where scontrol is") from None
+        raise InputError(f"job {job} is in Slurm's queue; type this where scontrol is") from None
     except subprocess.TimeoutExpired:
         return None
     return said.stdout if "JobState=" in said.stdout else "" if "Invalid job id" in said.stderr else None
