@@ -148,6 +148,17 @@ def test_there_is_no_circle() -> None:
     assert circles(arrows_of(SOURCES)) == []
 
 
+def test_any_arrow_that_is_turned_round_is_found() -> None:
+    arrows = arrows_of(SOURCES)
+    for source, target in arrows:
+        turned = (arrows - {(source, target)}) | {(target, source)}
+        start, end = floor_of(source), floor_of(target)
+        if start and end and start[1] != end[1]:
+            assert f"{target} imports {source}, which is not below it" in wrong_arrows(turned)
+        both = circles(arrows | {(target, source)})
+        assert any({source, target} <= set(way) for way in both), (source, target)
+
+
 def between_rooms() -> list[tuple[str, str]]:
     """One arrow of each pair of rooms, and one within each room."""
     chosen: dict[tuple[str, str], tuple[str, str]] = {}
