@@ -20,12 +20,17 @@ log = logging.getLogger(__name__)
 STATE, MANIFEST = "state.pt", "manifest.json"
 
 
+def path_of(folder: Path, train_state: TrainState) -> Path:
+    """Where the checkpoint of that point of a run is kept."""
+    return folder / f"step_{train_state.step}"
+
+
 def save(folder: Path, state: dict[str, Any], train_state: TrainState, keep: int) -> Path:
     """Write folder/step_N and drop all but the newest `keep`. For one rank; the state is of the whole model.
 
     It is written beside its place, flushed to the disk and renamed, so that a crash leaves the older ones as they are.
     """
-    final = folder / f"step_{train_state.step}"
+    final = path_of(folder, train_state)
     partial = final.with_name(final.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

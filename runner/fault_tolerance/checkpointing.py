@@ -1,10 +1,9 @@
 """Takes the checkpoints of a run: every so many steps and epochs, and whenever it ends so that it can be resumed."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from runner.config.schema import Checkpoints
-from runner.fault_tolerance.checkpoint import save, weights_sha256
+from runner.fault_tolerance.checkpoint import path_of, save, weights_sha256
 from runner.runs.run_directory import RunDirectory
 from runner.runs.train_state import TrainState
 from runner.training.callback import Callback, Callbacks, Moment, Outcome
@@ -50,9 +49,8 @@ class Checkpointing(Callback):
             return
         self._saved_step = state.step
         tensors = self._spread.state()
-        path = self._directory.checkpoints / f"step_{state.step}"
         if self._directory.writes:
             self._flush()
             save(self._directory.checkpoints, tensors, state, self._options.keep)
             self._directory.result.weights_sha256 = weights_sha256(tensors["model"])
-        self._callbacks.after_checkpoint(Moment(state), Path(path))
+        self._callbacks.after_checkpoint(Moment(state), path_of(self._directory.checkpoints, state))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.config.validate import check_fit
@@ -79,7 +80,7 @@ def launch_and_tell(config: Config, request: Request, rank_info: RankInfo) -> in
 
 def check_queueable(config: Config, choices: Mapping[str, str]) -> None:
     """Raises InputError where the task launches jobs of its own, and would here, although a launcher queues jobs."""
-    if launches_jobs(config) and not make_launching_task(config).reads_run:
+    if launches_jobs(config) and not locate(config.task["_target_"]).reads_run:
         raise InputError(
             f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes of its own "
             "where it is typed; type it inside an allocation (of salloc, or in a script for sbatch), with launcher=env"

@@ -39,6 +39,9 @@ class Moment:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of a step only where it is logged: see log_every
     predictions: Predictions | None = None  # of an evaluation whose logger shows them
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))  # whoever is told cannot change them
+
     @property
     def step(self) -> int:
         """Optimizer steps done."""
@@ -72,7 +75,7 @@ class Callback:
         """After each epoch but the run's last, and its evaluation where one is due."""
 
     def after_checkpoint(self, now: Moment, path: Path) -> None:
-        """When a checkpoint is complete on the disk."""
+        """When a checkpoint is complete on the disk: on rank 0, which writes it; the others do not wait for that."""
 
     def on_end(self, now: Moment, outcome: Outcome) -> None:
         """After the last step of this process, however it came; the callback that was started last is told first."""
@@ -115,19 +118,19 @@ class Callbacks:
         self._call("after_checkpoint", now, path)
 
     def _call(self, method: str, now: Moment, *arguments: object) -> None:
-        call = methodcaller(method, _read_only(now), *arguments)
+        call = methodcaller(method, now, *arguments)
         for name, callback in self._named:
             with _naming(name, method):
                 call(callback)
 
     def on_end(self, now: Moment, outcome: Outcome) -> None:
         """Tell every callback that was started. Raises what the first of them raised, unless the run failed already."""
-        first: Exception | None = None
+        first: BaseException | None = None
         for name, callback in reversed(self._started):
             try:
                 with _naming(name, "on_end"):
-                    callback.on_end(_read_only(now), outcome)
-            except Exception as error:
+                    callback.on_end(now, outcome)
+            except BaseException as error:  # a second Ctrl-C too: the bar must leave the terminal, the logger its file
                 if outcome == "failed":
                     log.warning("the callback %s raised at the end: %s: %s", name, type(error).__name__, error)
                 else:
@@ -135,10 +138,6 @@ class Callbacks:
         self._started.clear()
         if first is not None:
             raise first
-
-
-def _read_only(now: Moment) -> Moment:
-    return Moment(now.state, MappingProxyType(dict(now.metrics)), now.predictions)
 
 
 @contextmanager

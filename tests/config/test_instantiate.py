@@ -1,9 +1,13 @@
 """A class of one's own that lacks what its group's contract declares is refused before anything is written."""
 
 from collections.abc import Callable
+from inspect import get_annotations
 from pathlib import Path
 
 import pytest
+
+from runner.config.validate import TASK_FACTS
+from runner.launchers.task import Task
 
 HALF = """
 class Empty:
@@ -38,3 +42,7 @@ def test_what_lacks_members_of_its_contract_is_refused(
     assert said in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "outputs").exists()
+
+
+def test_what_a_tasks_class_declares_is_asked_of_it_before_it_is_made() -> None:
+    assert set(TASK_FACTS) == set(get_annotations(Task))

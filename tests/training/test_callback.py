@@ -9,6 +9,10 @@ import pytest
 from ranks import RankError
 from worlds import Run, run
 
+from runner.config.schema import Config
+from runner.runs.train_state import TrainState
+from runner.training.callback import Callback, Callbacks, Moment, RunInfo
+
 SMALL = ("model=toy", "data=toy", "epochs=2", "batch_size=256", "logger=none")  # 4 steps an epoch
 
 WATCH = """
@@ -178,3 +182,27 @@ def test_what_is_no_callback_is_refused(tmp_path: Path, watch: Callable[..., tup
     with pytest.raises(RankError, match=r"callbacks\.other\._target_=watching\.NotOne: no callback; derive it from"):
         run(tmp_path / "outputs", 1, *SMALL, *words)
     assert not (tmp_path / "outputs" / "run").exists()
+
+
+def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
+    """Also where a second Ctrl-C comes while one of them saves."""
+    told: list[str] = []
+
+    class Tell(Callback):
+        def __init__(self, name: str, error: BaseException | None = None):
+            self.name, self.error = name, error
+
+        def on_end(self, now: Moment, outcome: str) -> None:
+            told.append(f"{self.name} {outcome}")
+            if self.error:
+                raise self.error
+
+    run_info = RunInfo(Config(), Path(), rank=0, world_size=1, first_step=0, num_steps=1, steps_per_epoch=1)
+    end = Moment(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
+    for error in (KeyboardInterrupt(), OSError("no room")):
+        told.clear()
+        callbacks = Callbacks([("bar", Tell("bar")), ("mine", Tell("mine")), ("saving", Tell("saving", error))])
+        callbacks.on_start(run_info)
+        with pytest.raises(type(error)):
+            callbacks.on_end(end, "finished")
+        assert told == ["saving finished", "mine failed", "bar failed"]

@@ -40,6 +40,7 @@ class Recorder(Callback):
             self._logger.close(finished=outcome in ("finished", "pruned"))
 
     def _log(self, now: Moment) -> None:
-        self._directory.log_metrics(now.step, now.epoch, dict(now.metrics))
+        metrics = dict(now.metrics)
+        self._directory.log_metrics(now.step, now.epoch, metrics)
         if self._directory.writes:
-            self._logger.scalars(now.step, dict(now.metrics))
+            self._logger.scalars(now.step, metrics)
