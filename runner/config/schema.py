@@ -7,6 +7,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+SPLITS = ("train", "val", "test")  # of a data set
+
 
 @dataclass
 class Checkpoints:
@@ -55,6 +57,7 @@ class Config:
     seed: int = 0
     epochs: int = 10
     max_steps: int | None = None
+    val_fraction: float | None = None
     batch_size: int = 64
     micro_batches: int = 1
     precision: str = "fp32"
@@ -71,6 +74,7 @@ class Config:
     report: Reporting = field(default_factory=Reporting)
     resume: str | None = None
     run: str | None = None
+    split: str = "val"
     outputs: str = "outputs"
 
 

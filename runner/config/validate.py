@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from runner.config.diagnostics.import_target import locate
-from runner.config.diagnostics.signature import PROVIDED, check_options
+from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import describe, show, suits
-from runner.config.schema import GROUPS, KEYS, Comparison, Config, Reporting
+from runner.config.schema import GROUPS, KEYS, SPLITS, Comparison, Config, Reporting
 from runner.errors import near_hint
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -28,7 +28,8 @@ def check_input(config: Config) -> list[str]:
     messages = check_values(config)
     messages += _check_callbacks(config.callbacks)
     for group in GROUPS:
-        messages += check_options(group, getattr(config, group), PROVIDED.get(group, ()), DESCRIBED.get(group, ()))
+        node = getattr(config, group)
+        messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
     return messages or _check_task(config)
 
 
@@ -76,6 +77,11 @@ def _check_task(config: Config) -> list[str]:
             return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
     if config.profile and task.__name__ not in ("Train", "Rerun"):
         return [f"profile=true has no effect on task={task.__name__.lower()}; drop it, or profile the training"]
+    if config.split != "val" and task.__name__ != "Evaluate":
+        return [
+            f"split={config.split} has no effect on task={task.__name__.lower()}; drop it, or type task=evaluate "
+            f"run=RUN_DIR split={config.split}"
+        ]
     going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
     if going_on and not (task.needs_experiment or task.reads_run):
         (key, value), *_ = going_on.items()
@@ -125,6 +131,9 @@ def check_values(config: Config) -> list[str]:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
     if config.clip_grad_norm is not None and not (0 < config.clip_grad_norm < math.inf):
         messages.append(f"clip_grad_norm={config.clip_grad_norm} must be above 0 and finite, or null; try 1.0")
+    if config.val_fraction is not None and not 0 < config.val_fraction < 1:
+        messages.append(f"val_fraction={config.val_fraction} must be above 0 and below 1, or null; try 0.1")
+    messages += _choice("split", config.split, SPLITS)
     messages += _choice("precision", config.precision, PRECISIONS)
     messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
     if config.report.direction is not None:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Evaluate:
-    """Evaluate the newest checkpoint of config.run."""
+    """Evaluate the newest checkpoint of config.run on config.split."""
 
     section = None
     reads_run = True
@@ -34,7 +34,8 @@ class Evaluate:
         spread = experiment.parallel.prepare(experiment.recipe, world)
         progress = restore(Path(config.run) / CHECKPOINTS, spread, world)
         directory.result.step, directory.result.epoch = progress.step, progress.epoch
-        metrics = evaluate(experiment, spread, world)
+        found = evaluate(experiment, spread, world)
+        metrics = {name.replace("val/", f"{config.split}/", 1): value for name, value in found.items()}
         log.info("%s after step %d", config.run, progress.step)
         for name, value in metrics.items():
             log.info("%s %.6g", name, value)

@@ -15,7 +15,7 @@ from torch import nn
 
 from runner import CONF
 from runner.config.diagnostics.import_target import locate
-from runner.config.diagnostics.signature import PROVIDED, check_options
+from runner.config.diagnostics.signature import check_options, provided
 from runner.config.schema import GROUPS, as_config
 from runner.config.validate import DESCRIBED, check_input
 from runner.training.loader import Loader
@@ -63,7 +63,7 @@ def test_every_folder_is_a_group() -> None:
 @pytest.mark.parametrize(("group", "option"), CHOICES)
 def test_an_option_holds_what_its_constructor_takes(group: str, option: str) -> None:
     node = node_of(group, option)
-    assert check_options(group, node, PROVIDED.get(group, ()), DESCRIBED.get(group, ())) == []
+    assert check_options(group, node, provided(group, node), DESCRIBED.get(group, ())) == []
 
 
 @pytest.mark.parametrize("name", options("experiment"))

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from runner.config.diagnostics.signature import PROVIDED, accepted_options
+from runner.config.diagnostics.signature import accepted_options, provided
 from runner.config.diagnostics.type_hints import describe, fix, show, suits
 from runner.errors import near_hint, nearest
 
@@ -75,8 +75,8 @@ def _no_such_key(cfg: DictConfig, key: str, typed: str, groups: Collection[str])
     target = None
     if isinstance(node, DictConfig) and (target := node.get("_target_")):
         with contextlib.suppress(ValueError):  # that the target is wrong is told when the rest composes
-            provided = PROVIDED.get(parent, ())
-            options = [name for name in accepted_options(target) if name not in node and name not in provided]
+            passed = provided(parent, {"_target_": target})
+            options = [name for name in accepted_options(target) if name not in node and name not in passed]
     if leaf in options:
         return f"the file of {parent} has no {leaf}, but {target} takes it; type +{key}={typed}"
     hint = near_key(key, key_names(cfg, hydras=key.startswith("hydra.")), groups)

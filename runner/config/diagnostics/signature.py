@@ -10,9 +10,8 @@ from runner.config.diagnostics.import_target import locate_callable
 from runner.config.diagnostics.type_hints import as_typed, describe, fix, show_quoted, suits
 from runner.errors import did_you_mean
 
-# What the runner itself passes to a group's constructor, beside the options.
+# What the runner itself passes to a group's constructor, beside the options; to data, see `provided`.
 PROVIDED = {
-    "data": ("train",),
     "loader": ("dataset", "sampler", "precision", "device", "memory_format"),
     "optimizer": ("params",),
 }
@@ -52,6 +51,36 @@ def accepts(target: str, option: str) -> bool:
     """Whether the constructor takes the option, by name or by `**kwargs`. Raises ValueError as accepted_options."""
     parameters = _parameters(locate_callable(target)) or {}
     return option in _names(parameters) or _has(parameters, inspect.Parameter.VAR_KEYWORD)
+
+
+def provided(group: str, node: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the runner itself passes to what the group's node names."""
+    if group != "data":
+        return PROVIDED.get(group, ())
+    try:
+        option = split_option(node["_target_"]) if "_target_" in node else None
+    except ValueError:  # there is no such constructor, which is told elsewhere
+        return ()
+    return (option,) if option else ()
+
+
+def split_option(target: str) -> str | None:
+    """How a data set is told which split to be: `train`, true or false, or `split`, a name; None: it is not told.
+
+    One that takes both has a `split` of another kind (EMNIST's letters). Raises ValueError as accepted_options.
+    """
+    parameters = _parameters(locate_callable(target)) or {}
+    named = [name for name in ("train", "split") if name in _names(parameters)]
+    if named:
+        return named[0]
+    return "train" if _has(parameters, inspect.Parameter.VAR_KEYWORD) else None
+
+
+def literals(target: str, option: str) -> tuple[Any, ...]:
+    """The values that the option's annotation lists, none where it is no Literal. Raises as accepted_options."""
+    parameter = (_parameters(locate_callable(target)) or {}).get(option)
+    annotation = parameter.annotation if parameter else None
+    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
 
 
 def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], described: Collection[str]) -> list[str]:

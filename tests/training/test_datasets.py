@@ -1,0 +1,252 @@
+"""Which splits a data set has, a validation split cut off the training split, and what is no data set."""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+from ranks import RankError
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from worlds import configure, run
+
+from runner.config.schema import Config
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.training.datasets import load_data, load_split
+from runner.training.loader import Loader
+from runner.training.precision import Precision
+from runner.training.sampler import Sampler
+
+WORLD = cast(World, None)  # it is only asked where files are fetched
+CPU = torch.device("cpu")
+
+
+class Plain(TensorDataset):
+    """Neither train nor split."""
+
+    def __init__(self, num_samples: int = 50) -> None:
+        numbers = torch.arange(num_samples)
+        super().__init__(numbers[:, None].float(), numbers % 2)
+        self.sample_weights = numbers.double()
+        self.words = ["no", "yes"]
+
+
+class Batched(Plain):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [tensor[indices] for tensor in self.tensors]
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+
+class Halves(Plain):
+    def __init__(self, train: bool) -> None:
+        super().__init__(30 if train else 20)
+
+
+class Letters(Plain):
+    """As torchvision's EMNIST: its split is an option."""
+
+    def __init__(self, train: bool, split: str = "letters") -> None:
+        super().__init__({"letters": 26, "digits": 10}[split] + train)
+
+
+class Listed(Plain):
+    def __init__(self, split: Literal["train", "test"]) -> None:
+        super().__init__({"train": 30, "test": 7}[split])
+
+
+class Named(Plain):
+    """As torchvision's FER2013."""
+
+    def __init__(self, split: str) -> None:
+        if split not in ("train", "test"):
+            raise ValueError(f"Unknown value '{split}' for argument split. Valid values are ('train', 'test').")
+        super().__init__(30)
+
+
+class Keyed(Plain):
+    def __init__(self, split: str) -> None:
+        super().__init__({"train": 30, "val": 8}[split])
+
+
+class Failing(Plain):
+    def __init__(self, split: str) -> None:
+        if split == "val":
+            raise ValueError("root=there holds a broken file; mend it")
+        super().__init__(30)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(1), torch.tensor(0)
+
+
+class Endless(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1), torch.tensor(0)
+
+
+class Empty(Plain):
+    def __init__(self, train: bool) -> None:
+        super().__init__(30 if train else 0)
+
+
+def of(kind: type, **keys: Any) -> Config:
+    options = keys.pop("options", {})
+    node = {"_target_": f"{__name__}.{kind.__name__}", "sample_shape": [1], "num_outputs": 2, **options}
+    return replace(configure("model=linear", "data=random")[0], data=node, **keys)
+
+
+def lengths(kind: type, **keys: Any) -> tuple[int, int]:
+    train, val = load_data(of(kind, **keys), {"data": "mine"}, WORLD)
+    return len(train), len(val)
+
+
+def test_a_data_set_is_told_its_split_as_its_signature_takes_it() -> None:
+    assert lengths(Halves) == (30, 20)
+    assert lengths(Keyed) == (30, 8)
+    assert lengths(Letters, options={"split": "digits"}) == (11, 10)
+    assert lengths(Listed, val_fraction=0.2) == (24, 6)
+    assert lengths(Named, val_fraction=0.2) == (24, 6)
+    assert lengths(Plain, val_fraction=0.2) == (40, 10)
+
+
+@pytest.mark.parametrize("kind", [Listed, Named])
+def test_a_split_can_be_had_by_its_name(kind: type) -> None:
+    assert len(load_split(of(kind), {}, WORLD, "test")) == (7 if kind is Listed else 30)
+    assert lengths(Listed, val_fraction=0.2, split="test") == (24, 7)
+    assert lengths(Listed, split="test") == (30, 7)  # no validation split is needed
+    assert lengths(Plain, split="train") == (50, 50)
+
+
+@pytest.mark.parametrize("kind", [Plain, Batched])
+def test_what_is_cut_off_is_the_rest_of_the_training_split(kind: type) -> None:
+    parts = load_data(of(kind, val_fraction=0.3, seed=1), {}, WORLD)
+    again = load_data(of(kind, val_fraction=0.3, seed=1), {}, WORLD)
+    other = load_data(of(kind, val_fraction=0.3, seed=2), {}, WORLD)
+    rows = [part.rows.tolist() for part in parts]
+    assert sorted(rows[0] + rows[1]) == list(range(50)) and len(rows[1]) == 15
+    assert rows == [part.rows.tolist() for part in again]
+    assert rows != [part.rows.tolist() for part in other]
+    for part, numbers in zip(parts, rows, strict=True):
+        assert [part[index][0].item() for index in range(len(part))] == numbers
+        assert part.sample_weights.tolist() == numbers  # those of the samples that are left
+        assert part.words == ["no", "yes"]
+        assert hasattr(part, "__getitems__") == hasattr(part, "collate") == (kind is Batched)
+        if kind is Batched:
+            assert part.__getitems__([3, 0])[0].flatten().tolist() == [numbers[3], numbers[0]]
+            assert part.__getitems__([])[0].shape == (0, 1)
+        with pytest.raises(IndexError):
+            part[len(part)]
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = part.nothing
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Batched])
+def test_a_loader_reads_a_part(kind: type, num_workers: int) -> None:
+    part = load_split(of(kind, val_fraction=0.3), {}, WORLD, "val")
+    copy = pickle.loads(pickle.dumps(part))  # which is how workers that are spawned get it
+    loader = Loader(copy, Sampler(15, 4), Precision("fp32", CPU), CPU, num_workers=num_workers, shuffle=False)
+    try:
+        read = [m.inputs.flatten() for step in loader.steps(0) for m in step.micro_batches]
+    finally:
+        loader.close()
+    assert torch.cat(read).tolist() == part.rows.tolist() and [len(batch) for batch in read] == [4, 4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"),
+    [
+        (Plain, {}, "data=mine has no validation split; set val_fraction=0.1 to cut one off its training split"),
+        (Listed, {}, "data=mine has no validation split; set val_fraction=0.1 to"),
+        (
+            Named,
+            {},
+            r"data=mine has no validation split \(data=mine: Unknown value 'val' .*\); set val_fraction=0.1 to",
+        ),
+        (Failing, {}, "data=mine: root=there holds a broken file; mend it"),
+        (Failing, {"val_fraction": 0.1}, "data=mine: root=there holds a broken file; mend it"),
+        (Halves, {"val_fraction": 0.1}, "val_fraction=0.1 has no effect, because data=mine has a validation split of"),
+        (Keyed, {"val_fraction": 0.1}, "val_fraction=0.1 has no effect, because data=mine has a validation split of"),
+        (Halves, {"split": "test"}, "split=test: data=mine has no such split; it has train and val"),
+        (Plain, {"split": "test"}, "split=test: data=mine has no such split; it has train$"),
+        (Keyed, {"split": "test"}, "split=test: data=mine has no such split"),
+        (
+            Plain,
+            {"val_fraction": 0.001},
+            r"val_fraction=0.001 of the 50 samples of data=mine are 0, and both splits need one; try val_fraction=0.1$",
+        ),
+        (
+            Plain,
+            {"val_fraction": 0.999},
+            "val_fraction=0.999 of the 50 samples of data=mine are 50, and both splits need one",
+        ),
+        (
+            Stream,
+            {},
+            "data=mine: an IterableDataset has no length or index, .*; give a map-style data set, with __len__",
+        ),
+        (Endless, {}, "data=mine: Endless lacks __len__, which data sets have"),
+        (Empty, {}, "data=mine: its val split holds no sample; give it one at least"),
+    ],
+)
+def test_what_a_data_set_has_not_is_told(kind: type, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        load_data(of(kind, **keys), {"data": "mine"}, WORLD)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["val_fraction=1"], "val_fraction=1.0 must be above 0 and below 1, or null; try 0.1"),
+        (["split=tset"], "split=tset must be one of train, val, test; did you mean test"),
+        (
+            ["split=test"],
+            "split=test has no effect on task=train; drop it, or type task=evaluate run=RUN_DIR split=test",
+        ),
+    ],
+)
+def test_keys_are_checked_when_composing(words: list[str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        configure(*words)
+    assert [message in line for line in caught.value.messages] == [True]
+
+
+def test_a_run_with_a_part_is_the_same_on_two_ranks_and_its_test_split_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "listed_data.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from typing import Literal\n"
+        "class Listed(TensorDataset):\n"
+        "    def __init__(self, split: Literal['train', 'test']):\n"
+        "        generator = torch.Generator().manual_seed(len(split))\n"
+        "        points = torch.randn(90 if split == 'train' else 40, 3, generator=generator)\n"
+        "        super().__init__(points, (points.sum(1) > 0).long())\n"
+    )
+    (tmp_path / "data" / "listed.yaml").write_text("_target_: listed_data.Listed\nsample_shape: [3]\nnum_outputs: 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "listed_data", raising=False)
+    words = (f"hydra.searchpath=['file://{tmp_path}']", "data=listed", "model=linear", "val_fraction=0.2")
+    words = (*words, "epochs=2", "batch_size=20", "precision=fp64", "logger=none")
+    one = run(tmp_path / "one", 1, *words)
+    two = run(tmp_path / "two", 2, *words, "parallel=ddp")
+    assert two.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)
+    assert one.result["step"] == 8  # 72 samples
+
+    evaluate = ("task=evaluate", f"run={one.path}", words[0])
+    tested = [run(tmp_path / split, 1, *evaluate, f"split={split}").result["metrics"] for split in ("val", "test")]
+    assert tested[0] == pytest.approx({k: v for k, v in one.result["metrics"].items() if k.startswith("val/")})
+    assert set(tested[1]) == {"test/loss", "test/accuracy"}
+    assert tested[1]["test/accuracy"] * 40 == pytest.approx(round(tested[1]["test/accuracy"] * 40))
+    with pytest.raises(RankError, match=r"data=listed has no validation split; set val_fraction=0.1"):
+        run(tmp_path / "none", 1, *(word for word in words if not word.startswith("val_fraction")))
+    assert not (tmp_path / "none" / "run").exists()
