@@ -5,6 +5,8 @@ A model may offer two descriptions of itself, from which others split, shard and
 `stages() -> list[nn.Module]` are as many pieces as are sensible, whose composition in order is `forward`. Each takes
 one tensor and gives one. They share the model's own submodules, so that a parameter's identity gives its full name;
 every parameter is in exactly one stage, and what a stage adds (a Flatten, say) has neither state nor a training mode.
+A tied parameter is the exception: the very same Parameter object under several names, as an embedding's and a head's,
+may be in several stages. Its gradient is the sum over them; what cannot sum it (split) refuses the model by name.
 
 `tensor_plan() -> dict[str, "colwise" | "rowwise"]` says how the weights of linear layers are cut, in the order of
 forward. The output of a colwise layer stays cut until the next rowwise layer in the plan takes it so and gives a whole

@@ -26,6 +26,16 @@ def check_images(model: str, sample_shape: Sequence[int], num_outputs: int, leas
         )
 
 
+def check_tokens(model: str, sample_shape: Sequence[int], num_outputs: int) -> None:
+    """Raise ValueError as check_sizes, and unless samples are sequences (tokens,)."""
+    check_sizes(sample_shape, num_outputs)
+    if len(sample_shape) != 1:
+        raise ValueError(
+            f"{model} needs samples that are sequences of tokens (length), but the samples have shape "
+            f"{tuple(sample_shape)}; choose a data set of tokens, such as text, or another model, such as mlp"
+        )
+
+
 def check_dropout(dropout: float) -> None:
     """Raise ValueError unless it is the probability of leaving out some units, and not all."""
     if not 0 <= dropout < 1:

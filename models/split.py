@@ -1,5 +1,6 @@
 """A model in parts on several devices of one process: the one model that is told its devices."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -32,6 +33,10 @@ class Split(nn.Module):
         cuts = [part * len(stages) // parts for part in range(parts + 1)]
         self._stages = stages
         self._parts = [nn.Sequential(*stages[start:end]) for start, end in pairwise(cuts)]
+        if tied := _tied(model, self._parts):
+            raise ValueError(
+                f"model={name} cannot be split, as {tied} are one tensor in two parts; try an untied model"
+            )
         self.devices: list[torch.device] | None = None
         # The model's submodules become this module's own, under their names. The model itself stays outside, or each
         # name would begin with its.
@@ -61,3 +66,12 @@ class Split(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         return list(self._stages)
+
+
+def _tied(model: nn.Module, parts: Sequence[nn.Module]) -> str | None:
+    """The names of the first parameter that several parts share, which cannot be on the device of each."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    in_parts = Counter(parameter for part in parts for parameter in part.parameters())
+    return next((" and ".join(names[parameter]) for parameter, count in in_parts.items() if count > 1), None)

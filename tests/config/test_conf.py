@@ -23,7 +23,9 @@ from runner.training.precision import Precision
 from runner.training.sampler import Sampler
 
 CPU = torch.device("cpu")
-ANY_SAMPLES = ("linear", "mlp", "toy")  # the other models are for images
+ANY_SAMPLES = ("linear", "mlp", "toy")
+OF_TOKENS = ("gpt",)  # samples are sequences of them; the other models are for images
+OF_PIXELS = ("unet",)  # each has outputs, not the image
 EMBEDDED = ("counting", "digits", "random", "toy")  # the other data sets are read from files
 
 
@@ -125,10 +127,18 @@ def test_data_are_what_their_file_says(option: str, tmp_path: Path) -> None:
 def test_a_model_takes_the_samples_of_a_data_set(model: str, data: str) -> None:
     described = composed(f"data={data}").data
     node = resolved(OmegaConf.create({"model": composed(f"model={model}").model, "data": described}))["model"]
+    shape, num_outputs = tuple(described.sample_shape), described.num_outputs
+    if model in OF_TOKENS:
+        fits, refusal, expected = len(shape) == 1, "sequences of tokens", (2, *shape, num_outputs)
+    elif model in OF_PIXELS:
+        fits, refusal, expected = len(shape) == 3, "needs image samples", (2, num_outputs, *shape[1:])
+    else:
+        fits, refusal, expected = len(shape) == 3 or model in ANY_SAMPLES, "needs image samples", (2, num_outputs)
     with torch.device("meta"):  # shapes alone
-        if len(described.sample_shape) != 3 and model not in ANY_SAMPLES:
-            with pytest.raises(InstantiationException, match="needs image samples"):
+        if not fits:
+            with pytest.raises(InstantiationException, match=refusal):
                 instantiate(node, _convert_="all")
             return
-        outputs = instantiate(node, _convert_="all").eval()(torch.zeros(2, *described.sample_shape))
-    assert outputs.shape == (2, described.num_outputs)
+        samples = torch.zeros(2, *shape, dtype=torch.int64 if model in OF_TOKENS else torch.float32)
+        outputs = instantiate(node, _convert_="all").eval()(samples)
+    assert outputs.shape == expected

@@ -12,6 +12,7 @@ import yaml
 from torch import nn
 
 from models.convnet import ConvNet
+from models.gpt import GPT
 from models.linear import Linear
 from models.mlp import MLP
 from models.net import Net
@@ -19,6 +20,7 @@ from models.resnet18 import ResNet18
 from models.split import Split
 from models.toy import Toy
 from models.transformer import Transformer
+from models.unet import UNet
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 MODELS = {
@@ -29,6 +31,8 @@ MODELS = {
     "net": Net,
     "resnet18": ResNet18,
     "transformer": Transformer,
+    "unet": UNet,
+    "gpt": GPT,
 }
 
 
@@ -177,9 +181,9 @@ def test_toy_and_linear_learn():
 
 @pytest.mark.parametrize("kind", MODELS.values())
 def test_models_pickle(kind):
-    model = kind([1, 16, 16], 3)
+    model = kind([16] if kind is GPT else [1, 16, 16], 3)
     copy = pickle.loads(pickle.dumps(model))
-    samples = torch.rand(2, 1, 16, 16)
+    samples = torch.randint(3, (2, 16)) if kind is GPT else torch.rand(2, 1, 16, 16)
     assert torch.equal(copy.eval()(samples), model.eval()(samples))
 
 
@@ -226,7 +230,9 @@ def test_options_out_of_range_are_refused(kind, options, message):
 
 
 @pytest.mark.parametrize("sample_shape", [(10,), (28, 28), (1, 3, 28), (1, 28, 3), (1, 1, 28, 28)])
-@pytest.mark.parametrize(("name", "least"), [("convnet", 4), ("net", 16), ("resnet18", 1), ("transformer", 1)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("convnet", 4), ("net", 16), ("resnet18", 1), ("transformer", 1), ("unet", 1)]
+)
 def test_models_of_images_refuse_what_is_none(name, least, sample_shape):
     if len(sample_shape) == 3 and least == 1:
         pytest.skip("this is an image")

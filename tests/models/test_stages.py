@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from models.convnet import ConvNet
+from models.gpt import GPT
 from models.linear import Linear
 from models.mlp import MLP
 from models.net import Net
@@ -21,6 +22,7 @@ from models.toy import Toy
 from models.transformer import Transformer
 
 IMAGE = (1, 16, 16)
+NUM_TOKENS = 6
 MAKES = {
     "toy": lambda: Toy(IMAGE, 5, hidden=12),
     "linear": lambda: Linear(IMAGE, 5),
@@ -31,6 +33,8 @@ MAKES = {
     "net": lambda: Net(IMAGE, 5),
     "transformer": lambda: Transformer(IMAGE, 5, dim=16, depth=2, mlp_ratio=2),
     "resnet18": lambda: ResNet18(IMAGE, 5),
+    "gpt": lambda: GPT([NUM_TOKENS], 5, dim=16, depth=2, mlp_ratio=2, dropout=0.1),
+    "gpt with untied ends": lambda: GPT([NUM_TOKENS], 5, dim=16, depth=2, mlp_ratio=2, tied=False),
 }
 NUM_STAGES = {
     "toy": 2,
@@ -42,7 +46,10 @@ NUM_STAGES = {
     "net": 4,
     "transformer": 4,
     "resnet18": 6,
+    "gpt": 4,
+    "gpt with untied ends": 4,
 }
+TIED = {"gpt": "embed.weight"}  # in the first stage and in the last one
 every_model = pytest.mark.parametrize("name", MAKES)
 
 
@@ -51,8 +58,11 @@ def make(name: str) -> nn.Module:
     return MAKES[name]().double()
 
 
-def images(num: int = 3) -> torch.Tensor:
-    return torch.rand(num, *IMAGE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+def samples(name: str, num: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    if name.startswith("gpt"):
+        return torch.randint(5, (num, NUM_TOKENS), generator=generator)
+    return torch.rand(num, *IMAGE, dtype=torch.float64, generator=generator)
 
 
 def gradients(model: nn.Module, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -71,28 +81,33 @@ def assert_all_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
 def test_composition_of_stages_is_forward(name, num):
     model = make(name)
     other = copy.deepcopy(model)  # a BatchNorm's statistics move with each forward
-    inputs = images(num)
+    inputs = samples(name, num)
     torch.manual_seed(0)
     outputs = model(inputs)
     torch.manual_seed(0)
     composed = nn.Sequential(*other.stages())(inputs)
-    assert outputs.shape == (num, 5) and torch.equal(outputs, composed)
+    assert outputs.shape == ((num, NUM_TOKENS, 5) if name.startswith("gpt") else (num, 5))
+    assert torch.equal(outputs, composed)
     assert_all_equal(gradients(model, outputs), gradients(other, composed))
     assert_all_equal(model.state_dict(), other.state_dict())
     assert torch.equal(model.eval()(inputs), nn.Sequential(*other.eval().stages())(inputs))
 
 
 @every_model
-def test_every_tensor_of_the_model_is_in_exactly_one_stage(name):
+def test_every_tensor_of_the_model_is_in_exactly_one_stage_unless_it_is_tied(name):
     model = make(name)
     stages = model.stages()
     assert len(stages) == NUM_STAGES[name]
     tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
+    if name in TIED:
+        tied = tensors.pop()
+        assert tied is model.get_parameter(TIED[name]) and tied is tensors[0]
     assert [*map(id, tensors)] != [] and len({*map(id, tensors)}) == len(tensors)
     assert {*map(id, tensors)} == {*map(id, (*model.parameters(), *model.buffers()))}
 
 
-@pytest.mark.parametrize("name", [name for name in MAKES if name != "resnet18"])  # torchvision draws it twice
+# torchvision draws a ResNet twice, and GPT-2's weights depend on where a layer is.
+@pytest.mark.parametrize("name", [name for name in MAKES if not name.startswith(("resnet18", "gpt"))])
 def test_weights_can_be_drawn_anew_module_by_module(name):
     torch.manual_seed(1)
     model = MAKES[name]()
@@ -111,6 +126,7 @@ def test_plans():
     plans = {name: MAKES[name]().tensor_plan() for name in MAKES}
     block = {"attention.query": "colwise", "attention.key": "colwise", "attention.value": "colwise"}
     block |= {"attention.proj": "rowwise", "up": "colwise", "down": "rowwise"}
+    blocks = {f"blocks.{i}.{layer}": form for i in (0, 1) for layer, form in block.items()}
     assert plans == {
         "toy": {"hidden": "colwise", "head": "rowwise"},
         "linear": {"head": "rowwise"},
@@ -119,8 +135,10 @@ def test_plans():
         "mlp with batch_norm": dict.fromkeys(["layers.0", "layers.4", "layers.8", "head"], "rowwise"),
         "convnet": {"head": "rowwise"},
         "net": {"fc1": "colwise", "fc2": "rowwise"},
-        "transformer": {f"blocks.{i}.{layer}": form for i in (0, 1) for layer, form in block.items()},
+        "transformer": blocks,
         "resnet18": {"resnet.fc": "rowwise"},
+        "gpt": blocks,
+        "gpt with untied ends": blocks,
     }
 
 
@@ -150,7 +168,7 @@ def test_plan_gives_the_same_numbers(world_size):
                 if isinstance(module, (nn.Dropout, nn.Dropout2d)):
                     module.p = 0.0
             apply_plan(sharded, mesh)
-            outputs, from_shards = model(images()), sharded(images())
+            outputs, from_shards = model(samples(name)), sharded(samples(name))
             torch.testing.assert_close(from_shards, outputs, rtol=1e-10, atol=1e-10)
             expected, cut = gradients(model, outputs), gradients(sharded, from_shards)
             assert any(isinstance(gradient, DTensor) for gradient in cut.values())
@@ -161,12 +179,12 @@ def test_plan_gives_the_same_numbers(world_size):
     run_ranks(on_rank, world_size)
 
 
-@pytest.mark.parametrize("name", [name for name in MAKES if name not in ("linear", "resnet18")])
+@pytest.mark.parametrize("name", [name for name in MAKES if name not in ("linear", "resnet18", *TIED)])
 def test_split_is_the_model(name):
     model = make(name)
     split = Split(make(name), devices=["cpu", "cpu"])
     assert split.devices == [torch.device("cpu")] * 2
-    inputs = images()
+    inputs = samples(name)
     torch.manual_seed(0)
     outputs = model(inputs)
     torch.manual_seed(0)
@@ -194,9 +212,12 @@ def test_parts_follow_where_they_are_placed():
     seen = []
     split.conv2.register_forward_hook(lambda module, args, outputs: seen.append(args[0].device.type))
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # on the way back to the inputs
-        split(images(2).float())
+        split(samples("net", 2).float())
     assert seen == ["meta"]
-    assert Split(Net(IMAGE, 5)).to("meta")(images(2).float().to("meta")).shape == (2, 5)  # where all of it was moved
+    assert Split(Net(IMAGE, 5)).to("meta")(samples("net", 2).float().to("meta")).shape == (
+        2,
+        5,
+    )  # where all of it was moved
 
 
 def test_split_is_even_in_number():
@@ -221,6 +242,7 @@ class Bare(nn.Module):
         (Toy((4,), 2), {"parts": 3}, "parts=3 must be at least 2 and at most the 2 stages of Toy; try 2"),
         (Linear((4,), 2), {}, "model=Linear cannot be split, as it has one stage; try convnet"),
         (nn.Linear(4, 2), {}, "model=Linear cannot be split, as it does not offer its stages; try convnet"),
+        (MAKES["gpt"](), {}, "model=GPT cannot be split, as embed.weight and head.weight are one tensor in two parts"),
         (Bare(), {}, "model=Bare cannot be split, as it has tensors outside its submodules"),
         (Toy((4,), 2), {"devices": ["cpu"]}, "devices=[cpu] must be 2 devices, one per part"),
         (Toy((4,), 2), {"devices": ["cpu", "cuda:99"]}, "devices=[cpu,cuda:99]: "),

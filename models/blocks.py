@@ -1,0 +1,95 @@
+"""What transformers are made of: blocks of attention and a perceptron, learned positions, and their tensor plan."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.checks import Plan
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron with one hidden layer, each on normalised features and added to them.
+
+    dropout: share of what each of the two gives that is left out in training. is_causal: as of Attention.
+    """
+
+    def __init__(self, dim: int, heads: int, hidden: int, is_causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, is_causal)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.gelu = nn.GELU()
+        self.down = nn.Linear(hidden, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, features: Tensor) -> Tensor:  # (N, L, dim) -> (N, L, dim)
+        features = features + self.dropout(self.attention(self.norm1(features)))
+        return features + self.dropout(self.down(self.gelu(self.up(self.norm2(features)))))
+
+
+class Attention(nn.Module):
+    """Every place looks at every other one, or with is_causal at itself and those before it.
+
+    The number of heads is that of the features which the layers give: where these are cut over ranks, each rank has
+    some of the heads.
+    """
+
+    def __init__(self, dim: int, heads: int, is_causal: bool = False) -> None:
+        super().__init__()
+        self.head_dim, self.is_causal = dim // heads, is_causal
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        self.value = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, features: Tensor) -> Tensor:  # (N, L, dim) -> (N, L, dim)
+        query, key, value = (
+            layer(features).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (N, heads, L, head_dim)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Positions(nn.Module):
+    """A learned vector added to each place, of as many places as there are at most."""
+
+    def __init__(self, num_places: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_places, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, features: Tensor) -> Tensor:  # (N, L, dim) -> (N, L, dim)
+        """Raises ValueError where there are more places than were learned."""
+        if features.size(1) > len(self.weight):
+            raise ValueError(f"{features.size(1)} places are more than the {len(self.weight)} that have a position")
+        return features + self.weight[: features.size(1)]
+
+
+def check_blocks(dim: int, depth: int, heads: int, mlp_ratio: float) -> None:
+    """Raise ValueError unless there are blocks of at least one feature, head and hidden unit, and heads divide dim."""
+    for name, size in {"dim": dim, "depth": depth, "heads": heads}.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if dim % heads:
+        raise ValueError(f"heads={heads} must divide dim={dim}; try heads=1, or dim={dim // heads * heads + heads}")
+    if not 1 <= dim * mlp_ratio < math.inf:
+        raise ValueError(f"mlp_ratio={mlp_ratio} must leave a unit of dim={dim}; try 4.0")
+
+
+def plan_blocks(depth: int) -> Plan:
+    """The plan of `depth` blocks in a module's `blocks`: whole heads to each rank, so that the ranks must divide them,
+    beside the sizes of the layers.
+    """
+    plan: Plan = {}
+    for index in range(depth):
+        plan |= {f"blocks.{index}.attention.{name}": "colwise" for name in ("query", "key", "value")}
+        plan |= {f"blocks.{index}.attention.proj": "rowwise"}
+        plan |= {f"blocks.{index}.up": "colwise", f"blocks.{index}.down": "rowwise"}
+    return plan

@@ -1,0 +1,78 @@
+"""A decoder-only transformer over tokens, which predicts at each place the token behind it."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from models.blocks import Block, Positions, check_blocks, plan_blocks
+from models.checks import Plan, check_dropout, check_tokens
+
+
+class GPT(nn.Module):
+    """Embedding, learned positions, `depth` causal pre-norm blocks, a linear head over the vocabulary.
+
+    (N, T) integer tokens below num_outputs -> (N, T, num_outputs) logits, T at most `sample_shape[0]`, which is the
+    number of places that have a position. No output depends on a later token. With `tied` the head's weight is the
+    embedding's very Parameter (Press, Wolf, "Using the Output Embedding to Improve Language Models", 2016).
+    `dropout` is applied to the embedded tokens and to what attention and perceptron add, not to attention's weights.
+    Raises ValueError where samples are not sequences, `heads` does not divide `dim`, and where a size is below 1.
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019.
+    """
+
+    def __init__(
+        self,
+        sample_shape: Sequence[int],
+        num_outputs: int,
+        dim: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        check_tokens("gpt", sample_shape, num_outputs)
+        check_blocks(dim, depth, heads, mlp_ratio)
+        check_dropout(dropout)
+        self.embed = nn.Embedding(num_outputs, dim)
+        self.positions = Positions(sample_shape[0], dim)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, int(dim * mlp_ratio), is_causal=True, dropout=dropout) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_outputs, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """All weights from N(0, 0.02^2), those of what is added to the residual stream from less, since 2 * depth such
+        layers add up there; biases are 0 and norms 1.
+
+        Source: GPT-2's section 2.3, and its numbers as in https://github.com/karpathy/nanoGPT/blob/master/model.py
+        """
+        added = 0.02 / math.sqrt(2 * len(self.blocks))
+        for name, parameter in self.named_parameters():  # a tied one once
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=added if name.endswith((".proj.weight", ".down.weight")) else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        features = self.dropout(self.positions(self.embed(tokens)))  # (N, T) -> (N, T, dim)
+        for block in self.blocks:
+            features = block(features)
+        return self.head(self.norm(features))  # (N, T, dim) -> (N, T, num_outputs)
+
+    def stages(self) -> list[nn.Module]:
+        return [
+            nn.Sequential(self.embed, self.positions, self.dropout),
+            *self.blocks,
+            nn.Sequential(self.norm, self.head),
+        ]
+
+    def tensor_plan(self) -> Plan:
+        """Of the blocks alone: a head whose weight may be the embedding's stays whole."""
+        return plan_blocks(len(self.blocks))

@@ -1,0 +1,179 @@
+"""The language model: shapes, causality, tied ends, initial weights, and what it refuses."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from models.blocks import Attention
+from models.gpt import GPT
+from runner.training.deferred_init import Deferred
+
+SIZES = {"dim": 16, "depth": 2, "heads": 4}
+
+
+def make(tied: bool = True, **options) -> GPT:
+    torch.manual_seed(1)
+    return GPT([8], 11, **(SIZES | {"tied": tied} | options)).double()
+
+
+def tokens(num: int = 3, length: int = 8) -> torch.Tensor:
+    return torch.randint(11, (num, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(("num", "length"), [(3, 8), (3, 5), (2, 1), (0, 8)])
+def test_each_token_has_outputs_for_the_whole_vocabulary(num, length):
+    model = make()
+    outputs = model(tokens(num, length))
+    assert outputs.shape == (num, length, 11)
+    outputs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_token_changes_no_output_before_it(dtype):
+    model, inputs = make().to(dtype), tokens()
+    outputs = model(inputs)
+    for place in range(8):
+        others = inputs.clone()
+        others[:, place] = (others[:, place] + 1) % 11
+        changed = (model(others) != outputs).any(-1)  # (N, T)
+        assert not changed[:, :place].any() and changed[:, place:].all()
+
+
+def test_no_gradient_comes_from_a_later_place():
+    model = make(tied=False)
+    inputs = torch.arange(8)[None]  # each token once, so that its row is its place's
+    model(inputs)[0, 3].sum().backward()
+    assert [bool(row.any()) for row in model.embed.weight.grad[:8]] == [True] * 4 + [False] * 4
+    assert [bool(row.any()) for row in model.positions.weight.grad] == [True] * 4 + [False] * 4
+
+
+def test_a_part_of_a_sequence_has_the_outputs_that_it_has_in_the_whole():
+    model = make()
+    torch.testing.assert_close(model(tokens()[:, :5]), model(tokens())[:, :5], rtol=1e-12, atol=1e-12)
+
+
+def test_causal_attention_is_torchs_own_layer_under_a_mask():
+    torch.manual_seed(1)
+    attention = Attention(16, 4, is_causal=True).double()
+    layers = [attention.query, attention.key, attention.value]
+    reference = nn.MultiheadAttention(16, 4, batch_first=True).double()
+    with torch.no_grad():
+        reference.in_proj_weight.copy_(torch.cat([layer.weight for layer in layers]))
+        reference.in_proj_bias.copy_(torch.cat([layer.bias for layer in layers]))
+    reference.out_proj = attention.proj
+    features = torch.randn(2, 5, 16, dtype=torch.float64)
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    expected = reference(features, features, features, attn_mask=later)[0]
+    torch.testing.assert_close(attention(features), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_fused_attention_has_the_gradients_of_the_plain_one():
+    def gradients() -> list[torch.Tensor]:
+        model = make()
+        outputs = model(tokens())
+        (outputs * torch.arange(outputs.numel()).view_as(outputs)).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    fused = gradients()
+    with sdpa_kernel(SDPBackend.MATH):
+        for one, other in zip(fused, gradients(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_tied_ends_are_one_parameter():
+    model = make()
+    assert model.head.weight is model.embed.weight
+    names = [name for name, _ in model.named_parameters()]
+    assert "embed.weight" in names and "head.weight" not in names
+    assert {"embed.weight", "head.weight"} <= model.state_dict().keys()
+    assert sum(p.numel() for p in make(tied=False).parameters()) == sum(p.numel() for p in model.parameters()) + 11 * 16
+    clone = copy.deepcopy(model)
+    assert clone.head.weight is clone.embed.weight is not model.embed.weight
+
+
+def test_a_tied_gradient_is_the_sum_of_its_ends():
+    tied, untied = make(), make(tied=False)
+    untied.load_state_dict(tied.state_dict())
+    for model in (tied, untied):
+        nn.functional.cross_entropy(model(tokens()).transpose(1, 2), tokens().roll(-1, 1)).backward()
+    both = untied.embed.weight.grad + untied.head.weight.grad
+    torch.testing.assert_close(tied.embed.weight.grad, both, rtol=1e-12, atol=1e-12)
+
+
+def test_tied_ends_of_a_model_built_without_memory_are_one_parameter():
+    torch.manual_seed(1)
+    with Deferred() as deferred:
+        empty = GPT([8], 11, **SIZES)
+    deferred.keep(empty)
+    empty.to(dtype=torch.float64)
+    deferred.materialize([empty], torch.device("cpu"))
+    assert empty.head.weight is empty.embed.weight
+    assert all(torch.equal(empty.state_dict()[name], tensor) for name, tensor in make().state_dict().items())
+
+
+def test_initial_weights_are_those_of_gpt_2():
+    torch.manual_seed(3)
+    model = GPT([64], 96, dim=128, depth=8)
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        else:
+            added = name.endswith(("proj.weight", "down.weight"))
+            expected = 0.02 / math.sqrt(16) if added else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+            assert abs(parameter.mean().item()) < expected / 10, name
+    outputs = model(torch.randint(96, (4, 64)))
+    loss = nn.functional.cross_entropy(outputs.transpose(1, 2), torch.randint(96, (4, 64)))
+    assert loss.item() == pytest.approx(math.log(96), abs=0.1)  # it begins with knowing nothing
+
+
+def test_dropout_is_of_training_alone():
+    model, plain = make(dropout=0.5), make()
+    torch.manual_seed(0)
+    assert not torch.equal(model(tokens()), model(tokens()))
+    assert torch.equal(model.eval()(tokens()), plain(tokens()))
+    left_out = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    assert len(left_out) == 1 + SIZES["depth"] and {module.p for module in left_out} == {0.5}
+
+
+def test_it_learns_to_copy():
+    """The token of four places before: what only attention to the right place can give."""
+    torch.manual_seed(0)
+    model = GPT([16], 8, dim=32, depth=2, heads=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(150):
+        inputs = torch.randint(8, (32, 4)).repeat(1, 4)
+        losses.append(nn.functional.cross_entropy(model(inputs)[:, 4:-1].transpose(1, 2), inputs[:, 5:]))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[0].item() > 1.9 and losses[-1].item() < 0.2
+
+
+def test_more_tokens_than_positions_are_refused():
+    with pytest.raises(ValueError, match=r"^9 places are more than the 8 that have a position$"):
+        make()(tokens(length=9))
+
+
+@pytest.mark.parametrize(
+    ("sample_shape", "options", "message"),
+    [
+        ((1, 8, 8), {}, r"gpt needs samples that are sequences of tokens .* have shape \(1, 8, 8\); choose a data set"),
+        ((8,), {"heads": 3}, "heads=3 must divide dim=128; try heads=1, or dim=129"),
+        ((8,), {"dim": 0}, "dim=0 must be at least 1"),
+        ((8,), {"depth": 0}, "depth=0 must be at least 1"),
+        ((8,), {"mlp_ratio": 0.001}, "mlp_ratio=0.001 must leave a unit of dim=128; try 4.0"),
+        ((8,), {"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1; try 0.1"),
+    ],
+)
+def test_options_out_of_range_are_refused(sample_shape, options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        GPT(sample_shape, 11, **options)

@@ -1,0 +1,98 @@
+"""The U-Net: shapes, sizes, what a pixel's outputs depend on, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from models.unet import UNet
+
+
+@pytest.mark.parametrize(
+    ("sample_shape", "options"),
+    [
+        ((1, 28, 28), {}),
+        ((3, 32, 48), {"width": 4, "depth": 4}),
+        ((2, 6, 10), {"width": 3, "depth": 1}),
+        ((1, 4, 4), {"width": 1}),
+    ],
+)
+@pytest.mark.parametrize("num", [2, 0])
+def test_each_pixel_has_outputs(sample_shape, options, num):
+    model = UNet(sample_shape, 5, **options).eval()
+    assert model(torch.rand(num, *sample_shape)).shape == (num, 5, *sample_shape[1:])
+
+
+def test_each_halving_doubles_the_channels():
+    model = UNet([3, 16, 24], 5, width=4, depth=3)
+    seen = {}
+    for name, module in model.named_modules():
+        if name.count(".") <= 1 and isinstance(module, (nn.Sequential, nn.ConvTranspose2d)):
+            module.register_forward_hook(lambda *call, name=name: seen.update({name: tuple(call[2].shape[1:])}))
+    model(torch.rand(2, 3, 16, 24))
+    assert seen == {
+        **{"down.0": (4, 16, 24), "down.1": (8, 8, 12), "down.2": (16, 4, 6), "bottom": (32, 2, 3)},
+        **{"enlarge.0": (16, 4, 6), "up.0": (16, 4, 6), "enlarge.1": (8, 8, 12), "up.1": (8, 8, 12)},
+        **{"enlarge.2": (4, 16, 24), "up.2": (4, 16, 24)},
+    }
+    blocks = sum(
+        9 * i * o + 9 * o * o + 4 * o for i, o in [(3, 4), (4, 8), (8, 16), (16, 32), (32, 16), (16, 8), (8, 4)]
+    )
+    doublings = sum(4 * i * o + o for i, o in [(32, 16), (16, 8), (8, 4)])
+    assert sum(p.numel() for p in model.parameters()) == blocks + doublings + 4 * 5 + 5
+
+
+def test_outputs_use_what_was_there_before_the_halvings():
+    """Without the bottom, which forgets where in 4 x 4 pixels something is, each pixel is still known."""
+    model = UNet([1, 8, 8], 2, width=4).eval()
+    nn.init.zeros_(model.enlarge[-1].weight)
+    images = torch.rand(1, 1, 8, 8, requires_grad=True)
+    model(images)[0, 0, 5, 5].backward()
+    reach = images.grad[0, 0].nonzero()
+    assert reach.min(0).values.tolist() == [1, 1] and reach.max(0).values.tolist() == [7, 7]  # four convolutions: 4
+
+
+def test_a_pixel_depends_on_far_ones_through_the_bottom():
+    model = UNet([1, 32, 32], 2, width=4, depth=3).eval()
+    images = torch.rand(1, 1, 32, 32, requires_grad=True)
+    model(images)[0, 0, 16, 16].backward()
+    assert (images.grad[0, 0].nonzero() - 16).abs().max() > 12
+
+
+def test_it_learns_to_segment():
+    torch.manual_seed(0)
+    model = UNet([1, 8, 8], 2, width=4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    images = torch.rand(32, 1, 8, 8)
+    targets = (nn.functional.avg_pool2d(images, 3, 1, 1)[:, 0] > 0.45).long()
+    losses = []
+    for _ in range(60):
+        losses.append(nn.functional.cross_entropy(model(images), targets))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] / 3
+
+
+@pytest.mark.parametrize(
+    ("sample_shape", "options", "message"),
+    [
+        ((1, 28, 28), {"width": 0}, "width=0 must be at least 1"),
+        ((1, 28, 28), {"depth": 0}, "depth=0 must be at least 1"),
+        (
+            (1, 28, 28),
+            {"depth": 3},
+            "depth=3 halves the images 3 times, but their height and width 28 x 28 are not both divisible by 8; "
+            "try depth=2, or images of 32 x 32",
+        ),
+        (
+            (1, 28, 27),
+            {},
+            "depth=2 halves the images 2 times, but their height and width 28 x 27 are not both divisible by 4; "
+            "try images of 28 x 28",
+        ),
+        ((1, 2, 2), {}, "depth=2 .* 2 x 2 are not both divisible by 4; try depth=1, or images of 4 x 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sample_shape, options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        UNet(sample_shape, 5, **options)
