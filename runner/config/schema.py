@@ -52,7 +52,8 @@ class Config:
     loss: Any = MISSING
     loader: Any = MISSING
     logger: Any = MISSING
-    callbacks: Any = field(default_factory=dict)  # the one group of which none or several may be chosen; by name
+    metrics: Any = field(default_factory=dict)  # of this group and the next none or several may be chosen; by name
+    callbacks: Any = field(default_factory=dict)
     name: str = "run"
     seed: int = 0
     epochs: int = 10
@@ -65,6 +66,8 @@ class Config:
     memory_format: str = "auto"
     sync_batchnorm: Any = "auto"
     clip_grad_norm: float | None = None
+    monitor: str | None = None
+    monitor_direction: str | None = None
     threads: int | None = None
     log_every: int = 1
     eval_every: int = 1
@@ -82,6 +85,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
+NAMED_GROUPS = {"metrics": "a metric", "callbacks": "a callback"}  # mappings of names: of one option, and of several
 
 
 def as_config(container: Mapping[str, Any]) -> Config:

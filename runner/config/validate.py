@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import describe, show, suits
-from runner.config.schema import GROUPS, KEYS, SPLITS, Comparison, Config, Reporting
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, SPLITS, Comparison, Config, Reporting
 from runner.errors import near_hint
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -26,7 +26,8 @@ DESCRIBED = {"data": ("sample_shape", "num_outputs")}
 def check_input(config: Config) -> list[str]:
     """What is wrong with each value by itself, one message each: no other choice could make it right."""
     messages = check_values(config)
-    messages += _check_callbacks(config.callbacks)
+    for group in NAMED_GROUPS:
+        messages += _check_named(group, getattr(config, group))
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
@@ -47,20 +48,22 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
     return messages
 
 
-def _check_callbacks(node: Mapping[str, Any]) -> list[str]:
+def _check_named(group: str, node: Mapping[str, Any]) -> list[str]:
     """The group is a mapping of names, so that several options of it can be chosen together."""
     if "_target_" in node:
         return [
-            f"callbacks._target_={node['_target_']}: a callback has a name; in its file write NAME: "
+            f"{group}._target_={node['_target_']}: {NAMED_GROUPS[group]} has a name; in its file write NAME: "
             f"{{_target_: {node['_target_']}}}"
         ]
     messages = [
-        f"callbacks.{name}={show(value)} must be a node with a _target_; "
+        f"{group}.{name}={show(value)} must be a node with a _target_; "
         f"in its file write {name}: {{_target_: MODULE.CLASS}}"
         for name, value in node.items()
         if not isinstance(value, Mapping) or "_target_" not in value
     ]
-    return messages or check_options("callbacks", node)
+    if group == "metrics" and "loss" in node:
+        messages.append("metrics.loss: every evaluation gives val/loss; give the metric another name")
+    return messages or check_options(group, node)
 
 
 def _check_task(config: Config) -> list[str]:
@@ -96,7 +99,7 @@ def check_types(container: Mapping[str, Any]) -> list[str]:
     types = get_type_hints(Config)
     return [
         f"{group}={show(container[group])} must be a node; a file chooses an option by `override /{group}: OPTION`"
-        for group in (*GROUPS, "callbacks")
+        for group in (*GROUPS, *NAMED_GROUPS)
         if not isinstance(container[group], Mapping)
     ] + [
         f"{key}={show(container[key])} must be {describe(types[key])}"
@@ -136,8 +139,9 @@ def check_values(config: Config) -> list[str]:
     messages += _choice("split", config.split, SPLITS)
     messages += _choice("precision", config.precision, PRECISIONS)
     messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
-    if config.report.direction is not None:
-        messages += _choice("report.direction", config.report.direction, ("max", "min"))
+    for key in ("report.direction", "monitor_direction"):
+        if (direction := _get(config, key)) is not None:
+            messages += _choice(key, direction, ("max", "min"))
     messages += _choice("sync_batchnorm", config.sync_batchnorm, ("auto", True, False))
     if not NAME.fullmatch(config.name):
         messages.append(

@@ -18,6 +18,28 @@ class Collectives:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks after each other: (n, ...) on each -> (sum of n, ...). All ranks must call it.
+
+        All but the first dim, and the dtype, must be the same on all ranks.
+        """
+        if self._world_size == 1:
+            return rows
+        sizes = torch.zeros(self._world_size, dtype=torch.int64, device=rows.device)
+        sizes[dist.get_rank()] = len(rows)
+        counts = self.sum(sizes).tolist()
+        if not any(counts):
+            return rows
+        # As bytes, which every backend can send, and all of one length, which all_gather asks for.
+        own = rows.contiguous().flatten().view(torch.uint8)
+        row_bytes = rows[:1].new_empty(rows.shape[1:]).numel() * rows.element_size()
+        padded = own.new_zeros(max(counts) * row_bytes)
+        padded[: len(own)] = own
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded)
+        parts = [part[: count * row_bytes] for part, count in zip(gathered, counts, strict=True)]
+        return torch.cat(parts).view(rows.dtype).reshape(sum(counts), *rows.shape[1:])
+
     def any_later(self, flag: bool) -> Callable[[], bool]:
         """Start asking whether the flag is set on any rank; call the result for the answer. All ranks must call it.
 

@@ -16,7 +16,7 @@ from torch import nn
 from runner import CONF
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
-from runner.config.schema import GROUPS, as_config
+from runner.config.schema import GROUPS, NAMED_GROUPS, as_config
 from runner.config.validate import DESCRIBED, check_input
 from runner.training.loader import Loader
 from runner.training.precision import Precision
@@ -59,7 +59,7 @@ def node_of(group: str, option: str) -> dict[str, Any]:
 
 
 def test_every_folder_is_a_group() -> None:
-    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, "callbacks", "experiment", "hydra"}
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, *NAMED_GROUPS, "experiment", "hydra"}
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)

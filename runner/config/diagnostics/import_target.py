@@ -10,6 +10,8 @@ from typing import Any
 
 from runner.errors import near_hint, nearest
 
+EXTRAS = {"torchmetrics": "metrics"}  # what an extra of this project installs
+
 
 def locate(target: str) -> Any:
     """What the dotted path names. Raises ValueError with one line that says which part cannot be had."""
@@ -46,6 +48,8 @@ def _import(path: str, choices: Callable[[], list[str]]) -> Any:
         if not isinstance(error, ModuleNotFoundError) or error.name != path:
             raise ValueError(_broken(path, error)) from error
     parent, _, name = path.rpartition(".")
+    if path in EXTRAS:
+        raise ValueError(f"{path} is not installed; pip install 'experiment-runner[{EXTRAS[path]}]'")
     what = f"{parent} has no {name}" if parent else f"there is no module {name}"
     raise ValueError(what + near_hint(name, choices()))
 

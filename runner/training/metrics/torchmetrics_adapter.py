@@ -1,0 +1,84 @@
+"""A metric of torchmetrics as one of ours: its states become sums and rows; it never talks to ranks itself."""
+
+import copy
+from typing import Any
+
+import torch
+
+from runner.training.metric import Rows, Sums, Value
+
+
+def is_torchmetric(metric: object) -> bool:
+    """Without importing torchmetrics: whoever made one has."""
+    return any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(metric).__mro__)
+
+
+class TorchMetric:
+    """States reduced by sum are sums; lists that are concatenated, and states reduced by max or min, are rows.
+
+    Raises ValueError for a metric with other states: what they are over several ranks is not known.
+    """
+
+    def __init__(self, metric: Any):
+        from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+        self.higher_is_better: bool | None = metric.higher_is_better
+        self._metric = copy.deepcopy(metric)
+        self._metric.set_dtype(torch.float64)  # sums of float32 would depend on their order
+        for name, default in metric._defaults.items():
+            if isinstance(default, torch.Tensor) and not default.is_floating_point():
+                self._metric._defaults[name] = default.clone()  # counts stay integers
+        self._metric.sync_on_compute = self._metric._to_sync = False  # MetricSums has summed already
+        self._metric.compute_with_cache = False
+        kinds = {dim_zero_sum: "sum", dim_zero_cat: "cat", dim_zero_max: "max", dim_zero_min: "min"}
+        self._kinds: dict[str, str] = {}
+        for name, reduction in metric._reductions.items():
+            kind = kinds.get(reduction)
+            if kind is None or (kind == "cat") != isinstance(metric._defaults[name], list):
+                called = getattr(reduction, "__name__", reduction)
+                raise ValueError(
+                    f"{type(metric).__name__} keeps its state {name} in a way (dist_reduce_fx={called}) that cannot be "
+                    "had from several ranks; a state must be reduced by sum, max or min, or be a list reduced by cat"
+                )
+            self._kinds[name] = kind
+        if not self._kinds:
+            raise ValueError(f"{type(metric).__name__} has no states of its own; name the metric that it holds")
+
+    def update(self, outputs: Any, targets: Any) -> Sums:
+        """As torchmetrics's `update(preds, target)`: what one batch makes of the states."""
+        device = next((leaf.device for leaf in _tensors(outputs)), None)
+        if device is not None and device != self._metric.device:
+            self._metric.to(device)
+        self._metric.reset()
+        self._metric.update(outputs, targets)
+        sums: dict[str, Any] = {}
+        for name, kind in self._kinds.items():
+            state = getattr(self._metric, name)
+            if kind == "cat":
+                sums[name] = Rows(torch.cat([part if part.dim() else part[None] for part in state]))
+            else:
+                sums[name] = state.clone() if kind == "sum" else Rows(state[None])
+        return sums
+
+    def compute(self, sums: dict[str, torch.Tensor]) -> Value:
+        """By torchmetrics's own formula; a vector, as of average=none, is a number per place in it."""
+        self._metric.reset()
+        for name, kind in self._kinds.items():
+            default, state = self._metric._defaults[name], sums[name]
+            if kind == "cat":
+                setattr(self._metric, name, [state])
+                continue
+            if kind != "sum":
+                state = (state.amax(0) if kind == "max" else state.amin(0)) if len(state) else default
+            setattr(self._metric, name, state.to(default.dtype))
+        self._metric._update_count = 1  # otherwise it warns that there is nothing to compute from
+        value = self._metric.compute()
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
+            return {str(place): number for place, number in enumerate(value)}
+        return value
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

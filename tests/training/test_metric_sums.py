@@ -1,0 +1,233 @@
+"""Metrics over ranks: the same number at any world size, also those of torchmetrics, and what a sample shows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.training.metric import Rows
+from runner.training.metric_sums import MetricSums
+from runner.training.metrics.accuracy import Accuracy
+from runner.training.metrics.f1 import F1
+from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchmetric
+from runner.training.sampler import Sampler
+
+torchmetrics: Any = pytest.importorskip("torchmetrics", reason="needs the extra metrics")
+
+NUM_SAMPLES, NUM_CLASSES = 61, 5
+ALONE = World(RankInfo(), None, Backend())
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=generator)
+    scores = torch.randn(NUM_SAMPLES, NUM_CLASSES, generator=generator)
+    return (scores + 2 * torch.nn.functional.one_hot(targets, NUM_CLASSES)).softmax(-1), targets
+
+
+class Spearman:
+    """What no sums can give: the correlation of ranks, of all samples in their order."""
+
+    higher_is_better = None
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+        return {"pairs": Rows(torch.stack([outputs[:, 0].double(), targets.double()], dim=1))}
+
+    def compute(self, sums: dict[str, torch.Tensor]) -> dict[str, Any]:
+        pairs = sums["pairs"]
+        places = pairs.argsort(dim=0).argsort(dim=0).double()
+        return {"it": torch.corrcoef(places.T)[0, 1], "first": pairs[0, 0], "last": float(pairs[-1, 0])}
+
+
+def spread_over(world_size: int, make: Callable[[], Mapping[str, Any]], idle_rank: bool = False) -> dict[str, float]:
+    """What an evaluation over so many ranks gives on each of them; an idle one has no outputs, as in a pipeline."""
+    outputs, targets = samples()
+    data_ranks = world_size - idle_rank
+
+    def evaluate(rank: int, world_size: int) -> dict[str, float]:
+        world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
+        sums = MetricSums(make(), outputs[:1], targets[:1])
+        sums.add(outputs, targets)  # what is left of an earlier evaluation does not count
+        sums.reset(world.device)
+        sampler = Sampler(
+            NUM_SAMPLES, 7, data_rank=rank if rank < data_ranks else None, data_ranks=data_ranks, shuffle=False
+        )
+        for share in sampler.shares(0):
+            if share:
+                sums.add(outputs[share], targets[share], share)
+        return sums.compute(world.collectives.sum(sums.flat()), world)
+
+    if world_size == 1:
+        return evaluate(0, 1)
+    first, *others = run_ranks(evaluate, world_size)
+    assert all(other == first for other in others)
+    return first
+
+
+def of_torchmetrics() -> dict[str, Any]:
+    kind: dict[str, Any] = {"task": "multiclass", "num_classes": NUM_CLASSES}
+    return {
+        "f1": torchmetrics.F1Score(average="macro", **kind),
+        "auroc": torchmetrics.AUROC(**kind),
+        "per_class": torchmetrics.Recall(average="none", **kind),
+        "confusion": torchmetrics.CohenKappa(**kind),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_those_of_torchmetrics_give_what_they_give_of_all_samples_at_once(world_size: int) -> None:
+    def make() -> dict[str, Any]:
+        return {name: TorchMetric(metric) for name, metric in of_torchmetrics().items()}
+
+    outputs, targets = samples()
+    expected: dict[str, float] = {}
+    for name, metric in of_torchmetrics().items():
+        value = metric(outputs, targets)
+        expected |= {f"{name}/{n}": v.item() for n, v in enumerate(value)} if value.dim() else {name: value.item()}
+    assert 0.5 < expected["auroc"] < 1 and 0.5 < expected["f1"] < 1
+    assert spread_over(world_size, make) == pytest.approx(expected, abs=1e-12)
+    if world_size > 1:
+        assert spread_over(world_size, make, idle_rank=True) == pytest.approx(expected, abs=1e-12)
+
+
+def test_states_of_torchmetrics_that_are_numbers_or_extremes() -> None:
+    outputs, targets = samples()
+
+    class Extremes(torchmetrics.Metric):
+        higher_is_better = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name, default in (("max", -torch.inf), ("min", torch.inf)):
+                self.add_state(name, torch.tensor(default), dist_reduce_fx=name)
+
+        def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+            self.max, self.min = torch.maximum(self.max, preds.max()), torch.minimum(self.min, preds.min())
+
+        def compute(self) -> dict[str, torch.Tensor]:
+            return {"max": self.max, "min": self.min}
+
+    class OfNumbers(torchmetrics.MeanSquaredError):
+        def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+            super().update(preds[:, 0], target.to(preds))
+
+    def make() -> dict[str, Any]:
+        return {"extremes": TorchMetric(Extremes()), "mse": TorchMetric(OfNumbers())}
+
+    expected = {"extremes/max": outputs.max().item(), "extremes/min": outputs.min().item()}
+    expected["mse"] = ((outputs[:, 0] - targets) ** 2).double().mean().item()
+    for world_size in (1, 2):
+        assert spread_over(world_size, make) == pytest.approx(expected, rel=1e-7)
+
+
+def test_ours_are_the_same_to_the_bit_at_any_world_size() -> None:
+    def make() -> dict[str, Any]:
+        return {"accuracy": Accuracy(), "f1": F1(per_class=True), "spearman": Spearman()}
+
+    alone = spread_over(1, make)
+    outputs, targets = samples()
+    assert alone["accuracy"] == (outputs.argmax(-1) == targets).double().mean().item()
+    assert alone["spearman/first"] == outputs[0, 0].item() and alone["spearman/last"] == outputs[-1, 0].item()
+    for world_size in (2, 3):
+        assert spread_over(world_size, make) == alone
+        assert spread_over(world_size, make, idle_rank=True) == alone
+
+
+def test_the_dtype_and_the_shape_of_rows_survive_the_way() -> None:
+    def exchange(rank: int, world_size: int) -> list[torch.Tensor]:
+        collectives = World(RankInfo(rank, rank, world_size, world_size), None, Backend()).collectives
+        values = torch.arange(rank * 6).reshape(rank, 2, 3)
+        kinds = (torch.bfloat16, torch.float64, torch.bool, torch.int32)
+        return [collectives.gather(values.to(kind)) for kind in kinds] + [collectives.gather(values[:0])]
+
+    for gathered in run_ranks(exchange, 3):
+        expected = torch.cat([torch.arange(6).reshape(1, 2, 3), torch.arange(12).reshape(2, 2, 3)])
+        assert all(torch.equal(rows, expected.to(rows.dtype)) for rows in gathered[:4])
+        assert [rows.dtype for rows in gathered[:4]] == [torch.bfloat16, torch.float64, torch.bool, torch.int32]
+        assert gathered[4].shape == (0, 2, 3)
+
+
+class Given:
+    """Says what it is told to."""
+
+    higher_is_better = True
+
+    def __init__(self, update: Callable[[torch.Tensor, torch.Tensor], Any], compute: Callable[[Any], Any] = float):
+        self.update, self.compute = update, compute
+
+
+REFUSED = {
+    "update must return a tensor of sums, or a pytree of them, not None": Given(lambda o, t: None),
+    "update must return a tensor of sums, or a pytree of them, not a float (0.5)": Given(lambda o, t: 0.5),
+    "update must return a tensor of sums, or a pytree of them, not a list ([1.0])": Given(lambda o, t: [1.0]),
+    "update returned sums of shape [2], and [1] for one sample; sum over the samples of a batch": Given(
+        lambda o, t: o.argmax(-1) == t
+    ),
+    "update must return the same structure for every batch": Given(lambda o, t: [o.sum()] * len(o), sum),
+    "update returned 0.2 for one sample and 0.2 for it twice; return sums over the samples, and divide in compute": (
+        Given(lambda o, t: o.mean())
+    ),
+    "compute must return a number, or a mapping of numbers by name, not a str (good)": Given(
+        lambda o, t: o.sum(), lambda sums: "good"
+    ),
+    "compute must return a number, or a mapping of numbers by name, not a tensor of shape [5]": Given(
+        lambda o, t: o.sum(0), lambda sums: sums
+    ),
+    "compute must return a number, or a mapping of numbers by name, not None": Given(
+        lambda o, t: o.sum(0), lambda sums: {"a": None}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_no_metric_is_told_with_its_name(message: str) -> None:
+    outputs, targets = samples()
+    with pytest.raises(InputError) as raised:
+        MetricSums({"good": Accuracy(), "mine": REFUSED[message]}, outputs[:1], targets[:1])
+    assert raised.value.messages == [f"metrics.mine: {message}"]
+
+
+def test_an_error_of_ones_own_is_told_with_its_line() -> None:
+    def lookup(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return outputs.missing  # type: ignore[attr-defined]
+
+    outputs, targets = samples()
+    line = lookup.__code__.co_firstlineno + 1
+    for metric, method in ((Given(lookup), "update"), (Given(lambda o, t: o.sum(), lambda s: lookup(s, s)), "compute")):
+        with pytest.raises(InputError) as raised:
+            MetricSums({"mine": metric}, outputs[:1], targets[:1])
+        assert raised.value.messages == [
+            f"metrics.mine: {method} failed at {__file__}:{line} for one sample: AttributeError: 'Tensor' object has "
+            "no attribute 'missing'"
+        ]
+
+
+def test_what_a_later_batch_breaks_fails_the_run_with_the_name() -> None:
+    outputs, targets = samples()
+    mine = Given(lambda o, t: o.sum() if len(t) < 9 else o)
+    sums = MetricSums({"mine": mine}, outputs[:1], targets[:1])
+    with pytest.raises(ValueError, match=r"update returned sums of shape \[61, 5\], and \[\] for one sample") as raised:
+        sums.add(outputs, targets)
+    assert raised.value.__notes__[0].startswith("raised by metrics.mine in update")
+
+
+def test_rows_of_another_width_on_one_rank_are_told() -> None:
+    def evaluate(rank: int, world_size: int) -> None:
+        outputs, targets = samples()
+        sums = MetricSums({"mine": Given(lambda o, t: Rows(o), lambda rows: rows.sum())}, outputs[:1], targets[:1])
+        sums.add(outputs[:, : NUM_CLASSES - rank], targets)
+
+    with pytest.raises(RankError, match=r"update returned rows of shape \[4\], and \[5\] for one sample"):
+        run_ranks(evaluate, 2)
+
+
+def test_states_of_torchmetrics_that_cannot_be_had_from_several_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"PearsonCorrCoef keeps its state \w+ in a way \(dist_reduce_fx=None\)"):
+        TorchMetric(torchmetrics.PearsonCorrCoef())
+    assert is_torchmetric(torchmetrics.PearsonCorrCoef()) and not is_torchmetric(Accuracy())

@@ -1,0 +1,179 @@
+"""The formulas of the metrics, compared with scikit-learn's and torchmetrics's, and what each of them refuses."""
+
+import math
+from typing import Any
+
+import pytest
+import sklearn.metrics
+import torch
+from torch import nn
+
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.training.metric_sums import MetricSums
+from runner.training.metrics.accuracy import Accuracy
+from runner.training.metrics.auto import Auto
+from runner.training.metrics.f1 import F1
+from runner.training.metrics.iou import IoU
+from runner.training.metrics.mae import MAE
+from runner.training.metrics.perplexity import Perplexity
+from runner.training.metrics.r2 import R2
+from runner.training.metrics.top_k import TopK
+
+ALONE = World(RankInfo(), None, Backend())
+
+
+def measure(metric: Any, outputs: torch.Tensor, targets: torch.Tensor, batch_size: int = 7) -> dict[str, float]:
+    """What an evaluation of these samples gives, in batches the last of which is a short one."""
+    sums = MetricSums({"it": metric}, outputs[:1], targets[:1])
+    for start in range(0, len(outputs), batch_size):
+        sums.add(outputs[start : start + batch_size], targets[start : start + batch_size])
+    return sums.compute(sums.flat(), ALONE)
+
+
+def value(metric: Any, outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    return measure(metric, outputs, targets)["it"]
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(*shape: int, below: int = 5, seed: int = 1) -> torch.Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+LAYOUTS = {
+    "one per sample": (drawn(50, 5), classes(50)),
+    "per token, classes last": (drawn(20, 6, 5), classes(20, 6)),
+    "per token, classes second": (drawn(20, 5, 6), classes(20, 6)),
+    "per pixel": (drawn(9, 5, 4, 3), classes(9, 4, 3)),
+}
+
+
+def flat(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores (positions, 5) and classes (positions)."""
+    return outputs.movedim(list(outputs.shape).index(5, 1), -1).reshape(-1, 5), targets.flatten()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("ignore_index", [None, 2])
+def test_classes_are_found_where_the_loss_finds_them(name: str, ignore_index: int | None) -> None:
+    outputs, targets = LAYOUTS[name]
+    scores, wanted = flat(outputs, targets)
+    kept = wanted != ignore_index if ignore_index is not None else torch.ones_like(wanted, dtype=torch.bool)
+    scores, wanted = scores[kept], wanted[kept]
+    assert value(Accuracy(ignore_index), outputs, targets) == (scores.argmax(-1) == wanted).double().mean().item()
+    top_2 = sklearn.metrics.top_k_accuracy_score(wanted, scores, k=2, labels=range(5))
+    assert value(TopK(2, ignore_index), outputs, targets) == pytest.approx(top_2, abs=1e-15)
+    perplexity = nn.functional.cross_entropy(scores.double(), wanted).exp().item()
+    assert value(Perplexity(ignore_index), outputs.double(), targets) == pytest.approx(perplexity, rel=1e-14)
+
+
+def test_where_both_dims_may_hold_the_classes_it_is_the_second_as_in_torchs_losses() -> None:
+    outputs, targets = drawn(10, 5, 5), classes(10, 5)
+    assert value(Accuracy(), outputs, targets) == (outputs.argmax(1) == targets).double().mean().item()
+
+
+def test_the_dim_of_the_classes_is_kept_for_batches_whose_shape_says_nothing() -> None:
+    """Sequences of any length, of which one happens to be as long as there are classes."""
+    sums = MetricSums({"it": Accuracy()}, drawn(1, 7, 5), classes(1, 7))
+    outputs, targets = drawn(10, 5, 5), classes(10, 5)
+    sums.add(outputs, targets)
+    expected = (outputs.argmax(-1) == targets).double().mean().item()
+    assert sums.compute(sums.flat(), ALONE) == {"it": expected}
+
+
+def test_perplexity_of_log_probabilities_is_that_of_the_logits() -> None:
+    logits, targets = drawn(30, 5).double(), classes(30)
+    expected = value(Perplexity(), logits, targets)
+    assert value(Perplexity(), logits.log_softmax(-1), targets) == pytest.approx(expected, rel=1e-14)
+    assert value(Perplexity(), torch.zeros(30, 5), targets) == pytest.approx(5.0)
+
+
+def test_numbers_are_compared_one_by_one() -> None:
+    outputs, targets = drawn(40, 3).double(), drawn(40, 3, seed=1).double() + 100
+    assert value(MAE(), outputs, targets) == pytest.approx(sklearn.metrics.mean_absolute_error(targets, outputs))
+    assert value(R2(), outputs, targets) == pytest.approx(sklearn.metrics.r2_score(targets, outputs), rel=1e-9)
+    for metric in (MAE(), R2()):
+        assert value(metric, outputs[:, :1], targets[:, 0]) == value(metric, outputs[:, 0], targets[:, 0])
+    assert math.isnan(value(R2(), outputs, torch.full((40, 3), 0.1).double()))
+    near = targets + 0.01 * outputs
+    assert 0.999 < value(R2(), near, targets) < 1
+
+
+@pytest.mark.parametrize("average", ["macro", "micro"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_f1_of_classes(average: Any, name: str) -> None:
+    outputs, targets = LAYOUTS[name]
+    scores, wanted = flat(outputs, targets)
+    scores = torch.cat([scores, torch.full((len(scores), 1), -9.0)], dim=1)  # a class that never occurs
+    expected = sklearn.metrics.f1_score(wanted, scores.argmax(-1), average=average)
+    assert value(F1(average), outputs, targets) == pytest.approx(expected, rel=1e-14)
+    assert value(F1(average), scores, wanted) == pytest.approx(expected, rel=1e-14)
+
+
+def test_f1_of_labels_and_of_each_class() -> None:
+    outputs, targets = drawn(60, 4), classes(60, 4, below=2)
+    for average in ("macro", "micro"):
+        expected = sklearn.metrics.f1_score(targets, outputs > 0, average=average)
+        assert value(F1(average), outputs, targets.float()) == pytest.approx(expected, rel=1e-14)
+    of_one = sklearn.metrics.f1_score(targets[:, 0], outputs[:, 0].sigmoid() > 0.7)
+    for predicted in (outputs[:, :1].sigmoid(), outputs[:, 0].sigmoid()):
+        assert value(F1(threshold=0.7), predicted, targets[:, 0]) == pytest.approx(of_one, rel=1e-14)
+    each = measure(F1(per_class=True), outputs, targets)
+    assert list(each) == ["it/macro", *(f"it/class_{number}" for number in range(4))]
+    assert each["it/class_1"] == pytest.approx(sklearn.metrics.f1_score(targets[:, 1], outputs[:, 1] > 0))
+    assert value(F1(), torch.full((3, 2), -1.0), torch.zeros(3, 2)) == 0.0
+
+
+def test_iou_of_regions() -> None:
+    outputs, targets = LAYOUTS["per pixel"]
+    scores, wanted = flat(outputs, targets)
+    found = measure(IoU(per_class=True), outputs, targets)
+    expected = sklearn.metrics.jaccard_score(wanted, scores.argmax(-1), average=None)
+    assert [found[f"it/class_{number}"] for number in range(5)] == pytest.approx(list(expected), rel=1e-14)
+    assert found["it/mean"] == pytest.approx(expected.mean(), rel=1e-14)
+    kept = wanted != 3
+    without = sklearn.metrics.jaccard_score(wanted[kept], scores.argmax(-1)[kept], average="macro")
+    assert value(IoU(ignore_index=3), outputs, targets) == pytest.approx(without, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "targets", "message"),
+    [
+        (Accuracy(), drawn(1, 5), drawn(1), "metrics.it: update failed for one sample: accuracy needs scores (N, C), "),
+        (Accuracy(), drawn(1, 5), classes(1, 3), "but the outputs are [1, 5] and the targets integers [1, 3]"),
+        (Accuracy(), {"a": drawn(1, 5)}, classes(1), "but the outputs are a dict; write a metric of your own"),
+        (TopK(6), drawn(1, 5), classes(1), "k=6 must be at most 5, the number of classes that are scored"),
+        (MAE(), drawn(1, 5), classes(1, 5), "mae compares numbers of one shape, but the outputs are [1, 5] and the ta"),
+        (F1(), drawn(1, 5, 2), classes(1, 4), "f1 needs scores (N, C), (N, C, ...) or (N, ..., C)"),
+    ],
+)
+def test_what_does_not_fit_is_told(metric: Any, outputs: Any, targets: torch.Tensor, message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        MetricSums({"it": metric}, outputs, targets)
+    assert message in str(raised.value) and len(raised.value.messages) == 1
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="k=0 must be at least 1; try 5"):
+        TopK(0)
+    with pytest.raises(ValueError, match="ignore_index=auto must be a class or null"):
+        Accuracy("auto")
+
+
+def test_auto_is_accuracy_where_there_are_classes() -> None:
+    auto = Auto()
+    for outputs, targets in LAYOUTS.values():
+        assert list(auto.choose(outputs[:1], targets[:1], None)) == ["accuracy"]
+    for outputs, targets in [
+        (drawn(1, 5), drawn(1, 5)),
+        (drawn(1, 5), classes(1, 5)),
+        (drawn(1, 5), classes(1) > 0),
+        ({"a": drawn(1, 5)}, classes(1)),
+        (drawn(1, 5), [classes(1)]),
+    ]:
+        assert auto.choose(outputs, targets, None) == {}
