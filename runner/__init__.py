@@ -1,16 +1,53 @@
 """A configuration-driven experiment runner for PyTorch: `python -m runner model=convnet parallel=ddp`.
 
-Importing it binds the names `models` and `data` to this installation, whatever the working directory holds.
+Importing it binds the names `models` and `data` to this installation, whatever the working directory holds. What they
+lack is looked for in modules of the same name elsewhere on sys.path, such as a user's own `models.py`.
 """
 
 import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
+from typing import Any, overload
 
 __version__ = "0.1.0"
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+CLAIMED = ("models", "data")
+
+_others: dict[str, ModuleType] = {}  # modules of a claimed name that are not ours, by file
+
+
+class _SharedPath(Sequence[str]):
+    """Where submodules of a claimed package are: in ours, then in folders of its name on sys.path as it is by then."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def _folders(self) -> list[str]:
+        own = str(ROOT / self._name)
+        named = (str(Path(entry, self._name).absolute()) for entry in sys.path)
+        return [own, *dict.fromkeys(folder for folder in named if folder != own)]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._folders()[index]
+
+    def __len__(self) -> int:
+        return len(self._folders())
+
+
+def files_of(name: str) -> list[str]:
+    """The files that could be imported by this dotted name, were they not behind another one on sys.path."""
+    parent, _, leaf = name.replace(".", "/").rpartition("/")
+    specs = [PathFinder.find_spec(leaf, [str(Path(entry, parent))]) for entry in sys.path]
+    return list(dict.fromkeys(str(Path(spec.origin).resolve()) for spec in specs if spec and spec.origin))
 
 
 def _claim(name: str) -> None:
@@ -21,15 +58,45 @@ def _claim(name: str) -> None:
     """
     if name in sys.modules:
         return
-    folder = ROOT / name
     spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        name, ROOT / name / "__init__.py", submodule_search_locations=[str(ROOT / name)]
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    shared: Any = module  # PEP 562: these two are asked where the package itself has no such name
+    shared.__path__ = _SharedPath(name)
+    shared.__getattr__ = lambda wanted: _look_beside(module, wanted)
+    shared.__dir__ = lambda: sorted({*vars(module), *(word for other in _beside(module) for word in vars(other))})
 
 
-for _name in ("models", "data"):
+def _look_beside(module: ModuleType, wanted: str) -> Any:
+    is_submodule = PathFinder.find_spec(f"{module.__name__}.{wanted}", module.__path__) is not None
+    for other in () if wanted.startswith("__") or is_submodule else _beside(module):
+        if hasattr(other, wanted):
+            return getattr(other, wanted)
+    raise AttributeError(f"module {module.__name__!r} has no attribute {wanted!r}")
+
+
+def _beside(module: ModuleType) -> list[ModuleType]:
+    """The other modules of its name, imported. Raises what importing one raises."""
+    found = []
+    for file in files_of(module.__name__):
+        if Path(file) == ROOT / module.__name__ / "__init__.py":
+            continue
+        if file not in _others:
+            spec = importlib.util.spec_from_file_location(module.__name__, file)
+            assert spec is not None and spec.loader is not None
+            _others[file] = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(_others[file])
+            except BaseException:
+                del _others[file]
+                raise
+        found.append(_others[file])
+    return found
+
+
+for _name in CLAIMED:
     _claim(_name)

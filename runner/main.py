@@ -5,7 +5,7 @@ torch is imported only once there is something to run: --help, --cfg and complet
 
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +21,7 @@ from runner import CONF
 from runner.config.compose import checked, compose
 from runner.config.diagnostics.overrides import given_twice, refuse_overrides
 from runner.config.help import render_help
+from runner.config.own_folders import absolute, add_to_path, searching
 from runner.config.resume import Typed, with_recorded
 from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
 from runner.errors import InputError, tell
@@ -38,19 +39,19 @@ def main() -> int:
         args, local_rank = _read_flags()
         init = _typed_init(args.overrides)
         if args.help:
-            folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
-            print(render_help(folders), flush=True)
+            print(render_help([*map(Path, reversed(args.config_dirs)), CONF]), flush=True)
             return FINISHED
         rank_info = started_by_launch(find_rank_info(init), local_rank)
         refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
         if refuse:
             raise InputError(*refuse)
-        typed = with_recorded(args.overrides, args.config_dir, args.multirun)
-        if typed.config_dir:
-            # A user's own model lies beside its YAML file; behind everything else, so that it hides nothing.
-            sys.path.append(typed.config_dir)
+        typed = with_recorded(args.overrides, args.config_dirs, args.multirun)
+        add_to_path(typed.config_dirs)
         _register_plugins()
-        with initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"):
+        with (
+            searching(typed.config_dirs),
+            initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"),
+        ):
             if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
                 return _ask_hydra(args, typed)
             return _run(typed, args.multirun, rank_info)
@@ -66,12 +67,16 @@ def _read_flags() -> tuple[Namespace, int | None]:
 
     Raises InputError for those that do not exist, and for those that would do nothing here.
     """
-    parser = get_args_parser()
+    parser, of_folders = get_args_parser(), ArgumentParser(add_help=False, allow_abbrev=False)
 
     def refuse(message: str) -> NoReturn:
         raise InputError(f"{message}; --help lists the flags")
 
-    parser.error = refuse  # type: ignore[method-assign]  # its own prints the usage in eight lines
+    for each in (parser, of_folders):
+        each.error = refuse  # type: ignore[method-assign]  # its own prints the usage in eight lines
+    # Hydra's own flag takes one folder, and lets it hide nothing: see runner.config.own_folders.
+    of_folders.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
+    own, sys.argv[1:] = of_folders.parse_known_args()
     parser.add_argument("--local-rank", "--local_rank", type=int, default=None)
     args, unknown = parser.parse_known_intermixed_args()
     if unknown:
@@ -81,8 +86,10 @@ def _read_flags() -> tuple[Namespace, int | None]:
         if value := getattr(args, name):
             flag = f"--{name.replace('_', '-')}={value}"
             raise InputError(f"{flag}: the runner has one configuration of its own; type --config-dir=DIR to add yours")
-    if args.config_dir and not os.path.isdir(args.config_dir):
-        raise InputError(f"--config-dir={args.config_dir} is not a folder; name the one with your model/*.yaml")
+    for folder in own.config_dirs:
+        if not os.path.isdir(folder):
+            raise InputError(f"--config-dir={folder} is not a folder; name the one with your model/*.yaml")
+    args.config_dirs = absolute(own.config_dirs)
     # Hydra reads it too, and knows neither that flag nor overrides on both sides of a flag.
     flags = [word for word in sys.argv[1:] if not word.startswith(("--local-rank", "--local_rank"))]
     for word in args.overrides:
@@ -101,7 +108,7 @@ def _run(typed: Typed, multirun: bool, rank_info: RankInfo) -> int:
     request = Request(
         overrides=tuple(typed.recorded),
         words=tuple(typed.words),
-        config_dir=typed.config_dir,
+        config_dirs=tuple(typed.config_dirs),
         command=tuple(sys.orig_argv),
         directory=typed.directory or rank_info.directory,
         choices=dict(cfg.hydra.runtime.choices),
@@ -117,9 +124,10 @@ def _register_plugins() -> None:
     # Only now: its scan executes Hydra's own plugins a second time, and what derives from them must come after.
     from hydra_plugins.runner.grid_sweeper import GridSweeper
     from hydra_plugins.runner.optuna_sweeper import OptunaSweeper
+    from hydra_plugins.runner.own_folders import OwnFolder, OwnFolders
     from hydra_plugins.runner.slots_launcher import SlotsLauncher
 
-    for plugin in (GridSweeper, OptunaSweeper, SlotsLauncher):
+    for plugin in (GridSweeper, OptunaSweeper, SlotsLauncher, OwnFolder, OwnFolders):
         plugins.register(plugin)
 
 

@@ -23,7 +23,8 @@ _EXAMPLES = (
 )
 _FLAGS = (
     ("-m, --multirun", "a sweep: one job for each combination of the values typed with commas"),
-    ("--config-dir DIR", "a folder of your own, whose options join those above"),
+    ("--config-dir DIR", "a folder of your own, whose options join those above and win over one of the same name;"),
+    ("", "several: of two the later wins; resume= and run= search those of the run too, before them"),
     ("--cfg job", "print the configuration; --resolve fills in its references"),
     ("--info defaults", "print which files it is made of"),
     ("--hydra-help", "the other flags of Hydra, which reads all of this; see https://hydra.cc"),
@@ -39,12 +40,13 @@ class _File:
 
 
 def render_help(search_path: Sequence[Path], command: str = "python -m runner") -> str:
-    """Where two folders hold the same file the earlier one counts, as in Hydra; later ones add options."""
+    """Where two folders hold the same file the earlier one counts, as in Hydra; the last one is the runner's own."""
     groups: dict[str, dict[str, Path]] = {}
     for folder in reversed(search_path):
         for group, option, path in _options(folder):
             groups.setdefault(group, {})[option] = path
-    main = next((path for folder in search_path if (path := folder / "config.yaml").is_file()), None)
+    # A user's own config.yaml has no say: see hydra_plugins.runner.own_folders.
+    main = next((path for folder in search_path[-1:] if (path := folder / "config.yaml").is_file()), None)
     top = _read(main) if main else _File()
 
     torchrun = "torchrun --nproc-per-node 4 " + command.removeprefix("python ")

@@ -1,7 +1,8 @@
 """`resume=` and `run=`: what an earlier run or sweep recorded, with what is typed now on top."""
 
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -10,6 +11,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from runner.config.diagnostics.import_target import locate
+from runner.config.own_folders import absolute
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.runs.ledger import LEDGER, is_sweep, read_sweep
@@ -26,58 +28,62 @@ class Typed:
 
     overrides: list[str]
     recorded: list[str]
-    config_dir: str | None
+    config_dirs: list[str]  # as typed, and absolute
     directory: str | None = None
     words: list[str] = field(default_factory=list)  # as Request.words
 
 
-def with_recorded(overrides: list[str], config_dir: str | None, multirun: bool) -> Typed:
-    """Put what the named run recorded before what is typed. Raises InputError where there is no such run."""
+def with_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Typed:
+    """Put what the named run recorded before what is typed. Raises InputError where there is no such run.
+
+    config_dirs: the typed ones; those that the run recorded come before them.
+    """
+    config_dirs = list(config_dirs)
     try:
         typed = OverridesParser.create().parse_overrides(overrides)
     except HydraException:
-        return Typed(overrides, overrides, config_dir)  # composing will say what is wrong with the grammar
+        return Typed(overrides, overrides, config_dirs)  # composing will say what is wrong with the grammar
     named = {o.key_or_group: o for o in typed if o.key_or_group in ("run", "resume") and o.value() is not None}
     if multirun and "resume" in named:
-        return _with_recorded_sweep(named["resume"], typed, config_dir)
+        return _with_recorded_sweep(named["resume"], typed, config_dirs)
+    if multirun and "run" in named and _task(typed) not in READ_ALONE:
+        return Typed(overrides, overrides, _of_each(named["run"], typed, config_dirs))
     if not named or multirun:
-        return _with_search_path(Typed(overrides, overrides, _absolute(config_dir)))
+        return Typed(overrides, overrides, config_dirs)
     key, override = next(iter(named.items()))
     if _task(typed) in READ_ALONE and key == "run":
         if override.value() != "last":
-            return _with_search_path(Typed(overrides, overrides, _absolute(config_dir)))
+            return Typed(overrides, overrides, config_dirs)
         path = last_of(folder := _runs_folder(typed))
         if path is None:
             raise InputError(f"run=last: there is no sweep or run under {folder}; set name= or outputs=, or name it")
         words = [*(str(o.input_line) for o in typed if o is not override), f"run='{path}'"]
-        return _with_search_path(Typed(words, words, _absolute(config_dir)))
+        return Typed(words, words, config_dirs)
     path = _find(key, str(override.value()), typed)
-    recorded = yaml.safe_load((path / OVERRIDES).read_text()) or []
-    folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
+    recorded, folders = _read_overrides(path)
+    folders = _on_top(f"{key}={override.value()}", folders, config_dirs)
     own = [o for o in typed if o is not override]
-    kept = _without(OverridesParser.create().parse_overrides([w for w in recorded if w[:2] != "--"]), own)
+    kept = _without(OverridesParser.create().parse_overrides(recorded), own)
     words = [str(o.input_line) for o in (*kept, *own)]
     pointing = f"{key}='{path}'"
     if _task(typed) == "rerun" and key == "run":
-        return _rerun(words, path, _absolute(config_dir) or next(iter(folders), None))
-    return _with_search_path(
-        Typed(
-            overrides=[*words, pointing],
-            recorded=words if key == "resume" else [*words, pointing],
-            config_dir=_absolute(config_dir) or next(iter(folders), None),
-            directory=str(path) if key == "resume" else None,
-        )
+        return _rerun(words, path, folders)
+    return Typed(
+        overrides=[*words, pointing],
+        recorded=words if key == "resume" else [*words, pointing],
+        config_dirs=folders,
+        directory=str(path) if key == "resume" else None,
     )
 
 
-def _rerun(words: list[str], path: Path, config_dir: str | None) -> Typed:
+def _rerun(words: list[str], path: Path, config_dirs: list[str]) -> Typed:
     """What makes the run again; what the new one records of it is a training run as the old one was."""
     trained = [word for word in words if word.partition("=")[0] != "task"]
     threads = (read_result(path) or {}).get("machine", {}).get("threads")
     if threads and not any(word.partition("=")[0] == "threads" for word in words):
         trained.append(f"threads={threads}")  # which the environment may give otherwise now
     words = [*trained, "task=rerun", f"run='{path}'"]
-    return _with_search_path(Typed(words, trained, config_dir, words=words))
+    return Typed(words, trained, config_dirs, words=words)
 
 
 def check_resumable(config: Config) -> list[str]:
@@ -106,7 +112,7 @@ def put_on_top(recorded: list[str], typed: list[str]) -> list[str]:
     return [*(str(o.input_line) for o in kept), *typed]
 
 
-def _with_recorded_sweep(resume: Override, typed: list[Override], config_dir: str | None) -> Typed:
+def _with_recorded_sweep(resume: Override, typed: list[Override], config_dirs: list[str]) -> Typed:
     if resume.is_sweep_override():
         raise InputError(f"{resume.input_line}: one sweep at a time; type one directory, or resume=last")
     path = _find_sweep(str(resume.value()), typed)
@@ -118,7 +124,48 @@ def _with_recorded_sweep(resume: Override, typed: list[Override], config_dir: st
     words = put_on_top(recorded.typed, [str(o.input_line) for o in own])
     # What is typed on top adds jobs this once; how jobs are run and chosen is remembered.
     kept = put_on_top(recorded.typed, [str(o.input_line) for o in own if o.is_hydra_override()])
-    return _with_search_path(Typed(words, kept, _absolute(config_dir) or recorded.config_dir, str(path)))
+    return Typed(words, kept, _on_top(resume.input_line or "", recorded.config_dirs, config_dirs), str(path))
+
+
+def _of_each(run: Override, typed: list[Override], config_dirs: list[str]) -> list[str]:
+    """The folders of the runs that the jobs of a sweep read, one each: all jobs share one search path."""
+    values = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
+    folders: dict[str, list[str]] = {}
+    for value in (value.strip("'\"") for value in values):
+        folders[value] = _on_top(f"run={value}", _read_overrides(_find("run", value, typed))[1], config_dirs)
+    (one, expected), *others = folders.items()
+    for other, found in others:
+        if found != expected:
+            raise InputError(
+                f"run={one} was made with {_shown(expected)} and run={other} with {_shown(found)}, which one sweep "
+                "cannot tell apart; type a command for each"
+            )
+    return expected
+
+
+def _shown(folders: Sequence[str]) -> str:
+    return " ".join(f"--config-dir={folder}" for folder in folders) or "no --config-dir"
+
+
+def _on_top(typed: str, recorded: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
+    """The folders that a run recorded, then those that are typed now, which may stand for some that have moved.
+
+    Raises InputError, which begins with what names the run, where one is not there and nothing is typed.
+    """
+    there = [folder for folder in recorded if Path(folder).is_dir()]
+    if len(there) < len(recorded) and not config_dirs:
+        gone = next(folder for folder in recorded if folder not in there)
+        raise InputError(
+            f"{typed}: its --config-dir={gone} is not there any more; type --config-dir=DIR with where it is now"
+        )
+    return absolute([*there, *config_dirs])
+
+
+def _read_overrides(path: Path) -> tuple[list[str], list[str]]:
+    """What a run recorded: its words, and its own folders."""
+    recorded = [str(word) for word in yaml.safe_load((path / OVERRIDES).read_text()) or []]
+    folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
+    return [word for word in recorded if not word.startswith("--")], folders
 
 
 def _find_sweep(value: str, typed: list[Override]) -> Path:
@@ -173,14 +220,3 @@ def _runs_folder(typed: list[Override]) -> Path:
 
 def _task(typed: list[Override]) -> str:
     return next((str(o.value()) for o in typed if o.key_or_group == "task"), "train")
-
-
-def _absolute(folder: str | None) -> str | None:
-    return str(Path(folder).absolute()) if folder else None
-
-
-def _with_search_path(typed: Typed) -> Typed:
-    if typed.config_dir is None:
-        return typed
-    search = f"hydra.searchpath=['file://{typed.config_dir}']"
-    return replace(typed, overrides=[*typed.overrides, search])

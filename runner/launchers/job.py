@@ -6,6 +6,7 @@ import socket
 import traceback
 from pathlib import Path
 
+from runner.config.own_folders import hiding
 from runner.config.schema import Config
 from runner.config.validate import check_fit
 from runner.distributed.backend import as_backend
@@ -67,6 +68,8 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             world_size=world.world_size,
             seed=config.seed,
         )
+        if line := hiding(request.config_dirs, request.choices):
+            log.info("%s", line)
         state, text, lost = "failed", "", False
         failure: Exception | None = None
         try:

@@ -3,7 +3,7 @@
 `ledger.jsonl` in the sweep's directory holds one JSON object per line and is only ever appended to; a line that a crash
 cut short is passed over. Later lines add to earlier ones:
 
-    {"sweep": {"typed": ["optimizer.lr=0.1,0.01"], "config_dir": null, "command": [...], "shared": {"epochs": 10, ...}}}
+    {"sweep": {"typed": ["optimizer.lr=0.1,0.01"], "config_dirs": [], "command": [...], "shared": {"epochs": 10, ...}}}
     {"number": 0, "label": "0-lr-0.1", "overrides": ["optimizer.lr=0.1"]}
     {"number": 0, "state": "running", "at": 1795212345.1}
     {"number": 0, "state": "finished", "at": 1795212351.7, "metrics": {"val/loss": 0.1}, "error": null}
@@ -55,7 +55,7 @@ class SweepRecord:
     """What the jobs of a sweep have in common."""
 
     typed: list[str]
-    config_dir: str | None
+    config_dirs: list[str]
     command: list[str]
     shared: dict[str, Any]  # dotted keys of the configuration that have one value in all jobs
 
@@ -94,7 +94,10 @@ def read_sweep(directory: Path) -> SweepRecord:
     found = [line["sweep"] for line in _lines(directory) if "sweep" in line]
     if not found:
         raise ValueError(f"{directory / LEDGER} names no sweep")
-    return SweepRecord(**found[-1])
+    if "config_dir" in (record := found[-1]):  # an older version took one folder
+        folder = record.pop("config_dir")
+        record["config_dirs"] = [folder] if folder else []
+    return SweepRecord(**record)
 
 
 def write_lines(directory: Path, *lines: dict[str, Any]) -> None:

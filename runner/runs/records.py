@@ -37,7 +37,7 @@ class RunRecord:
     label: str
     state: str  # as in result.json, and as in the ledger of its sweep
     typed: list[str] = field(default_factory=list)
-    config_dir: str | None = None
+    config_dirs: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)  # the whole configuration, keys dotted
     metrics: dict[str, float] = field(default_factory=dict)
     world_size: int = 1
@@ -137,7 +137,7 @@ def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None 
         label=label,
         state=entry.state if entry else str(result.get("state", "")),
         typed=typed,
-        config_dir=folders[0] if folders else None,
+        config_dirs=folders,
         settings=settings | {key: result[key] for key in ("model", "data", "parallel") if key in result},
         metrics=metrics,
         world_size=int(result.get("world_size", 1)),

@@ -27,7 +27,7 @@ class Request:
     """How a job was asked for; with the configuration, what a run directory records of it."""
 
     overrides: tuple[str, ...] = ()  # what was typed, without run= and resume=
-    config_dir: str | None = None
+    config_dirs: tuple[str, ...] = ()  # of the user's own; of two the later one counts
     command: tuple[str, ...] = ()
     directory: str | None = None  # given to a job of a sweep and to a run that is resumed; otherwise a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
@@ -83,7 +83,7 @@ class RunDirectory:
         (self.path / DIFF).unlink(missing_ok=True)
         if self.result.git["dirty"]:
             write_whole(self.path / DIFF, git_diff())
-        typed = [f"--config-dir={request.config_dir}"] if request.config_dir else []
+        typed = [f"--config-dir={folder}" for folder in request.config_dirs]
         write_whole(self.path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
         write_whole(self.path / OVERRIDES, yaml.safe_dump([*typed, *request.overrides]))
         self.save_result()

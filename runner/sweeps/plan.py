@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from runner.config.diagnostics.overrides import explain
 from runner.config.diagnostics.type_hints import show
+from runner.config.own_folders import searched
 from runner.config.renamed_targets import rename_targets
 from runner.config.resume import put_on_top, with_recorded
 from runner.config.schema import Config
@@ -78,7 +79,8 @@ class Composer:
 
 def composed_words(job: Sequence[str]) -> list[str]:
     """What is composed for the job: with what an earlier run recorded, where it names one."""
-    return with_recorded(list(job), None, multirun=False).overrides
+    # What the run recorded of folders was asked for the whole sweep, and is searched.
+    return with_recorded(list(job), searched(), multirun=False).overrides
 
 
 def first_job(typed: Sequence[str], loader: ConfigLoader) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
+from runner.config.own_folders import add_to_path
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.runs.run_directory import Request
@@ -27,8 +28,7 @@ def main() -> int:
     slotted: Slotted = pickle.load(sys.stdin.buffer)  # by a pipe that the sweep's own process alone writes to
     threading.Thread(target=_end_with_sweep, daemon=True, name="sweep").start()
     confine(slotted.cores, slotted.gpus)
-    if folder := slotted.request.config_dir:
-        sys.path.append(folder)
+    add_to_path(slotted.request.config_dirs)
     from runner.launchers.launch import launch_and_tell
 
     return launch_and_tell(slotted.config, slotted.request, RankInfo())

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, open_dict
 
+from runner.config.own_folders import add_to_path
 from runner.config.renamed_targets import rename_targets
 from runner.config.resume import Typed
 from runner.config.schema import Config
@@ -118,8 +119,7 @@ class Sweep:
         owner = HydraConfig.get()
         position, typed = int(owner.job.num), list(owner.overrides.task)
         job = self.jobs[position]
-        if self.record.config_dir and self.record.config_dir not in sys.path:
-            sys.path.append(self.record.config_dir)  # a launcher's own process has it not yet
+        add_to_path(self.record.config_dirs)  # a launcher's own process has them not yet
         if self.rank_info.rank == 0 and not self.queues:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         request = self.request(job, typed, dict(owner.runtime.choices))
@@ -165,7 +165,7 @@ class Sweep:
         """How a job is asked for. typed: the words that are composed for it."""
         return Request(
             overrides=tuple(typed),
-            config_dir=self.record.config_dir,
+            config_dirs=tuple(self.record.config_dirs),
             command=tuple(self.record.command),
             directory=str(self.path(job)),
             choices=choices,
@@ -265,7 +265,7 @@ def run_sweep(typed: Typed, rank_info: RankInfo) -> int:
             f"hydra/launcher={launcher} starts jobs itself, but {rank_info.found} has started this process as rank "
             f"{rank_info.rank} of {rank_info.world_size}; leave one of the two out"
         )
-    record = SweepRecord(list(typed.recorded), typed.config_dir, list(sys.orig_argv), {})
+    record = SweepRecord(list(typed.recorded), list(typed.config_dirs), list(sys.orig_argv), {})
     arguments = [word for word in typed.overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
     sweep = Sweep(rank_info, record, typed.directory, dict(base.backend), arguments)
     _current.append(sweep)

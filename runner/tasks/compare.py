@@ -137,14 +137,13 @@ def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> N
     options = [w for w in request.overrides if w.lstrip("+").startswith("parallel.")]
     if request.choices["parallel"] != cell.mode:
         options = []
-    search = [f"hydra.searchpath=['file://{request.config_dir}']"] if request.config_dir else []
-    overrides = [*kept, *instead, "task=measure", f"parallel={cell.mode}", "logger=none", *own, *options, *search]
+    overrides = [*kept, *instead, "task=measure", f"parallel={cell.mode}", "logger=none", *own, *options]
     try:
         cfg = compose(overrides)
         config = checked(cfg, overrides)
         directory = str(path / "cells" / cell.name)
         choices = dict(cfg.hydra.runtime.choices)
-        own_request = Request(tuple(overrides), request.config_dir, request.command, directory, choices)
+        own_request = Request(tuple(overrides), request.config_dirs, request.command, directory, choices)
         cell.metrics = launch(config, own_request, rank_info)
     except InputError as error:
         cell.remark = f"left out: {error.messages[0]}"

@@ -172,9 +172,11 @@ def test_usage_and_flags(conf: Path):
     assert text.endswith("\n") and not any(line.endswith(" ") for line in text.splitlines())
 
 
-def test_a_later_folder_adds_options_and_hides_none(conf: Path, tmp_path: Path):
-    mine = {"model/own.yaml": "# mine\ndepth: 3\n", "model/toy.yaml": "# hidden\n", "new/a.yaml": "# new\n"}
-    text = render_help([conf, write(tmp_path / "mine", {**mine, "config.yaml": "other: 1\n"})])
+def test_an_earlier_folder_adds_options_and_hides_those_of_its_names(conf: Path, tmp_path: Path):
+    mine = {"model/own.yaml": "# mine\ndepth: 3\n", "model/toy.yaml": "# shown\n", "new/a.yaml": "# new\n"}
+    (conf / "model" / "toy.yaml").write_text("# hidden\n")
+    text = render_help([write(tmp_path / "mine", {**mine, "config.yaml": "other: 1\n"}), conf])
+    assert "  toy            shown\n" in text
     assert "  own            mine\n    depth=3\n" in text
     assert "\nnew                                     (type +new=OPTION)\n  a              new\n" in text
     assert "hidden" not in text and "other=1" not in text

@@ -30,10 +30,10 @@ def test_only_the_rank_that_writes_writes(tmp_path: Path) -> None:
 
 def test_result_is_there_from_the_start_and_in_one_piece(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.record(Config(), Request(overrides=("model=toy",), config_dir="/mine"), model="toy")
+    directory.record(Config(), Request(overrides=("model=toy",), config_dirs=("/mine", "/other")), model="toy")
     result = read_result(tmp_path)
     assert result is not None and (result["state"], result["model"]) == ("running", "toy")
-    assert (tmp_path / "overrides.yaml").read_text() == "- --config-dir=/mine\n- model=toy\n"
+    assert (tmp_path / "overrides.yaml").read_text() == "- --config-dir=/mine\n- --config-dir=/other\n- model=toy\n"
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -56,12 +56,12 @@ class Run:
 
 def configure(*overrides: str) -> tuple[Config, Request]:
     """The checked configuration of a command line, and its request."""
-    typed = with_recorded(list(overrides), None, multirun=False)
+    typed = with_recorded(list(overrides), (), multirun=False)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(typed.overrides)
         config = checked(cfg, typed.overrides)
     choices = dict(cfg.hydra.runtime.choices)
-    return config, Request(tuple(typed.recorded), typed.config_dir, ("test",), typed.directory, choices)
+    return config, Request(tuple(typed.recorded), tuple(typed.config_dirs), ("test",), typed.directory, choices)
 
 
 def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300) -> Run:

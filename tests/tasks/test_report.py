@@ -139,7 +139,7 @@ def test_a_job_that_did_not_type_the_key_has_its_configured_value(tmp_path: Path
 def test_the_command_of_a_job_starts_it_again(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", "--config-dir=/my models", "+model.x=a b", "~seed", accuracy=0.5, world_size=2)
     (job,) = read_jobs(path, "run")
-    words = ["torchrun", "--nproc-per-node", "2", "-m", "runner", "--config-dir", "/my models", "+model.x=a b", "~seed"]
+    words = ["torchrun", "--nproc-per-node", "2", "-m", "runner", "--config-dir=/my models", "+model.x=a b", "~seed"]
     assert shlex.split(command_of(job)) == words
 
 

@@ -6,8 +6,11 @@ import pkgutil
 import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from runner import CLAIMED, files_of
 from runner.errors import near_hint, nearest
 
 EXTRAS = {"torchmetrics": "metrics"}  # what an extra of this project installs
@@ -20,12 +23,13 @@ def locate(target: str) -> Any:
         raise ValueError("must be a dotted path, as package.module.Name")
     found = _import(parts[0], lambda: [module.name for module in pkgutil.iter_modules()])
     for index, part in enumerate(parts[1:], start=1):
-        if hasattr(found, part):
+        path = ".".join(parts[:index])
+        if _has(found, part, path):
             found = getattr(found, part)
         elif hasattr(found, "__path__"):
-            found = _import(".".join(parts[: index + 1]), functools.partial(_names, found))
+            found = _import(".".join(parts[: index + 1]), functools.partial(_names, found), _hidden(found))
         else:
-            raise ValueError(f"{'.'.join(parts[:index])} has no {part}{near_hint(part, _names(found))}")
+            raise ValueError(f"{path} has no {part}{_hidden(found) or near_hint(part, _names(found))}")
     return found
 
 
@@ -41,7 +45,23 @@ def locate_callable(target: str) -> Callable[..., Any]:
     )
 
 
-def _import(path: str, choices: Callable[[], list[str]]) -> Any:
+def _has(holder: Any, name: str, path: str) -> bool:
+    try:
+        return hasattr(holder, name)
+    except Exception as error:  # asking may import a module of the user's own: see runner._look_beside
+        raise ValueError(_broken(path, error)) from error
+
+
+def _hidden(module: Any) -> str:
+    """The end of a message, where another file of the module's name is what the user may have meant."""
+    if not isinstance(module, ModuleType) or not module.__file__ or module.__name__ in CLAIMED:
+        return ""  # of the claimed ones the other files have been asked
+    own = Path(module.__file__).resolve()
+    others = [file for file in files_of(module.__name__) if Path(file) != own]
+    return f"; {module.__name__} is {own}, not {others[0]}: give that another name" if others else ""
+
+
+def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
     try:
         return importlib.import_module(path)
     except Exception as error:  # importing runs the user's code, which can fail in any way
@@ -51,7 +71,7 @@ def _import(path: str, choices: Callable[[], list[str]]) -> Any:
     if path in EXTRAS:
         raise ValueError(f"{path} is not installed; pip install 'experiment-runner[{EXTRAS[path]}]'")
     what = f"{parent} has no {name}" if parent else f"there is no module {name}"
-    raise ValueError(what + near_hint(name, choices()))
+    raise ValueError(what + (hint or near_hint(name, choices())))
 
 
 def _broken(path: str, error: Exception) -> str:

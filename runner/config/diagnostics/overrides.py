@@ -170,6 +170,8 @@ def _file_problem(error: Exception, cfg: DictConfig) -> str:
 
 def _in_its_words(error: Exception, overrides: Sequence[str]) -> str:
     """The first lines of what Hydra, OmegaConf or the YAML reader says, as one."""
+    if isinstance(error, RecursionError):
+        return "a file's defaults lead back to it; one that starts from a built-in option needs another name"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("object_type", "reference_type", "full_key"))]

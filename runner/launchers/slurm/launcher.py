@@ -171,8 +171,8 @@ class Slurm:
     def _work(self, directory: Path, request: Request) -> Work:
         """The words of the run inside the job, where runner.launch finds itself in the job and queues no other."""
         kept = [word for word in request.overrides if not word.lstrip("+").startswith("launcher.dry_run=")]
-        folder = ["--config-dir", request.config_dir] if request.config_dir else []
-        return Work(directory, [*folder, *kept])
+        folders = [f"--config-dir={folder}" for folder in request.config_dirs]
+        return Work(directory, [*folders, *kept])
 
     def _script(self, config: Config, works: Sequence[Work], log: Path) -> str:
         options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.resources.options}

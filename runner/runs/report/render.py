@@ -23,8 +23,8 @@ def command_of(job: RunRecord) -> str:
     runner = ["python", "-m", "runner"]
     if job.world_size > 1 and not job.starts_processes:
         runner = ["torchrun", "--nproc-per-node", str(job.world_size), "-m", "runner"]
-    folder = ["--config-dir", job.config_dir] if job.config_dir else []
-    return shlex.join([*runner, *folder, *job.typed])
+    folders = [f"--config-dir={folder}" for folder in job.config_dirs]
+    return shlex.join([*runner, *folders, *job.typed])
 
 
 def table(report: Summary) -> Cells:
