@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from data.checks import check_counts, check_sizes
-
-MASK = 2**32 - 1
+from data.hashing import MASK, hash_numbers
 
 
 class Counting(Dataset[tuple[Tensor, Tensor]]):
@@ -47,7 +46,7 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
         self.sample_shape = tuple(sample_shape)
         self.num_outputs = num_outputs
         # One key per feature; the seed's own hash keeps the keys of neighbouring seeds apart.
-        self.keys = _hash(torch.arange(1, num_features + 1) ^ _hash(torch.tensor(seed & MASK)))  # (F,)
+        self.keys = hash_numbers(torch.arange(1, num_features + 1) ^ hash_numbers(torch.tensor(seed & MASK)))  # (F,)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -64,19 +63,8 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
         rows = torch.as_tensor(indices, dtype=torch.int64)
         if bool(((rows < 0) | (rows >= self.num_samples)).any()):
             raise IndexError(f"indices must be in 0 .. {self.num_samples - 1}")
-        bits = _hash(_hash(rows + self.start)[:, None] ^ self.keys)  # (N,) -> (N, F)
+        bits = hash_numbers(hash_numbers(rows + self.start)[:, None] ^ self.keys)  # (N,) -> (N, F)
         # 24 bits are what a float32 holds exactly: the values are the same on every machine.
         features = (bits >> 8).to(torch.float32).div_(2**23).sub_(1)
         targets = features[:, : self.num_outputs].argmax(1)
         return features.reshape(len(rows), *self.sample_shape), targets
-
-
-def _hash(numbers: Tensor) -> Tensor:
-    """A bijection of the integers below 2^32, held in int64: different numbers stay different.
-
-    Both factors are below 2^31, so no product passes 2^63.
-    Source: https://github.com/skeeto/hash-prospector ([16 21f0aaad 15 735a2d97 15])
-    """
-    numbers = (numbers ^ (numbers >> 16)) * 0x21F0AAAD & MASK
-    numbers = (numbers ^ (numbers >> 15)) * 0x735A2D97 & MASK
-    return numbers ^ (numbers >> 15)

@@ -52,10 +52,10 @@ def _nodes(key: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
 
 def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], text: str) -> str:
     """A constructor's own words behind what was typed: it knows its options, but not the group they are in."""
-    option = re.match(r"(\w+)=", text)
+    option = re.match(r"(\w+)[\w.]*=", text)
     for path, node in nodes:
         if option and option[1] in node:
-            return f"{path}.{text}"  # `hidden=0 must be …`
+            return f"{path}.{text}"  # `hidden=0 must be …`, `files.val=null …`
     if text.startswith(f"{key}."):
         return text
     blamed = [

@@ -1,6 +1,7 @@
 """task=train: from the configuration, or from a checkpoint, to a trained model."""
 
 import logging
+from typing import Any
 
 from rich.console import Console
 
@@ -120,10 +121,22 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     return [
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {config.precision}",
         f"data     {result.data}, {train.sampler.num_samples:,} training and {val.sampler.num_samples:,} validation "
-        "samples",
+        f"samples{_name_classes(train.dataset)}",
         f"world    {ranks} ({world.rank_info.found}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
     ]
+
+
+def _name_classes(dataset: Any) -> str:
+    """Which label is which class, where the data set has numbered them itself, as torchvision's do."""
+    classes = getattr(dataset, "classes", None)
+    if not isinstance(classes, (list, tuple)) or not classes:
+        return ""
+    return (
+        "; classes "
+        + ", ".join(f"{number} {name}" for number, name in enumerate(classes[:10]))
+        + (", ..." if len(classes) > 10 else "")
+    )
 
 
 def _owes_evaluation(config: Config, state: TrainState, world: World, directory: RunDirectory) -> bool:

@@ -106,14 +106,12 @@ class _Splits:
             if split == "val":
                 raise NoSplit("")
             raise NoSplit(f"split={split}: {self._data} has no such split; it has {' and '.join(self._names)}")
-        provided: dict[str, Any] = {"train": {"train": split == "train"}, "split": {"split": split}, "": {}}[
-            self._option or ""
-        ]
+        provided: Any = {"train": {"train": split == "train"}, "split": {"split": split}, "": {}}[self._option or ""]
         try:
             made = make_group(self._choices, "data", self._node, **provided)
         except InputError as error:
             if self._option == "split" and split != "train" and re.search(r"\bsplit\b", str(error)):
-                raise NoSplit(*error.messages) from None
+                raise NoSplit(*(message.removeprefix(f"{self._data}: ") for message in error.messages)) from None
             raise
         except KeyError as error:
             if error.args != (split,):

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 ANY_SAMPLES = ("linear", "mlp", "toy")
 OF_TOKENS = ("gpt",)  # samples are sequences of them; the other models are for images
 OF_PIXELS = ("unet",)  # each has outputs, not the image
-EMBEDDED = ("counting", "digits", "random", "toy")  # the other data sets are read from files
+EMBEDDED = ("counting", "digits", "random", "shapes", "text", "toy")  # the other data sets are read from files
 
 
 def options(group: str) -> list[str]:
@@ -105,21 +105,26 @@ def test_a_loader_reads(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", options("data"))
-def test_data_are_what_their_file_says(option: str, tmp_path: Path) -> None:
+def test_data_are_what_their_file_says(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = node_of("data", option)
+
+    def tell(split: str) -> dict[str, Any]:
+        return {"train": split == "train"} if provided("data", node) == ("train",) else {"split": split}
+
     make = instantiate({**node, "_partial_": True}, _convert_="all")
     if option not in EMBEDDED:
-        provided = {"root": str(tmp_path), **({"download": False} if "download" in node else {})}
-        with pytest.raises(ValueError, match="root"):
-            make(train=True, **provided)
+        given = {"download": False} if "download" in node else {}
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=r"root|datasets/"):
+            make(**tell("train"), **given)
         return
-    for train in (True, False):
-        sample, target = make(train=train)[0]
+    for split in ("train", "val"):
+        sample, target = make(**tell(split))[0]
         assert list(sample.shape) == node["sample_shape"]
         if torch.is_floating_point(target):
             assert target.shape == (node["num_outputs"],)
         else:
-            assert 0 <= int(target) < node["num_outputs"]
+            assert (target >= 0).all() and (target < node["num_outputs"]).all()
 
 
 @pytest.mark.parametrize("data", options("data"))

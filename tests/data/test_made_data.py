@@ -5,8 +5,9 @@ import pickle
 import pytest
 import torch
 
-from data.counting import Counting, _hash
+from data.counting import Counting
 from data.digits import Digits
+from data.hashing import hash_numbers
 from data.random import RandomRegression
 from data.tensors import TensorData
 from data.toy import ToyRegression
@@ -103,7 +104,7 @@ def test_counting_holds_no_samples():
 
 def test_counting_hash_is_one_to_one_on_32_bits():
     numbers = torch.cat([torch.arange(100_000), torch.arange(2**32 - 100_000, 2**32)])
-    hashes = _hash(numbers)
+    hashes = hash_numbers(numbers)
     assert hashes.min() >= 0 and hashes.max() < 2**32
     assert len(hashes.unique()) == len(numbers)
     exact = []
@@ -111,7 +112,7 @@ def test_counting_hash_is_one_to_one_on_32_bits():
         value = (number ^ (number >> 16)) * 0x21F0AAAD % 2**32
         value = (value ^ (value >> 15)) * 0x735A2D97 % 2**32
         exact.append(value ^ (value >> 15))
-    assert _hash(torch.tensor([1, 12345, 2**31 + 7, 2**32 - 1])).tolist() == exact
+    assert hash_numbers(torch.tensor([1, 12345, 2**31 + 7, 2**32 - 1])).tolist() == exact
 
 
 def test_counting_refuses_what_it_cannot_count():

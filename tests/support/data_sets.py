@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 
+from data.arrays import Arrays
 from data.cifar10 import CIFAR10
 from data.counting import Counting
 from data.digits import Digits
@@ -17,6 +18,9 @@ from data.fashion_mnist import FashionMNIST
 from data.image_folder import ImageFolder
 from data.mnist import MNIST
 from data.random import RandomRegression
+from data.shapes import Shapes
+from data.table import Table
+from data.text import Text
 from data.toy import ToyRegression
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
@@ -29,6 +33,10 @@ KINDS = {
     "fashion_mnist": FashionMNIST,
     "cifar10": CIFAR10,
     "image_folder": ImageFolder,
+    "arrays": Arrays,
+    "table": Table,
+    "text": Text,
+    "shapes": Shapes,
 }
 MADE = {  # the sets that read no files of the user's, each with its sample shape, outputs, and lengths
     "digits": (Digits, (1, 28, 28), 10, 1437, 360),

@@ -168,7 +168,7 @@ def test_a_loader_reads_a_part(kind: type, num_workers: int) -> None:
         (
             Named,
             {},
-            r"data=mine has no validation split \(data=mine: Unknown value 'val' .*\); set val_fraction=0.1 to",
+            r"data=mine has no validation split \(Unknown value 'val' .*\); set val_fraction=0.1 to",
         ),
         (Failing, {}, "data=mine: root=there holds a broken file; mend it"),
         (Failing, {"val_fraction": 0.1}, "data=mine: root=there holds a broken file; mend it"),

@@ -1,0 +1,139 @@
+"""NumPy's files, .npy memory-mapped and .npz, as they are."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.checks import check_sizes
+
+
+class Arrays(Dataset[tuple[Tensor, Tensor]]):
+    """Row i of an array of inputs, (N, *sample_shape), with row i of one of targets, (N,) or (N, ...).
+
+    inputs, targets: for each split a path, FILE.npy or FILE.npz/NAME; None where there is no such split.
+    divisor: what the inputs are divided by, such as 255 for images of bytes; None leaves them.
+    Floating point becomes float32, and whole numbers int64; targets of one number each are (1,) where they are floating
+    point. A .npy file stays on disk, and a batch reads its own rows; an array of a .npz file is in memory.
+    Raises ValueError where the files are missing, not of one length, or hold samples of another shape, and for classes
+    outside 0 .. num_outputs - 1.
+    """
+
+    def __init__(
+        self,
+        split: Literal["train", "val", "test"],
+        sample_shape: Sequence[int],
+        num_outputs: int,
+        inputs: Mapping[str, str | None],
+        targets: Mapping[str, str | None],
+        divisor: float | None = None,
+    ) -> None:
+        check_sizes(sample_shape, num_outputs)
+        if divisor is not None and not divisor > 0:
+            raise ValueError(f"divisor={divisor} must be above 0, or null; try 255")
+        self.sample_shape, self.divisor = tuple(sample_shape), divisor
+        self.inputs = _Array(_path("inputs", inputs, split))
+        self.targets = _Array(_path("targets", targets, split))
+        shape, target_shape = self.inputs.array.shape, self.targets.array.shape
+        if shape[:1] != target_shape[:1]:
+            raise ValueError(
+                f"targets.{split}={self.targets.path} must have a row for each of the {shape[0] if shape else 0} of "
+                f"{self.inputs.path}, but has {target_shape[0] if target_shape else 0}"
+            )
+        # An axis of size 1 may be left out, as the channel of gray images is; any other shape is another order of axes.
+        if [size for size in shape[1:] if size != 1] != [size for size in sample_shape if size != 1]:
+            found = list(shape[1:]) or [1]
+            raise ValueError(
+                f"sample_shape={list(sample_shape)} must be {found}, as the rows of {self.inputs.path} are; "
+                f"set data.sample_shape={str(found).replace(' ', '')}"
+            )
+        self._check_targets(num_outputs)
+
+    def __len__(self) -> int:
+        return len(self.inputs.array)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch: (len(indices), *sample_shape) inputs, and their targets, collated."""
+        rows = np.asarray(indices, dtype=np.int64)
+        if ((rows < 0) | (rows >= len(self))).any():
+            raise IndexError(f"indices must be in 0 .. {len(self) - 1}")
+        inputs = _as_tensor(self.inputs.array[rows]).reshape(len(rows), *self.sample_shape)
+        if self.divisor is not None:
+            inputs = inputs.to(torch.float32) / self.divisor
+        targets = _as_tensor(self.targets.array[rows])
+        return inputs, targets[:, None] if targets.dim() == 1 and targets.is_floating_point() else targets
+
+    def _check_targets(self, num_outputs: int) -> None:
+        array, path = self.targets.array, self.targets.path
+        if array.dtype.kind == "f":
+            width = array.shape[1] if array.ndim == 2 else 1
+            if array.ndim <= 2 and width != num_outputs:
+                raise ValueError(
+                    f"num_outputs={num_outputs} must be {width}, the numbers of a row of {path}; "
+                    f"set data.num_outputs={width}"
+                )
+        elif array.ndim == 1 and len(array) and not 0 <= array.min() <= array.max() < num_outputs:
+            raise ValueError(
+                f"num_outputs={num_outputs} must be above every class, and {path} has those from {array.min()} to "
+                f"{array.max()}; "
+                + ("number them from 0" if array.min() < 0 else f"set data.num_outputs={array.max() + 1}")
+            )
+
+
+class _Array:
+    """An array by its path. A mapped one is opened anew where it is unpickled: pickled, it would be copied whole."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.array = _open(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path} if isinstance(self.array, np.memmap) else vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "array" not in state:
+            self.array = _open(self.path)
+
+
+def _path(option: str, paths: Mapping[str, str | None], split: str) -> str:
+    path = paths.get(split)
+    if path is None:
+        given = [name for name in ("train", "val", "test") if paths.get(name) is not None]
+        have = f"{option} has {' and '.join(given)}" if given else f"{option} has none"
+        raise ValueError(f"{option}.{split}=null: the {split} split needs a file, FILE.npy or FILE.npz/NAME; {have}")
+    return path
+
+
+def _open(path: str) -> np.ndarray:
+    """The array, mapped read-only where it is a file of its own."""
+    archive, name = Path(path).expanduser(), None
+    if archive.parent.suffix == ".npz" and not archive.exists():
+        archive, name = archive.parent, archive.name
+    try:
+        found = np.load(archive, mmap_mode="r", allow_pickle=False)
+        if isinstance(found, np.ndarray):
+            array = found
+        else:
+            with found:
+                if name not in found.files:
+                    raise ValueError(f"name one of its arrays: {', '.join(f'{archive}/{key}' for key in found.files)}")
+                array = found[name]
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise ValueError(f"{path} cannot be read as an array: {reason}") from None
+    if array.ndim == 0 or array.dtype.kind not in "fiub":
+        raise ValueError(f"{path} must hold rows of numbers, not {array.dtype} of shape {list(array.shape)}")
+    return array
+
+
+def _as_tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.float32 if array.dtype.kind == "f" else np.int64))

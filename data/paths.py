@@ -1,0 +1,24 @@
+"""The files that an option names: paths, and patterns such as texts/*.txt."""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def find_files(option: str, value: str | Sequence[str]) -> list[Path]:
+    """Every file that a path, a pattern, or a list of them names, in that order; a pattern's are sorted.
+
+    Raises ValueError where one names no file.
+    """
+    found: list[Path] = []
+    for name in [value] if isinstance(value, str) else value:
+        pattern = str(Path(name).expanduser())
+        matching = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        files = [Path(path) for path in matching if Path(path).is_file()]
+        if not files:
+            kind = "is a folder; name the files in it, as in " + f"{name}/*" if Path(pattern).is_dir() else "is no file"
+            raise ValueError(f"{option}={name} {kind} (looked in {Path.cwd()})")
+        found += files
+    if not found:
+        raise ValueError(f"{option}=[] must name a file at least")
+    return found

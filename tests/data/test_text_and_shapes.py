@@ -1,0 +1,144 @@
+"""Text in blocks and images of shapes: what a sample is, how the splits divide them, what is refused."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from data_sets import assert_both_ways_agree
+
+from data.shapes import Shapes
+from data.text import PRINTABLE, Text
+
+SPLITS = ("train", "val", "test")
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a.txt").write_text("abcde\n" * 50, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("ünïcödé €🙂" * 50, encoding="utf-8")
+    return str(tmp_path / "*.txt")
+
+
+def test_the_english_of_pydoc_is_the_same_every_time_and_cut_by_position():
+    splits = [Text(split, [64], 96) for split in SPLITS]
+    again = [Text(split, [64], 96) for split in SPLITS]
+    texts = [split.decode(split.tokens.tolist()) for split in splits]
+    assert texts == [split.decode(split.tokens.tolist()) for split in again]
+    total = sum(map(len, texts))
+    assert total > 300_000 and [len(text) / total for text in texts] == pytest.approx([0.9, 0.05, 0.05], abs=1e-4)
+    assert set("".join(texts)) <= set(PRINTABLE) and splits[0].vocabulary == sorted(PRINTABLE)
+    assert 'The "assert" statement' in texts[0] and not texts[0].isspace()
+    # What is tested on is not in the training text: its paragraphs come once.
+    trained = {line.strip() for line in texts[0].split("\n")}
+    unseen = [line.strip() not in trained for text in texts[1:] for line in text.split("\n") if len(line.strip()) > 30]
+    assert len(unseen) > 400 and np.mean(unseen) > 0.98
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("unit", ["characters", "bytes"])
+def test_targets_are_the_tokens_that_follow(unit, split, files):
+    data = Text(split, [8], 256 if unit == "bytes" else 14, files, unit)
+    inputs, targets = data.__getitems__(range(len(data)))
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (len(data), 8)
+    assert torch.equal(inputs.flatten()[1:], targets.flatten()[:-1])  # the blocks follow each other
+    read = data.decode([*inputs.flatten().tolist(), targets[-1, -1].item()])
+    whole = "abcde\n" * 50 + "ünïcödé €🙂" * 50
+    encoded = whole.encode() if unit == "bytes" else whole
+    start, end = (
+        round(part * len(encoded)) for part in {"train": (0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1)}[split]
+    )
+    part = encoded[start:end][: len(data) * 8 + 1]
+    assert read == (part if isinstance(part, str) else part.decode(errors="replace"))
+    assert (end - start - 1) // 8 == len(data)
+    assert_both_ways_agree(data) if len(data) >= 7 else None
+
+
+def test_text_pickles_for_the_workers_of_a_loader(files):
+    data = Text("train", [8], 14, [files])
+    assert torch.equal(pickle.loads(pickle.dumps(data))[3][1], data[3][1])
+
+
+def test_text_refuses_what_does_not_fit(files, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^num_outputs=96 must be 14, the different characters .* data.num_outputs=14$"
+    ):
+        Text("train", [8], 96, files)
+    with pytest.raises(ValueError, match=r"^num_outputs=14 must be 256, the different bytes .* data.num_outputs=256$"):
+        Text("train", [8], 14, files, "bytes")
+    with pytest.raises(
+        ValueError, match=r"^sample_shape=\[60\] is too long: the val split has 40 tokens, .* try \[10\]"
+    ):
+        Text("val", [60], 14, files)
+    with pytest.raises(ValueError, match=r"^sample_shape=\[8, 8\] must be one size, the tokens of a block"):
+        Text("train", [8, 8], 14, files)
+    with pytest.raises(ValueError, match=r"^files=.*none\.txt is no file \(looked in "):
+        Text("train", [8], 14, str(tmp_path / "none.txt"))
+    with pytest.raises(ValueError, match=r"^files=.* is a folder; name the files in it, as in .*/\*"):
+        Text("train", [8], 14, str(tmp_path))
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"^files: .*c\.txt is not in UTF-8 \(.*\); convert it, or read unit=bytes"):
+        Text("train", [8], 14, str(tmp_path / "c.txt"))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_shapes_lie_where_their_classes_say(channels):
+    data = Shapes("train", [channels, 32, 40], 3, noise=0.0)
+    images, targets = data.__getitems__(range(300))
+    assert images.shape == (300, channels, 32, 40) and images.dtype == torch.float32
+    assert targets.shape == (300, 32, 40) and targets.dtype == torch.int64
+    assert targets.unique().tolist() == [0, 1, 2]
+    shares = torch.bincount(targets.flatten()) / targets.numel()
+    assert 0.6 < shares[0] < 0.95 and shares[1:].min() > 0.03
+    covered = (targets > 0)[:, None].expand_as(images)
+    assert (images[~covered] == 0).all() and images[covered].min() >= 0.5 and images[covered].max() < 1
+    # Every image has a shape, and some have more than two.
+    assert (targets > 0).flatten(1).any(1).all()
+    assert max(len(image[0].unique()) for image in images) > 3
+    noisy = Shapes("train", [channels, 32, 40], 3, noise=0.5).__getitems__(range(300))
+    assert torch.equal(noisy[1], targets)
+    noise = noisy[0] - images
+    assert noise.min() >= 0 and noise.max() <= 0.5 and noise.mean().item() == pytest.approx(0.25, abs=0.01)
+
+
+def test_shapes_are_discs_and_squares():
+    data = Shapes("train", [1, 64, 64], 3)
+    _, targets = data.__getitems__(range(200))
+    filled = {1: [], 2: []}
+    for target in targets:
+        kinds = target.unique().tolist()
+        if len(kinds) != 2:
+            continue
+        rows, columns = torch.nonzero(target == kinds[1]).unbind(1)
+        height, width = (int(axis.max() - axis.min()) + 1 for axis in (rows, columns))
+        inside = min(rows.min(), columns.min()) > 0 and max(rows.max(), columns.max()) < 63
+        if inside and abs(height - width) <= 1:  # one shape alone, most likely
+            filled[kinds[1]].append(len(rows) / (height * width))
+    assert np.median(filled[2]) == 1 and np.median(filled[1]) == pytest.approx(np.pi / 4, abs=0.06)
+
+
+def test_shapes_hold_nothing_and_their_splits_differ():
+    options = {"num_train": 40, "num_val": 20, "num_test": 10}
+    splits = [Shapes(split, [1, 16, 16], 3, **options) for split in SPLITS]
+    assert [len(split) for split in splits] == [40, 20, 10] and len(pickle.dumps(splits[0])) < 6000
+    images = torch.cat([split.__getitems__(range(len(split)))[0] for split in splits])
+    assert len(images.flatten(1).unique(dim=0)) == 70
+    other = Shapes("train", [1, 16, 16], 3, seed=1, **options).__getitems__(range(40))[0]
+    assert not (other == images[:40]).flatten(1).all(1).any()
+    for split in splits:
+        assert_both_ways_agree(split)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_shape": [2, 64, 64]}, r"sample_shape=\[2, 64, 64\] must be .* 1 or 3 channels .* try \[1, 64, 64\]"),
+        ({"sample_shape": [1, 4, 64]}, "sample_shape=.* at least 8 x 8"),
+        ({"num_outputs": 10}, "num_outputs=10 must be 3, for background, disc and square"),
+        ({"noise": -1.0}, "noise=-1.0 must be at least 0"),
+        ({"num_test": 0}, "num_test=0 must be at least 1"),
+    ],
+)
+def test_shapes_refuse_what_they_cannot_draw(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Shapes(**{"split": "train", "sample_shape": [1, 64, 64], "num_outputs": 3, **options})
