@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.optimizer_groups import check_optimizer_groups
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import describe, show, suits
 from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, SPLITS, Comparison, Config, Reporting
@@ -19,8 +20,8 @@ MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 TASK_FACTS = ("reads_run", "reads_checkpoint", "needs_experiment", "section")  # that a task's class declares
-# What a data set's node says for the models to interpolate; its constructor may take it or not.
-DESCRIBED = {"data": ("sample_shape", "num_outputs")}
+# What the runner reads from a node by itself. Of a data set's, models interpolate it, and its constructor may take it.
+DESCRIBED = {"data": ("sample_shape", "num_outputs"), "optimizer": ("groups",)}
 
 
 def check_input(config: Config) -> list[str]:
@@ -31,6 +32,7 @@ def check_input(config: Config) -> list[str]:
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
+    messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
     return messages or _check_task(config)
 
 

@@ -15,7 +15,8 @@ from runner.launchers.env import Env
 from runner.launchers.protocol import Launcher
 from runner.launchers.task import check_size, launches_jobs, make_job_task, make_launching_task
 from runner.runs.run_directory import Request
-from runner.training.build import make_logger, make_parallel, optimizer_factory
+from runner.training.build import make_logger, make_parallel
+from runner.training.optimizers import OptimizerTrial
 from runner.training.strategy import lay_out
 
 
@@ -97,6 +98,6 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
     if not task.needs_experiment:
         return
     lay_out(config, make_parallel(config, choices), world_size)
-    optimizer_factory(config, choices)
+    OptimizerTrial(config.optimizer, choices)
     make_group(choices, "scheduler", config.scheduler)
     make_logger(config, choices)

@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
 from runner.parallel.gradient_sum import sum_gradients
+from runner.parallel.optimizer_state import optimizer_state
 from runner.parallel.replica import Replica
 from runner.training.batch import StepBatch
 from runner.training.losses import WeightedLoss
@@ -86,7 +87,8 @@ class LocalReplica:
         self._replica = Replica(
             recipe.module, self._optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, reduce=self._reduce
         )
-        self._parameters = list(recipe.module.parameters())
+        # What is frozen is the same on all ranks, and would not be any more when it was averaged with weights.
+        self._parameters = [p for p in recipe.module.parameters() if p.requires_grad]
         self._buffers = list(recipe.module.buffers())
         self._anchor = [p.detach().clone() for p in self._parameters]  # where the round began
         self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
@@ -141,7 +143,7 @@ class LocalReplica:
         self._hide_average()
         options = StateDictOptions(cpu_offload=True)
         own: dict[str, Any] = {
-            "optimizer": get_optimizer_state_dict(self._module, self._optimizer, options=options),
+            "optimizer": optimizer_state(self._module, self._optimizer),
             "scaler": self._replica.precision.scaler.state_dict(),
             "round_samples": self._round_samples,
         }

@@ -1,18 +1,12 @@
 """How a rank's optimizer takes a step: the schedule's rate, the norm of the whole gradient, clipping, the scaler."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from runner.training.optimizers import by_mesh
 from runner.training.precision import Precision
 
 Norm = Callable[[list[list[nn.Parameter]]], torch.Tensor]
@@ -67,14 +61,6 @@ class ParameterUpdate:
         return norm.item() if norm is not None and want_norm else None
 
 
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in groups of one mesh each, or of none: one foreach operator takes no others together."""
-    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return list(groups.values())
-
-
 def norm_over_meshes(groups: list[list[nn.Parameter]]) -> torch.Tensor:
     """The norm of the whole gradient, on every rank, (). All ranks that share a mesh must call it."""
     norms = [norm_of_gradients(group) for group in groups]
@@ -85,18 +71,3 @@ def norm_over_meshes(groups: list[list[nn.Parameter]]) -> torch.Tensor:
 def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Of the gradients that there are, ()."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
-def load_optimizer_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], options: StateDictOptions | None = None
-) -> None:
-    """Take over momentum and the like, by full names. All ranks must call it.
-
-    The state brings its own learning rate, momentum and so on; those of this run's configuration hold.
-    """
-    configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    # torch raises where either side has nothing, as SGD without momentum does.
-    if state["state"] and get_optimizer_state_dict(module, optimizer)["state"]:
-        set_optimizer_state_dict(module, optimizer, state, options=options)
-    for group, hyperparameters in zip(optimizer.param_groups, configured, strict=True):
-        group.update(hyperparameters)

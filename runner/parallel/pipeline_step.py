@@ -7,14 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-)
 from torch.distributed.pipelining import PipelineStage
 
 from runner.parallel.gradient_sum import sum_gradients
-from runner.parallel.parameter_update import ParameterUpdate, load_optimizer_state, norm_of_gradients
+from runner.parallel.optimizer_state import join_groups, load_optimizer_state, optimizer_state
+from runner.parallel.parameter_update import ParameterUpdate, norm_of_gradients
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.losses import weighted_loss
 from runner.training.precision import Precision
@@ -220,9 +217,7 @@ class Pipelined:
         """Everything that decides the future, by full names, on the CPU of rank 0. All ranks must call it."""
         own = {
             "model": {name: tensor.detach().cpu() for name, tensor in self._own_state.items()},
-            "optimizer": get_optimizer_state_dict(
-                self._module, self._optimizer, options=StateDictOptions(cpu_offload=True)
-            ),
+            "optimizer": optimizer_state(self._module, self._optimizer),
         }
         states: list[dict[str, Any]] = [own]
         if dist.get_rank() in (ranks := dist.get_process_group_ranks(self._pipeline)) and 0 in ranks:
@@ -230,32 +225,19 @@ class Pipelined:
             dist.gather_object(own, gathered, group_dst=0, group=self._pipeline)
             states = gathered or states
         model = {name: tensor for state in states for name, tensor in state["model"].items()}
-        groups = [state["optimizer"]["param_groups"] for state in states]
+        groups = [group for state in states for group in state["optimizer"]["param_groups"]]
         return {
             "model": {name: model[name] for name in self._names if name in model},
             "optimizer": {
                 "state": {name: value for state in states for name, value in state["optimizer"]["state"].items()},
-                "param_groups": [
-                    {**same[0], "params": self._sorted(name for group in same for name in group["params"])}
-                    for same in zip(*groups, strict=True)
-                ],
+                "param_groups": join_groups(groups, self._names),
             },
             "scaler": self._precision.scaler.state_dict(),
         }
-
-    def _sorted(self, names: Any) -> list[str]:
-        return sorted(names, key=self._names.index)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take this rank's part of what `state` returned, in this or another mode. All ranks must call it."""
         with torch.no_grad():
             for name, tensor in self._own_state.items():
                 tensor.copy_(state["model"][name])
-        own: Any = {
-            "state": {name: value for name, value in state["optimizer"]["state"].items() if name in self._own_state},
-            "param_groups": [
-                {**group, "params": [name for name in group["params"] if name in self._own_state]}
-                for group in state["optimizer"]["param_groups"]
-            ],
-        }
-        load_optimizer_state(self._module, self._optimizer, own)
+        load_optimizer_state(self._module, self._optimizer, state["optimizer"])

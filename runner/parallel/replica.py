@@ -6,14 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from runner.parallel.parameter_update import ParameterUpdate, load_optimizer_state
+from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from runner.parallel.parameter_update import ParameterUpdate
 from runner.training.batch import StepBatch
 from runner.training.losses import weighted_loss
 from runner.training.precision import Precision
@@ -94,7 +90,7 @@ class Replica:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return {
             "model": get_model_state_dict(self.module, options=options),
-            "optimizer": get_optimizer_state_dict(self.module, self.optimizer, options=options),
+            "optimizer": optimizer_state(self.module, self.optimizer),
             "scaler": self.precision.scaler.state_dict(),
         }
 
@@ -102,6 +98,6 @@ class Replica:
         """Take over what `state` returned, in this or another mode. All ranks must call it."""
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(self.module, state["model"], options=options)
-        load_optimizer_state(self.module, self.optimizer, state["optimizer"], options)
+        load_optimizer_state(self.module, self.optimizer, state["optimizer"])
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])

@@ -17,7 +17,6 @@ from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
 from runner.parallel.fsdp import check_divides, shard, without_sync
 from runner.parallel.gradient_sum import sum_gradients
-from runner.parallel.parameter_update import by_mesh
 from runner.parallel.replica import Replica
 from runner.training.strategy import Axes, Recipe
 
@@ -72,9 +71,7 @@ class TP:
                 # A sliced layer gives a view, and an operator in place on it would undo FSDP's hook for backward.
                 module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
             shard(module, mesh[rest], recipe.materialize)
-        # Whole parameters, and slices: an optimizer steps through the groups one by one, and so takes both.
-        groups: list[Any] = [{"params": group} for group in by_mesh(module.parameters())]
-        optimizer = recipe.make_optimizer(groups if len(groups) > 1 else module.parameters())
+        optimizer = recipe.make_optimizer(module.parameters())
         shared: dict[str, Any] = {"duplicates": axes.tensor}
         if self.rest == "fsdp":
             shared |= {"loss_scale": axes.data_ranks, "without_sync": lambda: without_sync(module)}

@@ -31,8 +31,9 @@ class Zero:
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> "ShardedOptimizer":
+        whole = recipe.make_optimizer(recipe.module.parameters())  # which holds nothing before its first step
         optimizer = ZeroRedundancyOptimizer(
-            recipe.module.parameters(),
+            [{**group} for group in whole.param_groups],
             # All that is asked of the class is to make an optimizer of parameter groups, options included.
             optimizer_class=recipe.make_optimizer,  # type: ignore[arg-type]
             parameters_as_bucket_view=self.parameters_as_bucket_view,

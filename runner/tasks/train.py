@@ -17,6 +17,7 @@ from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.pruning import Pruning
 from runner.training.callbacks.recorder import Recorder
+from runner.training.optimizers import DEFAULT
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer, count_steps
@@ -118,8 +119,12 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     num_micro_batches = config.micro_batches * experiment.axes.micro_batches
     if experiment.axes.data_ranks > 1 or num_micro_batches > 1:
         batch += f" over {experiment.axes.data_ranks} ranks x {num_micro_batches} micro-batches"
+    num_trained = sum(experiment.parameter_groups.values())
+    trained = f"{num_trained:,} of them trained, " if num_trained < experiment.num_parameters else ""
+    groups = [f"{name} {size:,}" for name, size in experiment.parameter_groups.items()]
     return [
-        f"model    {result.model}, {experiment.num_parameters:,} parameters, {config.precision}",
+        f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{config.precision}",
+        *([f"groups   {', '.join(groups)} parameters"] if len(groups) > 1 or not groups[0].startswith(DEFAULT) else []),
         f"data     {result.data}, {train.sampler.num_samples:,} training and {val.sampler.num_samples:,} validation "
         f"samples{_name_classes(train.dataset)}",
         f"world    {ranks} ({world.rank_info.found}), parallel={result.parallel}, on {device}",

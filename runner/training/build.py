@@ -22,6 +22,7 @@ from runner.training.deferred_init import Deferred, probe
 from runner.training.device_map import place_parts
 from runner.training.loader import Loader
 from runner.training.losses import Auto, are_log_probabilities
+from runner.training.optimizers import OptimizerFactory
 from runner.training.precision import Precision
 from runner.training.sampler import Sampler
 from runner.training.strategy import Axes, Parallel, Recipe, lay_out
@@ -42,6 +43,7 @@ class Experiment:
     logger: Logger
     callbacks: dict[str, Callback]  # the user's, by name
     num_parameters: int
+    parameter_groups: dict[str, int]  # how many parameters each group of the optimizer trains
     classifies: bool  # the targets are classes, so that accuracy means something
     warnings: list[str]  # what the user should know before it starts
     num_classes: int | None  # of a classification that has few enough to watch each
@@ -89,7 +91,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     if config.compile:
         module.compile()
 
-    make_optimizer = optimizer_factory(config, choices)
+    make_optimizer = OptimizerFactory(config.optimizer, choices, module)
 
     def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
         sampler = Sampler(
@@ -135,6 +137,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         logger=make_logger(config, choices),
         callbacks=make_callbacks(config),
         num_parameters=sum(p.numel() for p in module.parameters()),
+        parameter_groups=make_optimizer.num_parameters,
         classifies=classifies,
         warnings=warnings,
         num_classes=num_classes if one_class_each and num_classes <= MAX_CLASSES else None,
@@ -153,13 +156,6 @@ def make_logger(config: Config, choices: Mapping[str, str]) -> Logger:
     logger: Logger = make_group(choices, "logger", config.logger)
     check_contract(logger, Logger, "logger")
     return logger
-
-
-def optimizer_factory(config: Config, choices: Mapping[str, str]) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer of some parameters; tried on one, so that a wrong rate is told before all is spread."""
-    make_optimizer = functools.partial(make_group, choices, "optimizer", config.optimizer)
-    make_optimizer([nn.Parameter(torch.zeros(1))])
-    return make_optimizer
 
 
 def make_callbacks(config: Config) -> dict[str, Callback]:

@@ -44,7 +44,8 @@ class Recipe:
     """What a mode spreads: a model with the run's initial weights on this rank's device, and how it is trained."""
 
     module: nn.Module
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    # Of some of the module's parameters, or of another such optimizer's groups; see runner.training.optimizers.
+    make_optimizer: Callable[[Iterable[nn.Parameter] | Iterable[dict[str, Any]]], torch.optim.Optimizer]
     loss: nn.Module  # (outputs, targets) -> the mean over the samples
     precision: Precision
     clip_grad_norm: float | None

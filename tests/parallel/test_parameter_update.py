@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from runner.parallel.parameter_update import ParameterUpdate, load_optimizer_state
+from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from runner.parallel.parameter_update import ParameterUpdate
 from runner.training.precision import Precision
 
 FP32 = Precision("fp32", torch.device("cpu"))
@@ -54,7 +54,7 @@ def test_a_checkpoint_brings_the_momentum_and_not_the_configuration() -> None:
     module, optimizer = made(0.5, 0.9)
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state = get_optimizer_state_dict(module, optimizer)
+    state = optimizer_state(module, optimizer)
     other, resumed = made(0.1, 0.8)
     load_optimizer_state(other, resumed, state)
     assert (resumed.param_groups[0]["lr"], resumed.param_groups[0]["momentum"]) == (0.1, 0.8)
