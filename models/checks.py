@@ -31,8 +31,8 @@ def check_tokens(model: str, sample_shape: Sequence[int], num_outputs: int) -> N
     check_sizes(sample_shape, num_outputs)
     if len(sample_shape) != 1:
         raise ValueError(
-            f"{model} needs samples that are sequences of tokens (length), but the samples have shape "
-            f"{tuple(sample_shape)}; choose a data set of tokens, such as text, or another model, such as mlp"
+            f"{model} needs samples that are sequences of tokens, but the samples have shape {tuple(sample_shape)}; "
+            "choose a data set of tokens, such as text, or another model, such as mlp"
         )
 
 

@@ -61,6 +61,9 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=added if name.endswith((".proj.weight", ".down.weight")) else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.is_floating_point():
+            kind = str(tokens.dtype).removeprefix("torch.")
+            raise TypeError(f"gpt needs tokens, which are integers, but got {kind}; choose a data set of text")
         features = self.dropout(self.positions(self.embed(tokens)))  # (N, T) -> (N, T, dim)
         for block in self.blocks:
             features = block(features)

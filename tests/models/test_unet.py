@@ -58,6 +58,7 @@ def test_a_pixel_depends_on_far_ones_through_the_bottom():
     assert (images.grad[0, 0].nonzero() - 16).abs().max() > 12
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_it_learns_to_segment():
     torch.manual_seed(0)
     model = UNet([1, 8, 8], 2, width=4)
