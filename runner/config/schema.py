@@ -50,6 +50,7 @@ class Config:
     optimizer: Any = MISSING
     scheduler: Any = MISSING
     loss: Any = MISSING
+    objective: Any = MISSING
     loader: Any = MISSING
     logger: Any = MISSING
     metrics: Any = field(default_factory=dict)  # of this group and the next none or several may be chosen; by name
@@ -71,6 +72,8 @@ class Config:
     threads: int | None = None
     log_every: int = 1
     eval_every: int = 1
+    eval_every_steps: int | None = None
+    eval_batches: int | None = None
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     profile: bool = False
     compare: Comparison = field(default_factory=Comparison)

@@ -123,6 +123,8 @@ def check_values(config: Config) -> list[str]:
         "threads": 1,
         "log_every": 1,
         "eval_every": 1,
+        "eval_every_steps": 1,
+        "eval_batches": 1,
         "checkpoint.every_epochs": 1,
         "checkpoint.every_steps": 1,
         "checkpoint.keep": 1,

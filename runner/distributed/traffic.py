@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,8 @@ def _name(function: str) -> str | None:
 def _size(values: Any) -> int:
     if isinstance(values, torch.Tensor):
         return values.numel() * values.element_size()
+    if isinstance(values, Mapping):
+        return _size(values.values())
     if isinstance(values, Iterable) and not isinstance(values, str):
         return sum(_size(value) for value in values)
     return 0

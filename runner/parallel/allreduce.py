@@ -9,7 +9,9 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
-from runner.training.strategy import Axes, Recipe
+from runner.parallel.turns import take_turns
+from runner.training.objective import Turn
+from runner.training.strategy import Axes, Carries, Recipe, Spread
 
 
 class AllReduce:
@@ -18,6 +20,7 @@ class AllReduce:
     needs_group = False
     meta_init = False
     spans_devices = False
+    carries: Carries = "several_losses"
 
     def axes(self, world_size: int) -> Axes:
         return Axes(replicate=world_size)
@@ -25,7 +28,7 @@ class AllReduce:
     def check(self, config: Config, module: nn.Module) -> list[str]:
         return []
 
-    def prepare(self, recipe: Recipe, world: World) -> Replica:
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
             if world.world_size > 1:
                 dist.broadcast(tensor.data, src=0)
@@ -33,5 +36,8 @@ class AllReduce:
         def reduce(parameters: Iterable[nn.Parameter]) -> None:
             sum_gradients(parameters, world.collectives.sum)
 
-        optimizer = recipe.make_optimizer(recipe.module.parameters())
-        return Replica(recipe.module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, reduce=reduce)
+        def spread(turn: Turn) -> Replica:
+            optimizer = recipe.make_optimizer(turn.parameters)
+            return Replica(recipe, optimizer, turn, sum_over=world.collectives.sum, reduce=reduce)
+
+        return take_turns(recipe, spread)

@@ -13,7 +13,9 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.parallel.buckets import FixedBuckets
 from runner.parallel.replica import Replica
-from runner.training.strategy import Axes, Recipe
+from runner.parallel.turns import take_turns
+from runner.training.objective import Turn, Within
+from runner.training.strategy import Axes, Carries, Recipe, Spread
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class DDP:
     needs_group = True
     meta_init = False
     spans_devices = True
+    carries: Carries = "several_losses"
 
     def __init__(
         self,
@@ -62,12 +65,15 @@ class DDP:
     def check(self, config: Config, module: nn.Module) -> list[str]:
         return []
 
-    def prepare(self, recipe: Recipe, world: World) -> Replica:
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
+        return take_turns(recipe, lambda turn: self._spread(recipe, turn, world))
+
+    def _spread(self, recipe: Recipe, turn: Turn, world: World) -> Replica:
         devices = {parameter.device for parameter in recipe.module.parameters()}
         device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
-        wrapped = FixedBuckets(recipe.module, device_ids=device_ids, **self.options)
+        wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, **self.options)
         self._compress(wrapped)
-        optimizer = recipe.make_optimizer(recipe.module.parameters())
+        optimizer = recipe.make_optimizer(turn.parameters)
         first_backward = self.static_graph
 
         def without_sync() -> AbstractContextManager[Any]:
@@ -80,12 +86,11 @@ class DDP:
             return wrapped.no_sync()
 
         return Replica(
-            recipe.module,
+            recipe,
             optimizer,
-            recipe.loss,
-            recipe.precision,
-            recipe.clip_grad_norm,
-            forward=wrapped,
+            turn,
+            sum_over=world.collectives.sum,
+            within=wrapped,
             loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
             without_sync=without_sync,
         )

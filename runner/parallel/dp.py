@@ -9,7 +9,7 @@ from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm
 from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.training.strategy import Axes, Recipe
+from runner.training.strategy import Axes, Carries, Recipe
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,7 @@ class DP:
     needs_group = False
     meta_init = False
     spans_devices = False
+    carries: Carries = "one_loss"
 
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:
@@ -39,14 +40,12 @@ class DP:
             log.warning("parallel=dp has no effect with one GPU: DataParallel passes the whole batch to the one model")
         elif has_batch_norm(module):
             log.warning("parallel=dp normalises each GPU's share of the batch by itself; parallel=ddp synchronises it")
+        wrapped = nn.DataParallel(module)
         optimizer = recipe.make_optimizer(module.parameters())
         return Replica(
-            module,
+            recipe,
             optimizer,
-            recipe.loss,
-            recipe.precision,
-            recipe.clip_grad_norm,
-            forward=nn.DataParallel(module),
+            within=lambda function, *args: function(wrapped, *args),
             before_state=_tell_memory if num_devices > 1 else lambda: None,
         )
 

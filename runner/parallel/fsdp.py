@@ -14,7 +14,9 @@ from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.training.strategy import Axes, Recipe
+from runner.parallel.turns import take_turns
+from runner.training.objective import Turn, Within
+from runner.training.strategy import Axes, Carries, Recipe, Spread
 
 
 class FSDP:
@@ -29,6 +31,7 @@ class FSDP:
 
     needs_group = True
     spans_devices = False
+    carries: Carries = "several_losses"
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class FSDP:
             ]
         return []
 
-    def prepare(self, recipe: Recipe, world: World) -> Replica:
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
         axes = self.axes(world.world_size)
         mesh = make_mesh(world.device, replicate=axes.replicate, shard=axes.shard)
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
@@ -66,17 +69,21 @@ class FSDP:
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        shard(recipe.module, mesh, recipe.materialize, **options)
-        optimizer = recipe.make_optimizer(recipe.module.parameters())
-        return Replica(
-            recipe.module,
-            optimizer,
-            recipe.loss,
-            recipe.precision,
-            recipe.clip_grad_norm,
-            loss_scale=axes.data_ranks,  # FSDP averages over the ranks, the loss is summed over them
-            without_sync=lambda: without_sync(recipe.module),
-        )
+        root = shard(recipe.module, mesh, recipe.materialize, **options)
+
+        def spread(turn: Turn) -> Replica:
+            return Replica(
+                recipe,
+                recipe.make_optimizer(turn.parameters),
+                turn,
+                sum_over=world.collectives.sum,
+                within=root,
+                evaluate_within=root,
+                loss_scale=axes.data_ranks,  # FSDP averages over the ranks, the loss is summed over them
+                without_sync=lambda: without_sync(root),
+            )
+
+        return take_turns(recipe, spread)
 
 
 def check_divides(key: str, size: int, world_size: int) -> None:
@@ -91,9 +98,10 @@ def check_divides(key: str, size: int, world_size: int) -> None:
 
 def shard(
     model: nn.Module, mesh: DeviceMesh, materialize: Callable[[Iterable[nn.Module]], None], **options: Any
-) -> None:
+) -> Within:
     """Shard the model over the mesh, unit by unit: a unit is whole in memory while it is made, gathered or reduced.
 
+    What is in no unit is gathered for each forward of what is returned, which all that calls the model goes through.
     All ranks must call it.
     """
     # fully_shard takes no channels_last parameter. Activations stay so: the inputs are, and convolutions go by them.
@@ -102,7 +110,9 @@ def shard(
         materialize(unit)
         fully_shard(unit, mesh=mesh, **options)
     materialize([model])
-    fully_shard(model, mesh=mesh, **options)
+    root = Within(model)
+    fully_shard(root, mesh=mesh, **options)
+    return root
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Local SGD: ranks step alone on their own samples; every few steps their weights are averaged, weighted by samples."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from runner.distributed.world import World
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.optimizer_state import optimizer_state
 from runner.parallel.replica import Replica
-from runner.training.batch import StepBatch
-from runner.training.losses import WeightedLoss
-from runner.training.strategy import Axes, Recipe
+from runner.training.batch import MicroBatch, StepBatch
+from runner.training.losses import MeanLoss
+from runner.training.objective import Prediction
+from runner.training.strategy import Axes, Carries, Recipe, Stepping
 
 
 class LocalSGD:
@@ -30,6 +32,7 @@ class LocalSGD:
     needs_group = False
     meta_init = False
     spans_devices = False
+    carries: Carries = "one_loss"
 
     def __init__(
         self,
@@ -84,9 +87,7 @@ class LocalReplica:
     def __init__(self, recipe: Recipe, world: World, mode: LocalSGD):
         self._world, self._mode = world, mode
         self._module, self._optimizer = recipe.module, recipe.make_optimizer(recipe.module.parameters())
-        self._replica = Replica(
-            recipe.module, self._optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, reduce=self._reduce
-        )
+        self._replica = Replica(recipe, self._optimizer, sum_over=self._sum_in_warm_up, reduce=self._reduce)
         # What is frozen is the same on all ranks, and would not be any more when it was averaged with weights.
         self._parameters = [p for p in recipe.module.parameters() if p.requires_grad]
         self._buffers = list(recipe.module.buffers())
@@ -104,12 +105,12 @@ class LocalReplica:
         if self._refused:
             raise ValueError(self._refused)
         self._hide_average()
-        present = [m for m in batch.micro_batches if len(m.inputs)]
-        self._step_samples = sum(len(m.inputs) for m in present)
+        present = [m for m in batch.micro_batches if m.num_samples]
+        self._step_samples = sum(m.num_samples for m in present)
         if self._warms_up:
             return self._replica.forward_backward(StepBatch(present, batch.num_samples, batch.wait_s))
         mean = self._replica.forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
-        return WeightedLoss(mean, self._step_samples).share(batch.num_samples)
+        return MeanLoss(mean, self._step_samples).share(batch.num_samples)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update this rank's parameters; in warm-up and at a round's end all ranks must call it."""
@@ -133,10 +134,14 @@ class LocalReplica:
     def learning_rate(self) -> float:
         return self._replica.learning_rate
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    @property
+    def turns(self) -> Mapping[str, Stepping]:
+        return {self._replica.turn.name: self}
+
+    def predict(self, micro_batch: MicroBatch) -> Prediction:
         """The average's outputs. All ranks must call it equally often, one whose part of the data is empty too."""
         self._show_average()
-        return self._replica.predict(inputs)
+        return self._replica.predict(micro_batch)
 
     def state(self) -> dict[str, Any]:
         """As Replica.state, of the average; besides, what each rank needs to resume exactly. All ranks must call it."""
@@ -215,7 +220,11 @@ class LocalReplica:
     def _reduce(self, parameters: Any) -> None:
         """In warm-up, sum the gradients over the ranks. All ranks must call it."""
         if self._warms_up:
-            sum_gradients(parameters, self._world.collectives.sum)
+            sum_gradients(parameters, self._sum_in_warm_up)
+
+    def _sum_in_warm_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Over the ranks; outside of the warm-up each rank's is its own. All ranks must call it."""
+        return self._world.collectives.sum(tensor) if self._warms_up else tensor
 
     @torch.no_grad()
     def _average(self, tensors: list[Any]) -> None:

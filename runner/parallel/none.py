@@ -5,7 +5,8 @@ from torch import nn
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.training.strategy import Axes, Recipe
+from runner.parallel.turns import take_turns
+from runner.training.strategy import Axes, Carries, Recipe, Spread
 
 
 class NoParallel:
@@ -14,6 +15,7 @@ class NoParallel:
     needs_group = False
     meta_init = False
     spans_devices = True
+    carries: Carries = "several_losses"
 
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:
@@ -23,6 +25,5 @@ class NoParallel:
     def check(self, config: Config, module: nn.Module) -> list[str]:
         return []
 
-    def prepare(self, recipe: Recipe, world: World) -> Replica:
-        optimizer = recipe.make_optimizer(recipe.module.parameters())
-        return Replica(recipe.module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm)
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
+        return take_turns(recipe, lambda turn: Replica(recipe, recipe.make_optimizer(turn.parameters), turn))

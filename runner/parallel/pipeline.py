@@ -23,9 +23,11 @@ from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
 from runner.distributed.world import World
-from runner.parallel.pipeline_step import Pipelined, Signal
-from runner.parallel.stage_balance import num_operations, num_parameters, partition, trainable_units
-from runner.training.strategy import Axes, Recipe
+from runner.parallel.pipeline_stage import Signal
+from runner.parallel.pipeline_step import Pipelined
+from runner.parallel.stage_balance import Chain, num_operations, num_parameters, partition, trainable_units
+from runner.training.strategy import Axes, Carries, Recipe
+from runner.training.supervised import attached_loss, call
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Pipeline:
     needs_group = True
     meta_init = True  # no rank holds the whole model, at the start neither
     spans_devices = False
+    carries: Carries = "supervised"
 
     def __init__(
         self,
@@ -143,6 +146,8 @@ class Pipeline:
             messages.append("compile=true compiles a whole model, which no rank of parallel=pipeline has; set it false")
         units = trainable_units(_stages(module))
         names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        if (loss := attached_loss(module)) is not None:
+            units[-1].add_module("loss", loss)  # to be counted as one of the last stage's
         seen = [id(tensor) for unit in units for tensor in (*unit.parameters(), *unit.buffers())]
         if left_out := [name for key, name in names.items() if key not in seen]:
             messages.append(
@@ -164,17 +169,19 @@ class Pipeline:
 
         units = trainable_units(_stages(recipe.module))
         recipe.module.eval()
-        costs = num_parameters(units) if self.balance == "parameters" else num_operations(units, recipe.sample)
+        costs = num_parameters(units) if self.balance == "parameters" else num_operations(units, recipe.sample[0])
         ranges = partition(costs, axes.stage * self.virtual_stages)
-        groups = [nn.Sequential(*units[r.start : r.stop]) for r in ranges]
+        groups = [Chain(*units[r.start : r.stop]) for r in ranges]
         owners = [self.owner(group, axes.stage) for group in range(len(groups))]
         if world.rank == 0:
             for line in _describe(ranges, num_parameters(groups), owners, axes):
                 log.info("%s", line)
         own = {g: layers for g, layers in enumerate(groups) if owners[g] == mesh.get_local_rank("stage")}
+        loss = attached_loss(recipe.module)
         signals = _probe(groups, own, recipe)
         recipe.module.train()
-        for tensor in (t for layers in own.values() for t in (*layers.parameters(), *layers.buffers())):
+        held = [*own.values(), *([loss] if loss is not None and len(groups) - 1 in own else [])]
+        for tensor in (t for layers in held for t in (*layers.parameters(), *layers.buffers())):
             dist.broadcast(tensor.data, group_src=0, group=replicas)
         return Pipelined(
             recipe,
@@ -183,6 +190,7 @@ class Pipeline:
             signals,
             make_schedule=self._make_schedule,
             num_micro_batches=self.micro_batches,
+            sum_over=world.collectives.sum,
             replicas=replicas,
             pipeline=pipeline,
         )
@@ -206,17 +214,18 @@ def _stages(module: Any) -> list[nn.Module]:
     return stages
 
 
-def _probe(groups: list[nn.Sequential], own: dict[int, nn.Sequential], recipe: Recipe) -> list[Signal]:
-    """What each group of stages gives for a sample, so that its neighbour knows what to expect.
+def _probe(groups: list[Chain], own: dict[int, Chain], recipe: Recipe) -> list[Signal]:
+    """What each group of stages but the last gives for a sample, so that its neighbour knows what to expect.
 
     The groups get their weights for it, one after the other; those of other ranks then lose them.
     """
-    signals, features = [], recipe.sample
+    signals, features = [], recipe.sample[0]
     for number, group in enumerate(groups):
         recipe.materialize([group])
-        with torch.no_grad(), recipe.precision.autocast():
-            features = group(features)
-        signals.append(Signal(features.shape[1:], features.dtype))
+        if number < len(groups) - 1:
+            with torch.no_grad(), recipe.precision.autocast():
+                features = call(group, features) if number == 0 else group(features)
+            signals.append(Signal(features.shape[1:], features.dtype))
         if number not in own:
             for tensor in (*group.parameters(), *group.buffers()):
                 tensor.data = tensor.data.new_empty(0)

@@ -1,7 +1,6 @@
 """A model spread over a pipeline of ranks, ready to step: torch's schedules, fed with micro-batches of any size."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,96 +11,55 @@ from torch.distributed.pipelining import PipelineStage
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.optimizer_state import join_groups, load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, norm_of_gradients
+from runner.parallel.pipeline_stage import Part, Signal, Stage
+from runner.parallel.stage_balance import Chain
+from runner.parallel.total_weight import factor_of, scale_gradients
 from runner.training.batch import MicroBatch, StepBatch
-from runner.training.losses import weighted_loss
-from runner.training.precision import Precision
+from runner.training.objective import Prediction
 from runner.training.sampler import mix
-from runner.training.strategy import Recipe
-
-
-@dataclass(frozen=True)
-class Signal:
-    """What a group of stages gives for each sample."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def empty(self, num_samples: int, device: torch.device | str) -> torch.Tensor:
-        return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
-
-
-class Stage(PipelineStage):
-    """A stage that shakes hands with other ranks only.
-
-    Where two neighbours are on one rank, as at the turn of a V, torch 2.11 has the rank send to itself, which gloo does
-    not. Later ones do not shake hands so.
-    """
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
-        return [operation for operation in operations if operation.peer != dist.get_rank()]
-
-
-class Part(nn.Module):
-    """A group of stages as a schedule's stage: what it is given and gives is padded to one number of samples.
-
-    A schedule fixes the shapes that are sent, but a step's micro-batches differ by a sample, and its last ones may be
-    missing. Every rank of a pipeline reads the same micro-batches, so that it knows how many samples are real; only
-    those go through the layers, for BatchNorm would see any others.
-    """
-
-    def __init__(self, layers: nn.Module, signal: Signal, is_first: bool, feed: list[MicroBatch], precision: Precision):
-        super().__init__()
-        self.layers, self.signal, self.is_first = layers, signal, is_first
-        self.feed, self.precision = feed, precision
-        self.num_samples = 0  # what it is padded to
-        self.position = 0  # of the next micro-batch in the feed: all schedules go forward in order
-
-    def forward(self, received: torch.Tensor) -> torch.Tensor:
-        position, self.position = self.position, self.position + 1
-        if position >= len(self.feed):
-            # No rank has such a micro-batch. Gradients of zero must yet find their way back.
-            ends = (t for t in (received, *self.parameters()) if t.requires_grad)
-            return self.signal.empty(self.num_samples, received.device).zero_() + sum(
-                t.flatten()[:0].sum() for t in ends
-            )
-        inputs = self.feed[position].inputs
-        with self.precision.autocast():
-            outputs = self.layers(inputs if self.is_first else received[: len(inputs)])
-        # Always a copy: the schedules detach what they have sent, which a view (of Flatten, say) does not allow.
-        padding = outputs.new_zeros(self.num_samples - len(outputs), *outputs.shape[1:])
-        return torch.cat([outputs, padding]).contiguous()  # nor can channels_last be sent
+from runner.training.strategy import Recipe, Stepping
+from runner.training.supervised import Supervised, attached_loss, call
 
 
 class Pipelined:
     """This rank's groups of stages of one replica of the model.
 
     groups: this rank's groups of stages by number. owners: the pipeline's rank that has each group.
-    signals: what each group gives. make_schedule: torch's schedule of these stages, with this loss.
+    signals: what each group but the last gives. make_schedule: torch's schedule of these stages, with this loss.
+    sum_over: sums a tensor over all ranks.
     replicas, pipeline: the ranks that have the same groups, and those that read the same samples.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        groups: dict[int, nn.Sequential],
+        groups: dict[int, Chain],
         owners: list[int],
         signals: list[Signal],
         *,
         make_schedule: Callable[[Sequence[PipelineStage], Callable[..., torch.Tensor]], Any],
         num_micro_batches: int,
+        sum_over: Callable[[torch.Tensor], torch.Tensor],
         replicas: dist.ProcessGroup,
         pipeline: dist.ProcessGroup,
     ):
         self._recipe, self._module, self._precision = recipe, recipe.module, recipe.precision
         self._owners, self._signals = owners, signals
         self._replicas, self._pipeline = replicas, pipeline
-        self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
+        self._make_schedule, self._num_micro_batches, self._sum_over = make_schedule, num_micro_batches, sum_over
+        self._objective = recipe.objective
+        assert isinstance(self._objective, Supervised)
         self._feed: list[MicroBatch] = []
-        self._parts = {g: Part(x, signals[g], g == 0, self._feed, self._precision) for g, x in groups.items()}
+        self._parts = {
+            g: Part(x, g == 0, self._feed, self._precision, signals[g] if g < len(signals) else None, self._finish)
+            for g, x in groups.items()
+        }
+        if (loss := attached_loss(self._module)) is not None and len(owners) - 1 in self._parts:
+            self._parts[len(owners) - 1].loss = loss  # trained with the last stage
         self._schedule: Any = None
         self._num_samples = 0  # of the step, over all ranks and micro-batches
         self._loss_share = torch.zeros(())
+        self._weight = torch.zeros((), dtype=torch.float64)
         own = {id(t) for part in self._parts.values() for t in (*part.parameters(), *part.buffers())}
         names = self._module.state_dict(keep_vars=True)
         self._own_state = {name: tensor for name, tensor in names.items() if id(tensor) in own}
@@ -121,8 +79,9 @@ class Pipelined:
         if rank > 0:  # or the dropout of all stages would draw the same numbers
             torch.manual_seed(mix(torch.initial_seed(), rank))
         self._loss_share = torch.zeros((), dtype=self._precision.parameter_dtype, device=self._recipe.device)
+        self._weight = torch.zeros((), dtype=torch.float64, device=self._recipe.device)
         self._num_samples = batch.num_samples
-        self._fit_schedule(max(1, *(len(m.inputs) for m in batch.micro_batches)))
+        self._fit_schedule(max(1, *(m.rows for m in batch.micro_batches)))
         # The schedule hands on which micro-batch it is about; inputs and targets are looked up in the feed.
         numbers = torch.arange(count)
         for start in range(0, len(batch.micro_batches), count):
@@ -134,6 +93,10 @@ class Pipelined:
             self._schedule.step(*inputs, target=target, return_outputs=False)
         self._feed.clear()
         self._reduce()
+        if not self._objective.counts_samples:
+            factor = factor_of(batch.num_samples, self._weight, self._sum_over)
+            scale_gradients(self._parameters, factor)
+            self._loss_share *= factor
         return self._loss_share
 
     def _fit_schedule(self, num_samples: int) -> None:
@@ -154,21 +117,25 @@ class Pipelined:
                     len(self._owners),
                     self._recipe.device,
                     input_args=received,
-                    output_args=self._signals[number].empty(num_samples, "meta").requires_grad_(),
+                    output_args=self._gives(number, num_samples).requires_grad_(),
                     group=self._pipeline,
                 )
             )
-        self._schedule = self._make_schedule(stages, self._loss)
+        self._schedule = self._make_schedule(stages, lambda share, number: share)
 
-    def _loss(self, outputs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        position = int(number)
-        if position >= len(self._feed):
-            return outputs.flatten()[:0].sum()
-        inputs, targets = self._feed[position].inputs, self._feed[position].targets
-        with self._precision.autocast():
-            loss = weighted_loss(self._recipe.loss, outputs[: len(inputs)], targets)
+    def _gives(self, number: int, num_samples: int) -> torch.Tensor:
+        """What a group gives, without memory."""
+        if number < len(self._signals):
+            return self._signals[number].empty(num_samples, "meta")
+        return torch.empty((), dtype=self._precision.parameter_dtype, device="meta")
+
+    def _finish(self, outputs: Any, micro_batch: MicroBatch) -> torch.Tensor:
+        """The share of the loss of a micro-batch's outputs, ()."""
+        assert isinstance(self._objective, Supervised)
+        loss = self._objective.of_share(outputs, micro_batch)
         share = loss.share(self._num_samples)
         self._loss_share += share.detach()
+        self._weight += loss.weight
         return share
 
     def _reduce(self) -> None:
@@ -181,6 +148,10 @@ class Pipelined:
         return self._update.step(lr_factor, want_norm)
 
     @property
+    def turns(self) -> Mapping[str, Stepping]:
+        return {"loss": self}
+
+    @property
     def learning_rate(self) -> float:
         return self._update.learning_rate
 
@@ -190,28 +161,30 @@ class Pipelined:
         dist.all_reduce(squares, group=self._pipeline)
         return squares.sqrt()
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        """The model's outputs in evaluation mode, on the rank with the last stage. All ranks must call it.
+    def predict(self, micro_batch: MicroBatch) -> Prediction | None:
+        """The model in evaluation mode, on the rank with the last stage. All ranks must call it.
 
         A rank is free for the next inputs when it has sent its outputs on, so that the ranks overlap. Nothing is sent
         where there are no samples.
         """
         rank, last = dist.get_rank(self._pipeline), len(self._owners) - 1
-        features: torch.Tensor | None = None
+        features: Any = None
         for number, part in self._parts.items():
             part.eval()
-            if number == 0:
-                features = inputs
-            elif self._owners[number - 1] != rank:
-                features = self._signals[number - 1].empty(len(inputs), self._recipe.device)
-                if len(inputs):
+            if number > 0 and self._owners[number - 1] != rank:
+                features = self._signals[number - 1].empty(micro_batch.rows, self._recipe.device)
+                if micro_batch.rows:
                     dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
             with torch.no_grad(), self._precision.autocast():
-                features = part.layers(features)
-            if number < last and self._owners[number + 1] != rank and len(inputs):
+                features = call(part.layers, micro_batch.inputs) if number == 0 else part.layers(features)
+            if number < last and self._owners[number + 1] != rank and micro_batch.rows:
                 dist.send(features.contiguous(), group_dst=self._owners[number + 1], group=self._pipeline)
             part.train()
-        return features if last in self._parts else None
+        if last not in self._parts:
+            return None
+        assert isinstance(self._objective, Supervised)
+        with torch.no_grad(), self._precision.autocast():
+            return self._objective.prediction(features, micro_batch)
 
     def state(self) -> dict[str, Any]:
         """Everything that decides the future, by full names, on the CPU of rank 0. All ranks must call it."""

@@ -1,6 +1,6 @@
 """A parameter server: rank 0 keeps the weights and the optimizer, the other ranks compute gradients for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -19,9 +19,12 @@ from runner.distributed.world import World
 from runner.parallel import ps_server
 from runner.parallel.ps_server import SERVER, Server, join_rpc
 from runner.parallel.replica import Replica
-from runner.training.batch import StepBatch
-from runner.training.losses import weighted_loss
-from runner.training.strategy import Axes, Recipe, Spread
+from runner.parallel.total_weight import factor_of
+from runner.training.batch import MicroBatch, StepBatch
+from runner.training.objective import Prediction
+from runner.training.pytree import map_tensors
+from runner.training.strategy import Axes, Carries, Recipe, Spread, Stepping
+from runner.training.supervised import Supervised, attached_loss
 
 
 class ParameterServer:
@@ -36,6 +39,10 @@ class ParameterServer:
     needs_group = True
     meta_init = False
     spans_devices = False
+
+    @property
+    def carries(self) -> Carries:
+        return "one_loss" if self.forward == "local" else "supervised"
 
     def __init__(
         self,
@@ -65,6 +72,11 @@ class ParameterServer:
         if self.forward == "remote" and has_batch_norm(module):
             messages.append(
                 "parallel.forward=remote: BatchNorm on the server would see one trainer's samples at a time; "
+                "try parallel.forward=local"
+            )
+        if self.forward == "remote" and attached_loss(module) is not None:
+            messages.append(
+                "parallel.forward=remote: the loss has parameters of its own, which the server would not see; "
                 "try parallel.forward=local"
             )
         if self.forward == "remote" and config.compile:
@@ -99,7 +111,14 @@ class Serving:
         self._server, self._world, self._mode = server, world, mode
         self._settled = True
 
+    @property
+    def turns(self) -> Mapping[str, Stepping]:
+        return {self._server.replica.turn.name: self}
+
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        """Nothing; the trainers' sum of what their losses weigh is over all ranks."""
+        if not self._server.replica.objective.counts_samples:
+            self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
         return torch.zeros((), dtype=self._server.replica.precision.parameter_dtype, device=self._world.device)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
@@ -111,7 +130,7 @@ class Serving:
     def learning_rate(self) -> float:
         return self._server.replica.learning_rate
 
-    def predict(self, inputs: torch.Tensor) -> None:
+    def predict(self, micro_batch: MicroBatch) -> None:
         """All ranks must call it as often after a step."""
         self._settled = _settle(self._world, self._settled)
 
@@ -134,7 +153,7 @@ class Training:
         self._recipe, self._world, self._mode = recipe, world, mode
         # The optimizer is never stepped here and so holds nothing.
         optimizer = recipe.make_optimizer(recipe.module.parameters())
-        self._replica = Replica(recipe.module, optimizer, recipe.loss, recipe.precision)
+        self._replica = Replica(recipe, optimizer, sum_over=world.collectives.sum)
         self._trained = [p for p in recipe.module.parameters() if p.requires_grad]
         self._fetched: torch.Tensor | None = None  # whose gradient reaches the server
         self._context: int | None = None  # of distributed autograd, from forward_backward to step
@@ -144,7 +163,7 @@ class Training:
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Compute this rank's gradients. Returns its share of the global batch's mean loss, detached, ()."""
-        self._num_samples = sum(len(m.inputs) for m in batch.micro_batches)
+        self._num_samples = sum(m.num_samples for m in batch.micro_batches)
         if self._mode.forward == "remote" or self._mode.updates == "async":
             self._context = self._contexts.enter_context(dist_autograd.context())
         if self._mode.forward == "remote":
@@ -179,17 +198,21 @@ class Training:
         return norm
 
     @property
+    def turns(self) -> Mapping[str, Stepping]:
+        return {self._replica.turn.name: self}
+
+    @property
     def learning_rate(self) -> float:
         """The server's: this rank's optimizer follows its schedule, though it never steps."""
         return self._replica.learning_rate
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs of the server's weights. All ranks must call it as often after a step."""
+    def predict(self, micro_batch: MicroBatch) -> Prediction:
+        """By the server's weights. All ranks must call it as often after a step."""
         self._settled = _settle(self._world, self._settled)
         if not self._fresh:
             self._set_weights(_ask(ps_server.weights, False))
             self._fresh = True
-        return self._replica.predict(inputs)
+        return self._replica.predict(micro_batch)
 
     def state(self) -> dict[str, Any]:
         """Nothing: the server has it all but for the buffers. All ranks must call it."""
@@ -204,13 +227,19 @@ class Training:
 
     def _forward_remotely(self, batch: StepBatch, context: int) -> torch.Tensor:
         """The server's forward and backward. Its activations of all micro-batches wait for the one backward."""
-        total = torch.zeros((), dtype=self._recipe.precision.parameter_dtype, device=self._recipe.device)
+        objective, device = self._recipe.objective, self._recipe.device
+        assert isinstance(objective, Supervised)
+        total = torch.zeros((), dtype=self._recipe.precision.parameter_dtype, device=device)
+        weight = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in batch.micro_batches:
-            if len(micro_batch.inputs):
-                outputs = _ask(ps_server.forward, micro_batch.inputs.cpu())
+            if micro_batch.num_samples:
+                outputs = _ask(ps_server.forward, map_tensors(torch.Tensor.cpu, micro_batch.inputs))
                 with self._recipe.precision.autocast():
-                    loss = weighted_loss(self._recipe.loss, outputs.to(self._recipe.device), micro_batch.targets)
+                    loss = objective.of_share(map_tensors(lambda tensor: tensor.to(device), outputs), micro_batch)
                 total = total + loss.share(batch.num_samples)
+                weight += loss.weight
+        if not objective.counts_samples:
+            total = total * factor_of(batch.num_samples, weight, self._world.collectives.sum).to(total)
         if self._num_samples:
             # One per context: a second one would wait for gradients of all that the context has ever sent.
             dist_autograd.backward(context, [total])

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -19,7 +20,10 @@ from runner.distributed.network import GLOO, TENSORPIPE, listening_on, loopback
 from runner.distributed.traffic import count_rpc
 from runner.distributed.world import World
 from runner.parallel.replica import Replica
+from runner.training.objective import Within
+from runner.training.pytree import map_tensors
 from runner.training.strategy import Recipe
+from runner.training.supervised import call
 
 SERVER = "rank0"
 Reply = tuple[torch.Tensor, float | None]  # the weights after a step, flat, and the norm of its gradient
@@ -30,7 +34,7 @@ class Server:
 
     def __init__(self, recipe: Recipe, num_trainers: int, timeout_s: float):
         optimizer = recipe.make_optimizer(recipe.module.parameters())
-        self.replica = Replica(recipe.module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm)
+        self.replica = Replica(recipe, optimizer)
         self.module, self.optimizer, self.device = recipe.module, optimizer, recipe.device
         self.trained = [p for p in recipe.module.parameters() if p.requires_grad]
         self.num_trainers, self.timeout_s = num_trainers, timeout_s
@@ -113,12 +117,14 @@ class Server:
         with self.update_lock:
             return torch.cat([parameter.reshape(-1) for parameter in self.trained]).cpu()
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Any) -> Any:
         torch.set_num_threads(self._num_threads)  # each thread has its own number
         with self.update_lock, self.replica.precision.autocast():
             # Of a copy: another trainer's update may come before this one's backward, which needs these weights.
-            copies = {name: parameter.clone() for name, parameter in self.module.named_parameters()}
-            return torch.func.functional_call(self.module, copies, (inputs.to(self.device),)).cpu()
+            copies = {f"model.{name}": parameter.clone() for name, parameter in self.module.named_parameters()}
+            inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
+            outputs = torch.func.functional_call(Within(self.module), copies, (call, inputs))
+            return map_tensors(torch.Tensor.cpu, outputs)
 
     def gradients(self, context: int) -> torch.Tensor:
         """Of what is trained, flat."""
@@ -167,7 +173,7 @@ def weights(with_gradient: bool) -> torch.Tensor:
     return reply
 
 
-def forward(inputs: torch.Tensor) -> torch.Tensor:
+def forward(inputs: Any) -> Any:
     outputs = _servers[0].forward(inputs)
     count_rpc(inputs, outputs, returning(outputs))
     return outputs

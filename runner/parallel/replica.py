@@ -1,6 +1,6 @@
 """A model spread over the world, ready to step, for the modes in which every rank runs a whole forward and backward."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,19 +10,24 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate
-from runner.training.batch import StepBatch
-from runner.training.losses import weighted_loss
-from runner.training.precision import Precision
+from runner.parallel.total_weight import factor_of, scale_gradients
+from runner.parallel.turns import only
+from runner.training.batch import MicroBatch, StepBatch
+from runner.training.objective import Prediction, Turn, turns
+from runner.training.strategy import Recipe, Stepping
 
 
 class Replica:
     """Gradients by backward on this rank, combined over the ranks in the way the mode says.
 
-    forward: what runs the module, a wrapper of it or itself.
+    turn: which of the objective's losses it steps by, and the parameters that this trains; by default the only one.
+    within: runs a function of the model in the wrapper's forward; by default there is no wrapper.
+    evaluate_within: the same for an evaluation.
     loss_scale: what a rank's share of the mean loss is multiplied with before backward, so that combining the
         gradients gives those of the mean over the global batch (the number of ranks where they are averaged).
     without_sync: entered for all micro-batches of a step but the last.
     reduce: combines the parameters' gradients over the ranks after the last backward.
+    sum_over: sums a tensor over all ranks.
     duplicates: how many ranks compute the very same share of the loss; each returns its part of it.
     after_step: called when the parameters are updated.
     before_state: called when a checkpoint is taken.
@@ -30,13 +35,13 @@ class Replica:
 
     def __init__(
         self,
-        module: nn.Module,
+        recipe: Recipe,
         optimizer: torch.optim.Optimizer,
-        loss: nn.Module,
-        precision: Precision,
-        clip_grad_norm: float | None = None,
+        turn: Turn | None = None,
         *,
-        forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sum_over: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        within: Callable[..., Any] | None = None,
+        evaluate_within: Callable[..., Any] | None = None,
         loss_scale: float = 1.0,
         without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reduce: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
@@ -44,25 +49,42 @@ class Replica:
         after_step: Callable[[], None] = lambda: None,
         before_state: Callable[[], None] = lambda: None,
     ):
-        self.module, self.optimizer, self.loss, self.precision = module, optimizer, loss, precision
-        self.update = ParameterUpdate(optimizer, module.parameters(), precision, clip_grad_norm)
-        self._forward = forward or module
+        self.module, self.optimizer, self.precision = recipe.module, optimizer, recipe.precision
+        self.objective = recipe.objective
+        if turn is None:
+            (turn,) = turns(recipe.objective, recipe.module)
+        self.turn = turn
+        self.update = ParameterUpdate(optimizer, turn.parameters, recipe.precision, recipe.clip_grad_norm)
+        self._sum_over = sum_over
+        self._within, self._evaluate_within = within or self._directly, evaluate_within or self._directly
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
         self._duplicates, self._after_step, self._before_state = duplicates, after_step, before_state
+
+    @property
+    def turns(self) -> Mapping[str, Stepping]:
+        return {self.turn.name: self}
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Add up the step's gradients. Returns this rank's share of the global batch's mean loss, detached, ()."""
         device = next(self.module.parameters()).device
         total = torch.zeros((), dtype=self.precision.parameter_dtype, device=device)
+        weight = torch.zeros((), dtype=torch.float64, device=device)
         last = len(batch.micro_batches) - 1
-        for number, micro_batch in enumerate(batch.micro_batches):
-            with nullcontext() if number == last else self._without_sync():
-                with self.precision.autocast():
-                    loss = weighted_loss(self.loss, self._forward(micro_batch.inputs), micro_batch.targets)
-                share = loss.share(batch.num_samples)
-                self.precision.scaler.scale(share * self._loss_scale).backward()
-            total += share.detach()
-        self._reduce(self.module.parameters())
+        with nullcontext() if self.turn.is_only else only(self.turn):
+            for number, micro_batch in enumerate(batch.micro_batches):
+                with nullcontext() if number == last else self._without_sync():
+                    with self.precision.autocast():
+                        loss = self._within(self.objective.measure, self.turn.name, micro_batch)
+                    share = loss.share(batch.num_samples)
+                    self.precision.scaler.scale(share * self._loss_scale).backward()
+                total += share.detach()
+                if not self.objective.counts_samples:
+                    weight += loss.weight
+        self._reduce(self.turn.parameters)
+        if not self.objective.counts_samples:
+            factor = factor_of(batch.num_samples, weight / self._duplicates, self._sum_over)
+            scale_gradients(self.turn.parameters, factor)
+            total *= factor
         return total / self._duplicates
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
@@ -75,14 +97,18 @@ class Replica:
     def learning_rate(self) -> float:
         return self.update.learning_rate
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The model's outputs in evaluation mode, without gradients. (N, *sample_shape) -> (N, num_outputs)"""
+    def predict(self, micro_batch: MicroBatch) -> Prediction:
+        """The model in evaluation mode, without gradients: its losses, and its outputs if the objective has some."""
         self.module.eval()
         try:
             with torch.no_grad(), self.precision.autocast():
-                return self.module(inputs)
+                prediction: Prediction = self._evaluate_within(self.objective.evaluate, micro_batch)
+                return prediction
         finally:
             self.module.train()
+
+    def _directly(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self.module, *args)
 
     def state(self) -> dict[str, Any]:
         """Everything that decides the future, by full names, on the CPU. All ranks must call it."""

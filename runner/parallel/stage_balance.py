@@ -2,15 +2,29 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner.training.deferred_init import probe
+from runner.training.pytree import map_tensors
+from runner.training.supervised import call
 
 
-def trainable_units(stages: Sequence[nn.Module]) -> list[nn.Sequential]:
+class Chain(nn.Sequential):
+    """Modules called in turn, the first with whatever arguments there are."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self
+        features = first(*args, **kwargs)
+        for module in others:
+            features = module(features)
+        return features
+
+
+def trainable_units(stages: Sequence[nn.Module]) -> list[Chain]:
     """The stages, those without a parameter to train joined to the one before them (the first ones to the one behind).
 
     A rank of a pipeline needs something to train, and what it sends needs a gradient.
@@ -24,24 +38,24 @@ def trainable_units(stages: Sequence[nn.Module]) -> list[nn.Sequential]:
             has_weights = False
         units[-1].append(stage)
         has_weights |= trains
-    return [nn.Sequential(*unit) for unit in units]
+    return [Chain(*unit) for unit in units]
 
 
 def num_parameters(units: Sequence[nn.Module]) -> list[int]:
     return [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
 
 
-def num_operations(units: Sequence[nn.Module], sample: torch.Tensor) -> list[int]:
+def num_operations(units: Sequence[nn.Module], sample: Any) -> list[int]:
     """Floating-point operations of each unit for the sample: counted and not timed, for all ranks must agree.
 
-    sample: (1, *sample_shape). The units should be in evaluation mode; their weights need not be made yet.
+    sample: the inputs of one. The units should be in evaluation mode; their weights need not be made yet.
     """
     counts = []
-    sample = sample.cpu()
+    sample = map_tensors(torch.Tensor.cpu, sample)
     with torch.no_grad():
         for unit in units:
             with FlopCounterMode(display=False) as counter:
-                sample = probe(unit, sample)
+                sample = probe(unit, call, sample)
             counts.append(counter.get_total_flops())
     return counts
 

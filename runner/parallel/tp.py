@@ -18,7 +18,7 @@ from runner.distributed.world import World
 from runner.parallel.fsdp import check_divides, shard, without_sync
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
-from runner.training.strategy import Axes, Recipe
+from runner.training.strategy import Axes, Carries, Recipe
 
 Plan = dict[str, str]  # see models/__init__.py
 
@@ -34,6 +34,7 @@ class TP:
     needs_group = True
     meta_init = False
     spans_devices = False
+    carries: Carries = "one_loss"
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
         if tensor is not None and tensor < 1:
@@ -66,19 +67,19 @@ class TP:
         _slice(module, module.tensor_plan(), mesh["tensor"])  # type: ignore[operator]
         if axes.data_ranks > 1:
             use_group(module, mesh[rest].get_group())
+        shared: dict[str, Any] = {"duplicates": axes.tensor, "sum_over": world.collectives.sum}
         if self.rest == "fsdp":
             for name in module.tensor_plan():  # type: ignore[operator]
                 # A sliced layer gives a view, and an operator in place on it would undo FSDP's hook for backward.
                 module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
-            shard(module, mesh[rest], recipe.materialize)
+            root = shard(module, mesh[rest], recipe.materialize)
+            shared |= {"within": root, "evaluate_within": root}
+            shared |= {"loss_scale": axes.data_ranks, "without_sync": lambda: without_sync(root)}
         optimizer = recipe.make_optimizer(module.parameters())
-        shared: dict[str, Any] = {"duplicates": axes.tensor}
-        if self.rest == "fsdp":
-            shared |= {"loss_scale": axes.data_ranks, "without_sync": lambda: without_sync(module)}
-        elif axes.data_ranks > 1:
+        if self.rest == "average" and axes.data_ranks > 1:
             group = mesh[rest].get_group()
             shared |= {"reduce": lambda ps: sum_gradients(ps, lambda flat: dist.all_reduce(flat, group=group))}
-        return Replica(module, optimizer, recipe.loss, recipe.precision, recipe.clip_grad_norm, **shared)
+        return Replica(recipe, optimizer, **shared)
 
 
 def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> list[str]:

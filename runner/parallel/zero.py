@@ -1,5 +1,6 @@
 """ZeRO stage 1: a replica per rank under DDP, and each rank keeps and applies the optimizer of its own parameters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.parallel.buckets import FixedBuckets
 from runner.parallel.replica import Replica
-from runner.training.batch import StepBatch
-from runner.training.strategy import Axes, Recipe
+from runner.parallel.turns import take_turns
+from runner.training.batch import MicroBatch, StepBatch
+from runner.training.objective import Prediction, Turn, Within
+from runner.training.strategy import Axes, Carries, Recipe, Spread, Stepping
 
 
 class Zero:
@@ -20,6 +23,7 @@ class Zero:
     needs_group = True
     meta_init = False
     spans_devices = False
+    carries: Carries = "several_losses"
 
     def __init__(self, parameters_as_bucket_view: bool = False):
         self.parameters_as_bucket_view = parameters_as_bucket_view
@@ -30,8 +34,11 @@ class Zero:
     def check(self, config: Config, module: torch.nn.Module) -> list[str]:
         return []
 
-    def prepare(self, recipe: Recipe, world: World) -> "ShardedOptimizer":
-        whole = recipe.make_optimizer(recipe.module.parameters())  # which holds nothing before its first step
+    def prepare(self, recipe: Recipe, world: World) -> Spread:
+        return take_turns(recipe, lambda turn: self._spread(recipe, turn, world))
+
+    def _spread(self, recipe: Recipe, turn: Turn, world: World) -> "ShardedOptimizer":
+        whole = recipe.make_optimizer(turn.parameters)  # which holds nothing before its first step
         optimizer = ZeroRedundancyOptimizer(
             [{**group} for group in whole.param_groups],
             # All that is asked of the class is to make an optimizer of parameter groups, options included.
@@ -40,14 +47,13 @@ class Zero:
         )
         # After the optimizer, whose buckets make channels_last parameters contiguous: DDP's gradients follow them.
         device_ids = [recipe.device] if recipe.device.type == "cuda" else None
-        wrapped = FixedBuckets(recipe.module, device_ids=device_ids, gradient_as_bucket_view=True)
+        wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, gradient_as_bucket_view=True)
         replica = Replica(
-            recipe.module,
+            recipe,
             optimizer,
-            recipe.loss,
-            recipe.precision,
-            recipe.clip_grad_norm,
-            forward=wrapped,
+            turn,
+            sum_over=world.collectives.sum,
+            within=wrapped,
             loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
             without_sync=wrapped.no_sync,
         )
@@ -74,8 +80,12 @@ class ShardedOptimizer:
     def learning_rate(self) -> float:
         return self._replica.learning_rate
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._replica.predict(inputs)
+    @property
+    def turns(self) -> Mapping[str, Stepping]:
+        return {self._replica.turn.name: self}
+
+    def predict(self, micro_batch: MicroBatch) -> Prediction:
+        return self._replica.predict(micro_batch)
 
     def state(self) -> dict[str, Any]:
         """As Replica.state, whole on rank 0 alone. All ranks must call it."""
@@ -94,6 +104,6 @@ class ShardedOptimizer:
         self._optimizer.state.clear()  # what a rank needs is in its local optimizer now
 
     def _plain(self) -> tuple[torch.optim.Optimizer, Replica]:
-        recipe = self._recipe
-        plain = recipe.make_optimizer(recipe.module.parameters())
-        return plain, Replica(recipe.module, plain, recipe.loss, recipe.precision)
+        turn = self._replica.turn
+        plain = self._recipe.make_optimizer(turn.parameters)
+        return plain, Replica(self._recipe, plain, turn)

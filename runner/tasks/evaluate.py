@@ -34,7 +34,7 @@ class Evaluate:
         spread = experiment.parallel.prepare(experiment.recipe, world)
         progress = restore(Path(config.run) / CHECKPOINTS, spread, world)
         directory.result.step, directory.result.epoch = progress.step, progress.epoch
-        found = evaluate(experiment, spread, world)
+        found = evaluate(experiment, spread, world, config.eval_batches)
         metrics = {name.replace("val/", f"{config.split}/", 1): value for name, value in found.items()}
         log.info("%s after step %d", config.run, progress.step)
         for name, value in metrics.items():

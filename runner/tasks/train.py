@@ -145,8 +145,10 @@ def _name_classes(dataset: Any) -> str:
 
 
 def _owes_evaluation(config: Config, state: TrainState, world: World, directory: RunDirectory) -> bool:
-    """Whether the run that is resumed stopped between an epoch and its evaluation. All ranks must call it."""
-    if state.step == 0 or state.step_in_epoch or state.epoch % config.eval_every:
+    """Whether the run that is resumed stopped before an evaluation that was due. All ranks must call it."""
+    at_epoch_end = not state.step_in_epoch and state.epoch % config.eval_every == 0
+    at_step = config.eval_every_steps is not None and state.step % config.eval_every_steps == 0
+    if state.step == 0 or not (at_epoch_end or at_step):
         return False
     last = world.agreement.share("evaluated", lambda: str(directory.last_evaluation()))
     return int(last) < state.step

@@ -9,25 +9,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.config.diagnostics.signature import accepts
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.runs.loggers.protocol import Logger
+from runner.runs.monitor import Monitor
+from runner.training.build_metrics import choose_monitor, make_metrics
 from runner.training.callback import Callback
 from runner.training.confusion import MAX_CLASSES, Predictions
 from runner.training.datasets import load_data
-from runner.training.deferred_init import Deferred, probe
+from runner.training.deferred_init import Deferred
 from runner.training.device_map import place_parts
+from runner.training.fit import fit, read_sample, vary
 from runner.training.loader import Loader
-from runner.training.losses import Auto, are_log_probabilities
+from runner.training.losses import Auto
+from runner.training.metric_sums import MetricSums
+from runner.training.objective import Objective, Prediction, check_losses
 from runner.training.optimizers import OptimizerFactory
 from runner.training.precision import Precision
+from runner.training.pytree import map_tensors
 from runner.training.sampler import Sampler
 from runner.training.strategy import Axes, Parallel, Recipe, lay_out
+from runner.training.supervised import Supervised, attach_part
 
 Schedule = Callable[[int, int, int], float]
+# What carries which objectives, for whoever chose another mode.
+SEVERAL_LOSSES = tuple(f"parallel={mode}" for mode in ("none", "ddp", "allreduce", "zero", "fsdp"))
+ONE_LOSS = (*SEVERAL_LOSSES, "parallel=tp")
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,9 @@ class Experiment:
     callbacks: dict[str, Callback]  # the user's, by name
     num_parameters: int
     parameter_groups: dict[str, int]  # how many parameters each group of the optimizer trains
-    classifies: bool  # the targets are classes, so that accuracy means something
+    objective: Objective
+    metrics: MetricSums
+    monitor: Monitor  # what this run is compared with others by
     warnings: list[str]  # what the user should know before it starts
     num_classes: int | None  # of a classification that has few enough to watch each
 
@@ -70,15 +83,19 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     deferred = Deferred() if parallel.meta_init else None
     with deferred or contextlib.nullcontext():
         module: nn.Module = make("model", config.model)
-    loss = make("loss", config.loss)
-    loss = _fit(config, module, loss, train_data)
     precision = Precision(config.precision, world.device)
     if deferred is not None:
         deferred.keep(module)
+    objective = make_objective(config, choices, parallel)
+    sample, varies = map_tensors(_as_float32, read_sample(config, train_data)), vary(train_data)
+    prediction = fit(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
+    attach(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device, dtype=precision.parameter_dtype)
     memory_format = _memory_format(config.memory_format, module)
     module.to(memory_format=memory_format)
     if messages := parallel.check(config, module):
+        raise InputError(*messages)
+    if messages := check_losses(objective, module):
         raise InputError(*messages)
     warnings = place_parts(module, choices, parallel.spans_devices, world)
     axes = lay_out(config, parallel, world.world_size)  # which check may have fitted to the model
@@ -110,23 +127,24 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             precision=precision,
             device=world.device,
             memory_format=memory_format,
+            cuts_empty=has_batch_norm(module),
         )
 
-    target, num_classes = torch.as_tensor(train_data[0][1]), config.data["num_outputs"]
-    classifies = not target.is_floating_point()
-    one_class_each = classifies and target.dim() == 0
-    sample = precision.cast(train_data[0][0][None].to(world.device))
+    loss = objective.function if isinstance(objective, Supervised) else None
+    metrics = make_metrics(config, loss, prediction.outputs, prediction.targets)
+    num_classes = _num_classes(prediction)
     return Experiment(
         parallel=parallel,
         axes=axes,
         recipe=Recipe(
             module,
+            objective,
             make_optimizer,
-            loss,
             precision,
             config.clip_grad_norm,
             world.device,
-            sample,
+            map_tensors(lambda tensor: precision.cast(tensor.to(world.device)), sample),
+            varies,
             materialize=functools.partial(deferred.materialize, device=world.device)
             if deferred
             else lambda parts: None,
@@ -138,9 +156,11 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         callbacks=make_callbacks(config),
         num_parameters=sum(p.numel() for p in module.parameters()),
         parameter_groups=make_optimizer.num_parameters,
-        classifies=classifies,
+        objective=objective,
+        metrics=metrics,
+        monitor=choose_monitor(config, metrics),
         warnings=warnings,
-        num_classes=num_classes if one_class_each and num_classes <= MAX_CLASSES else None,
+        num_classes=num_classes if num_classes is not None and num_classes <= MAX_CLASSES else None,
     )
 
 
@@ -169,42 +189,65 @@ def make_callbacks(config: Config) -> dict[str, Callback]:
     return made
 
 
-def _fit(config: Config, module: nn.Module, loss: Any, train_data: Any) -> nn.Module:
-    """Try model and loss on one sample, before anything is written. Returns the loss; Auto is replaced by one.
+def make_objective(config: Config, choices: Mapping[str, str], parallel: Parallel) -> Objective:
+    """What a step minimises; it gets the loss of the configuration if it takes one.
 
-    Raises InputError when they do not take each other.
+    Raises InputError for an option that it or the loss refuses, and for what the mode does not carry.
     """
-    sample, target = train_data[0]
-    inputs, targets = sample[None], torch.as_tensor(target)[None]
-    shape = tuple(config.data["sample_shape"])
-    if tuple(sample.shape) != shape:
-        raise InputError(f"data.sample_shape={list(shape)} but the data's samples have {list(sample.shape)}")
-    random_state = torch.get_rng_state()
-    module.eval()
-    try:
-        with torch.no_grad():
-            outputs = probe(module, inputs)
-            if isinstance(loss, Auto):
-                loss = loss.choose(targets, outputs)
-            if isinstance(loss, nn.NLLLoss) and not are_log_probabilities(outputs):
-                raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
-            if isinstance(loss, nn.MSELoss) and outputs.shape != targets.shape:
-                raise InputError(
-                    f"loss=mse compares numbers of one shape, but the model gives {list(outputs.shape[1:])} and the "
-                    f"data {list(targets.shape[1:])}; try loss=auto"
-                )
-            value = loss(outputs, targets)
-    except (RuntimeError, TypeError, IndexError) as error:
+    target = config.objective["_target_"]
+    given = {}
+    if accepts(target, "loss"):
+        given["loss"] = make_group(choices, "loss", config.loss)
+    elif config.loss["_target_"] != f"{Auto.__module__}.{Auto.__qualname__}":
+        raise InputError(f"loss={choices['loss']} has no effect on objective={choices['objective']}, which takes none")
+    objective: Objective = make_group(choices, "objective", config.objective, **given)
+    if not isinstance(objective, Objective):
+        raise InputError(f"objective._target_={target}: derive it from runner.training.objective.Objective")
+    several, mode = len(objective.losses) > 1, choices["parallel"]
+    if parallel.carries == "supervised" and not isinstance(objective, Supervised):
         raise InputError(
-            f"model, data and loss do not fit: for a sample of shape {list(shape)} they fail with: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    finally:
-        module.train()
-        torch.set_rng_state(random_state)
-    if value.dim() != 0:
-        raise InputError(f"loss must give one number per batch, not {list(value.shape)}; set its reduction to mean")
-    return loss
+            f"objective={choices['objective']} calls the model itself, and no rank of parallel={mode} runs a whole "
+            f"forward; try {', '.join(ONE_LOSS)}"
+        )
+    if parallel.carries != "several_losses" and several:
+        raise InputError(
+            f"objective={choices['objective']} has {len(objective.losses)} losses, and parallel={mode} carries one; "
+            f"try {', '.join(SEVERAL_LOSSES)}"
+        )
+    return objective
+
+
+def attach(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
+    """Put what the objective and its loss hold of tensors on the device; what is trained belongs to the model.
+
+    Raises InputError where the model has something of that name.
+    """
+    try:
+        if isinstance(objective, Supervised):
+            loss = objective.function
+            if isinstance(loss, nn.Module) and any(True for _ in loss.to(device=device, dtype=dtype).parameters()):
+                attach_part(module, "loss", loss)
+        elif isinstance(objective, nn.Module):
+            objective.to(device=device, dtype=dtype)
+            if any(True for _ in objective.state_dict()):
+                attach_part(module, "objective", objective)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """The model that is tried has been built, but not converted yet."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _num_classes(prediction: Prediction) -> int | None:
+    """Of a classification of whole samples; None for anything else."""
+    outputs, targets = prediction.outputs, prediction.targets
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return None
+    if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2:
+        return None
+    return outputs.size(1)
 
 
 def _memory_format(name: str, module: nn.Module) -> torch.memory_format:

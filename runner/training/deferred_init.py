@@ -1,6 +1,6 @@
 """Initial weights part by part: a model is built without memory, and each part gets later what it would have got."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,6 +11,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from runner.training.objective import Within
 
 STAND_IN = 0.01  # not 0, by which a normalisation of weights would divide
 
@@ -155,14 +157,16 @@ class _Mask(TorchFunctionMode):
         return False if getattr(func, "__self__", None) is torch.Tensor.is_meta else func(*args, **(kwargs or {}))
 
 
-def probe(module: nn.Module, inputs: Tensor) -> Tensor:
-    """The outputs of a model for these inputs, with one number in the place of all weights not made yet.
+def probe(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the model and these arguments returns, with one number in the place of all weights not made.
 
     Each such weight is a view of that number: no memory is needed to see which shape and kind of outputs there are.
     """
     held = chain(module.named_parameters(), module.named_buffers())
-    stand_ins = {n: torch.full((), STAND_IN).to(t.dtype).expand(t.size()) for n, t in held if t.is_meta}
-    return functional_call(module, stand_ins, inputs) if stand_ins else module(inputs)
+    stand_ins = {f"model.{n}": torch.full((), STAND_IN).to(t.dtype).expand(t.size()) for n, t in held if t.is_meta}
+    if not stand_ins:
+        return function(module, *args)
+    return functional_call(Within(module), stand_ins, (function, *args))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,14 +1,14 @@
 """The metrics of the validation data, each sample once, at any number of ranks."""
 
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from runner.distributed.world import World
 from runner.training.build import Experiment
 from runner.training.confusion import Predictions
-from runner.training.losses import weighted_loss
 from runner.training.strategy import Spread
 
 
@@ -16,33 +16,45 @@ def evaluate(
     experiment: Experiment,
     spread: Spread,
     world: World,
+    max_batches: int | None = None,
     seen: Predictions | None = None,
     ask_to_stop: Callable[[], Callable[[], None]] = lambda: lambda: None,
 ) -> dict[str, float]:
-    """val/loss and, for classes, val/accuracy over the validation data, each sample once. All ranks must call it.
+    """val/loss and the metrics over the validation data, each sample once. All ranks must call it.
 
-    ask_to_stop: called before each batch; what it returns is called afterwards, and raises to give the evaluation up.
+    max_batches: stop after so many. ask_to_stop: called before each batch; what it returns is called afterwards, and
+    raises to give the evaluation up.
     """
-    loader = experiment.val_loader
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # of the losses, of the hits, of the samples
+    names = list(experiment.objective.losses)
+    losses = torch.zeros(len(names), 2, dtype=torch.float64, device=world.device)  # the sum and the weight of each
+    measured = experiment.metrics
+    measured.reset(world.device)
+    counts = experiment.axes.counts(world.rank)
     asked: deque[Callable[[], None]] = deque()
-    for batch in loader.steps(epoch=0):
+    for batch in itertools.islice(experiment.val_loader.steps(epoch=0), max_batches):
         asked.append(ask_to_stop())
         for micro_batch in batch.micro_batches:
-            outputs = spread.predict(micro_batch.inputs)  # (N, num_outputs), N = 0 where this rank's share is empty
-            if outputs is None:
+            prediction = spread.predict(micro_batch)  # all ranks must call it equally often
+            if prediction is None or not counts or micro_batch.num_samples == 0:
                 continue
-            loss = weighted_loss(experiment.recipe.loss, outputs, micro_batch.targets)
-            sums[0] += loss.sum
-            if experiment.classifies:
-                sums[1] += (outputs.argmax(-1) == micro_batch.targets).sum()
-            sums[2] += loss.weight
+            for place, name in enumerate(names):
+                losses[place, 0] += prediction.losses[name].sum
+                losses[place, 1] += prediction.losses[name].weight
+            measured.add(prediction.outputs, prediction.targets, micro_batch.indices)
             if seen:
-                seen.add(outputs, micro_batch.targets, micro_batch.indices)
+                seen.add(prediction.outputs, prediction.targets, micro_batch.indices)
         if len(asked) == experiment.axes.stage:  # the first stage is so many batches further on than the last one
             asked.popleft()()
     if seen:
         seen.gather(world)
-    loss_sum, correct, count = world.collectives.sum(sums).tolist()
-    metrics = {"val/loss": loss_sum / count}
-    return metrics | {"val/accuracy": correct / count} if experiment.classifies else metrics
+    flat = world.collectives.sum(torch.cat([losses.flatten(), measured.flat()]))
+    summed, flat = flat[: losses.numel()].reshape(losses.shape), flat[losses.numel() :]
+    means = dict(zip(names, (summed[:, 0] / summed[:, 1]).tolist(), strict=True))
+    numbers = measured.compute(flat, world)
+    return with_total("val", means) | {f"val/{name}": number for name, number in numbers.items()}
+
+
+def with_total(split: str, losses: Mapping[str, float]) -> dict[str, float]:
+    """The losses by their full names; several also as their sum, which is `loss`."""
+    named = {f"{split}/{name}": value for name, value in losses.items()}
+    return {f"{split}/loss": sum(losses.values())} | named

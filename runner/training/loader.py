@@ -8,15 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.precision import Precision
+from runner.training.pytree import map_tensors
+from runner.training.reader import Reader, Share
 from runner.training.sampler import Sampler
 
 
 class Loader:
-    """Reads what the sampler says, in this process or by workers, and puts it on the device."""
+    """Reads what the sampler says, in this process or by workers, and puts it on the device.
+
+    cuts_empty: a share without samples is of no rows, and not of one that counts nothing.
+    """
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class Loader:
         drop_last: bool = False,
         shuffle: bool = True,
         prefetch: int | None = None,
+        cuts_empty: bool = False,
     ):
         if num_workers < 0:
             raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
@@ -45,12 +51,11 @@ class Loader:
         self.dataset = dataset
         self._position = (0, 0)
         self._drawn: deque[list[int]] = deque()  # the shares that were asked for and are not yielded yet
-        self._batched = hasattr(dataset, "__getitems__")
         self._loader: DataLoader[Any] | None = DataLoader(
-            dataset,
+            Reader(dataset, cuts_empty),
             batch_sampler=_Positioned(self),  # any iterable of index lists will do
             num_workers=num_workers,
-            collate_fn=_keep if self._batched else _Collate(dataset),
+            collate_fn=_keep,
             pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
             prefetch_factor=prefetch or 2 if num_workers else None,
             persistent_workers=num_workers > 0,
@@ -67,19 +72,19 @@ class Loader:
         batches = iter(self._loader)
         for step in range(first_step, self.sampler.steps_per_epoch):
             start = time.perf_counter()
-            micro_batches = [self._to_device(*next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
+            micro_batches = [self._to_device(next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
             yield StepBatch(micro_batches, self.sampler.step_size(step), time.perf_counter() - start)
 
     def close(self) -> None:
         """End the workers. They ignore the signal by which Python would end them when it exits, and it would wait."""
         self._loader = None
 
-    def _to_device(self, inputs: torch.Tensor, targets: torch.Tensor) -> MicroBatch:
-        inputs = self.precision.cast(inputs.to(self.device, non_blocking=True))
-        if inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=self.memory_format)
-        targets = self.precision.cast(targets.to(self.device, non_blocking=True))
-        return MicroBatch(inputs, targets, self._drawn.popleft())
+    def _to_device(self, batch: Any) -> MicroBatch:
+        return MicroBatch(map_tensors(self._place, batch), self._drawn.popleft())
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = self.precision.cast(tensor.to(self.device, non_blocking=True))
+        return tensor.contiguous(memory_format=self.memory_format) if tensor.dim() == 4 else tensor
 
 
 class _Positioned:
@@ -91,28 +96,16 @@ class _Positioned:
     def __init__(self, loader: Loader):
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for share in self._loader.sampler.shares(*self._loader._position):
-            self._loader._drawn.append(share)
-            yield share
+    def __iter__(self) -> Iterator[Any]:
+        epoch, first_step = self._loader._position
+        for indices in self._loader.sampler.shares(epoch, first_step):
+            self._loader._drawn.append(indices)
+            yield Share(epoch, indices)
 
 
 def _keep(batch: Any) -> Any:
-    """A data set that cuts whole batches (`__getitems__`) has collated them."""
+    """The reader has collated it."""
     return batch
-
-
-class _Collate:
-    """Collate samples read one by one; an empty share has the shape of the data's first sample."""
-
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if samples:
-            return default_collate(samples)
-        inputs, targets = default_collate([self._dataset[0]])
-        return inputs[:0], targets[:0]
 
 
 def _ignore_signals(worker: int) -> None:

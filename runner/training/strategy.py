@@ -1,8 +1,8 @@
 """What the loop knows of a way of spreading one model over the world."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -11,7 +11,8 @@ from runner.config.schema import Config
 from runner.config.validate import check_batch
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.training.batch import StepBatch
+from runner.training.batch import MicroBatch, StepBatch
+from runner.training.objective import Objective, Prediction
 from runner.training.precision import Precision
 
 
@@ -34,6 +35,10 @@ class Axes:
     def data_ranks(self) -> int:
         return self.replicate * self.shard
 
+    def counts(self, rank: int) -> bool:
+        """Whether what the rank computes of its samples counts: of those that compute the very same, the first."""
+        return rank >= self.servers and (rank - self.servers) % self.tensor == 0
+
     def data_rank(self, rank: int) -> int | None:
         """Which share of the samples the rank reads; None for a server."""
         return None if rank < self.servers else (rank - self.servers) // (self.stage * self.tensor)
@@ -44,28 +49,40 @@ class Recipe:
     """What a mode spreads: a model with the run's initial weights on this rank's device, and how it is trained."""
 
     module: nn.Module
+    objective: Objective
     # Of some of the module's parameters, or of another such optimizer's groups; see runner.training.optimizers.
     make_optimizer: Callable[[Iterable[nn.Parameter] | Iterable[dict[str, Any]]], torch.optim.Optimizer]
-    loss: nn.Module  # (outputs, targets) -> the mean over the samples
     precision: Precision
     clip_grad_norm: float | None
     device: torch.device
-    sample: torch.Tensor  # (1, *sample_shape), one of the training data's on the device
+    sample: Any  # one of the training data's, a batch of one on the device
+    varies: bool = False  # other batches may have other shapes
     # Gives parts of a module that was built without memory their initial weights, on the device; see deferred_init.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda parts: None
 
 
-class Spread(Protocol):
-    """A model spread and ready to step; runner.parallel.replica has the usual one."""
+# Which objectives a mode carries: a loss of outputs and targets; one that calls the model itself; several, in turn.
+Carries = Literal["supervised", "one_loss", "several_losses"]
+
+
+class Stepping(Protocol):
+    """Steps by one of the objective's losses."""
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor: ...
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None: ...
 
+
+class Spread(Protocol):
+    """A model spread and ready to step; runner.parallel.replica has the usual one."""
+
+    @property
+    def turns(self) -> Mapping[str, Stepping]: ...  # of a step, by the names of the objective's losses
+
     @property
     def learning_rate(self) -> float: ...  # of the last step, as the optimizer has it
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None: ...  # None: another rank has these outputs
+    def predict(self, micro_batch: MicroBatch) -> Prediction | None: ...  # None: another rank has these outputs
 
     def state(self) -> dict[str, Any]: ...
 
@@ -78,6 +95,7 @@ class Parallel(Protocol):
     needs_group: bool  # also in a world of one
     meta_init: bool  # the model is built without memory, see Recipe.materialize
     spans_devices: bool  # a model may be on several devices of one rank
+    carries: Carries
 
     def axes(self, world_size: int) -> Axes:
         """The mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit.

@@ -1,7 +1,8 @@
 """The loop: step, evaluate, vote to stop. It does not ask which mode it runs in, nor how many ranks there are."""
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,7 @@ from runner.runs.train_state import TrainState
 from runner.training.batch import StepBatch
 from runner.training.build import Experiment
 from runner.training.callback import Callbacks, Moment, Outcome, RunInfo
-from runner.training.evaluation import evaluate
+from runner.training.evaluation import evaluate, with_total
 from runner.training.sampler import mix
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter, peak_memory_mib
@@ -76,6 +77,10 @@ class Trainer:
                 stop_if_asked = self._ask_to_stop()
                 metrics |= self.step(batch)
                 stop_if_asked()
+                if self._is_due_within_epoch():
+                    metrics |= self._evaluate()
+                    if self.stopped:
+                        return metrics
             if self.state.step == self.num_steps:
                 break  # what ends the run follows, also for one that is resumed at its end
             if self.state.epoch % self.config.eval_every == 0:
@@ -87,31 +92,43 @@ class Trainer:
         return metrics | self._evaluate()
 
     def step(self, batch: StepBatch) -> dict[str, float]:
-        """One optimizer step over the whole world. Returns its loss where it is to be logged, else nothing."""
+        """One optimizer step over the whole world. Returns its losses where they are to be logged, else nothing."""
         step, num_steps = self.state.step, self.num_steps
         due = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
         # Dropout draws from a stream of its own for each step and data rank: a resumed run needs no state of it.
         torch.manual_seed(mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0))
 
-        loss = self.spread.forward_backward(batch)
         lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
-        grad_norm = self.spread.step(lr_factor, want_norm=due)
+        losses, norms = {}, {}
+        for name, turn in self.spread.turns.items():  # one, unless the objective has several losses
+            losses[name] = turn.forward_backward(batch)
+            norms[name] = turn.step(lr_factor, want_norm=due)
 
         self.state = self.state.after_step(self.steps_per_epoch)
-        measured: dict[str, float] = {"train/loss": self.world.collectives.sum(loss).item()} if due else {}
-        self.meter.tick(batch)
-        metrics = dict(measured)
+        metrics: dict[str, float] = {}
         if due:
-            assert grad_norm is not None
-            measured |= {"train/learning_rate": self.spread.learning_rate, "train/grad_norm": grad_norm}
+            sums = self.world.collectives.sum(torch.stack([*losses.values()]))
+            metrics = with_total("train", dict(zip(losses, sums.tolist(), strict=True)))
+        self.meter.tick(batch)
+        measured = dict(metrics)
+        if due:
+            measured |= {"train/learning_rate": self.spread.learning_rate, "train/grad_norm": total_norm(norms)}
             measured |= self.meter.measured() | {"perf/memory_mib": peak_memory_mib(self.world.device)}
         self.callbacks.after_step(Moment(self.state, measured))
         return metrics
 
+    def _is_due_within_epoch(self) -> bool:
+        """Whether an evaluation follows the step; at the end of an epoch and of the run that is decided there."""
+        every, state = self.config.eval_every_steps, self.state
+        if every is None or state.step % every or state.step == self.num_steps:
+            return False
+        return state.step_in_epoch > 0 or state.epoch % self.config.eval_every > 0
+
     def _evaluate(self) -> dict[str, float]:
         """The metrics of the validation data; a callback may ask to stop after them. All ranks must call it."""
         predictions = self.experiment.watch_predictions()
-        metrics = evaluate(self.experiment, self.spread, self.world, predictions, self._ask_to_stop)
+        batches = self.config.eval_batches
+        metrics = evaluate(self.experiment, self.spread, self.world, batches, predictions, self._ask_to_stop)
         self.callbacks.after_evaluation(Moment(self.state, metrics, predictions))
         if self.callbacks.may_stop and self.state.step < self.num_steps:
             self.stopped = self.world.collectives.any_later(self.callbacks.want_to_stop)()
@@ -130,6 +147,11 @@ class Trainer:
                 raise Preempted(self.stop.received or "a signal to another rank")
 
         return stop_if_asked
+
+
+def total_norm(norms: Mapping[str, float | None]) -> float:
+    """The norm of the gradients of all turns of a step."""
+    return math.hypot(*(norm for norm in norms.values() if norm is not None))
 
 
 def count_steps(config: Config, steps_per_epoch: int) -> int:

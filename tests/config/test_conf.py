@@ -18,6 +18,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.schema import GROUPS, NAMED_GROUPS, as_config
 from runner.config.validate import DESCRIBED, check_input
+from runner.training.batch import MicroBatch
 from runner.training.loader import Loader
 from runner.training.optimizers import OptimizerFactory
 from runner.training.precision import Precision
@@ -81,10 +82,19 @@ def test_a_sweeper_is_there(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "option"), [each for each in CHOICES if each[0] not in ("model", "data", "optimizer", "loader")]
+    ("group", "option"),
+    [each for each in CHOICES if each[0] not in ("model", "data", "objective", "optimizer", "loader")],
 )
 def test_an_option_makes_its_object(group: str, option: str) -> None:
     assert instantiate(node_of(group, option), _convert_="all") is not None
+
+
+@pytest.mark.parametrize("option", options("objective"))
+def test_an_objective_takes_a_loss(option: str) -> None:
+    make = instantiate({**node_of("objective", option), "_partial_": True}, _convert_="all")
+    objective = make(loss=nn.MSELoss())
+    found = objective.measure(nn.Identity(), "loss", MicroBatch((torch.ones(2), torch.tensor([2.0, 4.0])), [5, 6]))
+    assert (found.sum, found.weight) == (10, 2)
 
 
 @pytest.mark.parametrize("option", options("optimizer"))

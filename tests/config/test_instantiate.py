@@ -25,7 +25,11 @@ class Facts:
         ("task", "Empty", "the class lacks reads_run, reads_checkpoint, needs_experiment, section"),
         ("task", "Facts", "the class lacks min_world_size, check, run, which runner.launchers.task.JobTask declares"),
         ("launcher", "Empty", "join_timeout_s, launch, which runner.launchers.protocol.Launcher declares"),
-        ("parallel", "Empty", "needs_group, meta_init, spans_devices, axes, check, prepare, which runner.training"),
+        (
+            "parallel",
+            "Empty",
+            "needs_group, meta_init, spans_devices, carries, axes, check, prepare, which runner",
+        ),
         ("logger", "Empty", "wants_predictions, open, scalars, predictions, text, flush, close, which runner.runs"),
     ],
 )

@@ -42,10 +42,10 @@ def simulate(words: tuple[str, ...], num_ranks: int, num_steps: int) -> tuple[di
     while True:
         for batches in zip(*(experiment.train_loader.steps(epoch) for experiment in experiments), strict=True):
             warms_up, step, loss = step < mode["warmup_steps"], step + 1, 0.0
-            counts = [sum(len(m.inputs) for m in batch.micro_batches) for batch in batches]
+            counts = [sum(m.num_samples for m in batch.micro_batches) for batch in batches]
             for module, batch, count, experiment in zip(modules, batches, counts, experiments, strict=True):
-                for m in (m for m in batch.micro_batches if len(m.inputs)):
-                    mean = experiment.recipe.loss(module(m.inputs), m.targets)
+                for m in (m for m in batch.micro_batches if m.num_samples):
+                    mean = experiment.recipe.objective.function(module(m.inputs), m.targets)
                     (mean * len(m.inputs) / (batch.num_samples if warms_up else count)).backward()
                     loss += mean.item() * len(m.inputs) / batch.num_samples
             losses[step] = loss

@@ -16,6 +16,7 @@ from runner.parallel.zero import Zero
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.precision import Precision
 from runner.training.strategy import Recipe
+from runner.training.supervised import Supervised
 
 TOY = ("model=toy", "data=toy", "data.num_train=350", "batch_size=90", "precision=fp64", "epochs=9", "logger=none")
 
@@ -28,8 +29,9 @@ def test_the_optimizer_state_is_cut_among_the_ranks() -> None:
         make = functools.partial(torch.optim.AdamW, lr=0.01)
         precision = Precision("fp64", world.device)
         sample = torch.zeros(1, 10, dtype=torch.float64)
-        spread = Zero().prepare(Recipe(module, make, nn.MSELoss(), precision, None, world.device, sample), world)
-        batch = MicroBatch(torch.randn(4, 10).double(), torch.randn(4, 5).double())
+        objective = Supervised(nn.MSELoss())
+        spread = Zero().prepare(Recipe(module, objective, make, precision, None, world.device, sample), world)
+        batch = MicroBatch((torch.randn(4, 10).double(), torch.randn(4, 5).double()), range(4))
         spread.forward_backward(StepBatch([batch], 4 * world_size, 0.0))
         spread.step(0.5, want_norm=False)
         local = spread._optimizer.optim

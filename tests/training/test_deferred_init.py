@@ -11,6 +11,7 @@ from torch import nn
 from models.convnet import ConvNet
 from models.transformer import Transformer
 from runner.training.deferred_init import Deferred, probe
+from runner.training.supervised import call
 
 CPU = torch.device("cpu")
 
@@ -93,6 +94,6 @@ def test_probe_needs_no_weights() -> None:
 def run_probe(rank: int, world_size: int) -> None:
     model = nn.Sequential(ConvNet((1, 8, 8), 3), nn.LogSoftmax(dim=-1)).to("meta").eval()
     with torch.no_grad():
-        outputs = probe(model, torch.zeros(2, 1, 8, 8))
+        outputs = probe(model, call, torch.zeros(2, 1, 8, 8))
     torch.testing.assert_close(outputs, torch.full((2, 3), 1 / 3).log())
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -12,7 +12,8 @@ from runner.errors import did_you_mean
 
 # What the runner itself passes to a group's constructor, beside the options; to data, see `provided`.
 PROVIDED = {
-    "loader": ("dataset", "sampler", "precision", "device", "memory_format"),
+    "loader": ("dataset", "sampler", "precision", "device", "memory_format", "cuts_empty"),
+    "objective": ("loss",),
     "optimizer": ("params",),
 }
 _MISSING = "???"  # OmegaConf's mark of a value that has to be given

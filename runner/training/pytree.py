@@ -1,0 +1,81 @@
+"""Batches of any structure: tuples, lists, mappings and dataclasses, nested, with tensors at the ends."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
+from torch.utils.data import default_collate
+
+_registered: set[type] = set()
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors at the ends, in order."""
+    return [leaf for leaf in tree_leaves(known(tree)) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The same structure with each tensor replaced; what is no tensor stays."""
+    if type(tree) is tuple and len(tree) == 2 and all(isinstance(part, torch.Tensor) for part in tree):
+        return function(tree[0]), function(tree[1])  # the usual batch, in each step
+    return tree_map_only(torch.Tensor, function, known(tree))
+
+
+def num_rows(tree: Any) -> int:
+    """The first dimension of the first tensor: how many samples a batch holds. 0 where there is no tensor."""
+    return next((len(tensor) for tensor in tensors(tree) if tensor.dim()), 0)
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Samples of one structure as one batch of that structure; as torch's default_collate, which knows no dataclass."""
+    first = samples[0]
+    if _is_dataclass(first):
+        fields = (field.name for field in dataclasses.fields(first))
+        return type(first)(**{name: collate([getattr(sample, name) for sample in samples]) for name in fields})
+    if isinstance(first, Mapping) and any(map(_is_structure, first.values())):
+        return {name: collate([sample[name] for sample in samples]) for name in first}
+    if type(first) in (tuple, list) and any(map(_is_structure, first)):
+        return type(first)(collate(list(parts)) for parts in zip(*samples, strict=True))
+    return default_collate(list(samples))
+
+
+def describe(tree: Any) -> str:
+    """The structure in words: (tensor [3, 8, 8], {a: tensor [5], b: int})."""
+    if isinstance(tree, torch.Tensor):
+        return f"tensor {list(tree.shape)}"
+    if _is_dataclass(tree):
+        inside = (f"{field.name}: {describe(getattr(tree, field.name))}" for field in dataclasses.fields(tree))
+        return f"{type(tree).__name__}({', '.join(inside)})"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{name}: {describe(value)}" for name, value in tree.items()) + "}"
+    if isinstance(tree, (tuple, list)):
+        start, end = "()" if isinstance(tree, tuple) else "[]"
+        return start + ", ".join(map(describe, tree)) + end
+    return f"{type(tree).__name__} {list(tree.shape)}" if hasattr(tree, "shape") else type(tree).__name__
+
+
+def known(tree: Any) -> Any:
+    """The same object, its dataclasses made known to torch's pytree functions."""
+    if _is_dataclass(tree):
+        if type(tree) not in _registered:
+            _registered.add(type(tree))
+            register_dataclass(type(tree))
+        for field in dataclasses.fields(tree):
+            known(getattr(tree, field.name))
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            known(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            known(value)
+    return tree
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_structure(value: Any) -> bool:
+    return _is_dataclass(value) or isinstance(value, (Mapping, tuple, list))
