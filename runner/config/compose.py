@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.diagnostics.overrides import explain, unchosen, unknown_keys
+from runner.config.diagnostics.references import reference_problem, without_target
 from runner.config.renamed_targets import rename_targets
 from runner.config.resume import check_resumable
 from runner.config.schema import GROUPS, KEYS, Config, as_config
@@ -38,10 +39,12 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """The typed and resolved configuration. Raises InputError with every value that is wrong by itself."""
     if messages := unknown_keys(cfg, (*KEYS, "hydra"), list(overrides)) + unchosen(cfg, GROUPS, list(overrides)):
         raise InputError(*messages)
+    if messages := without_target(cfg, GROUPS):
+        raise InputError(*messages)
     try:
         container: Any = rename_targets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(KEYS)), resolve=True))
     except OmegaConfBaseException as error:
-        raise InputError(str(error).splitlines()[0]) from None
+        raise InputError(reference_problem(cfg, error, overrides)) from None
     if messages := check_types(container):
         raise InputError(*messages)
     config = as_config(container)

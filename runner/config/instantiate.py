@@ -8,14 +8,20 @@ from typing import Any, Generic, Protocol
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from runner.config.diagnostics.signature import CALLED
 from runner.errors import InputError
 
 
 def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
-    """Call what a group's node names; a ValueError of its constructor is the user's to mend."""
+    """Call what a group's node names; a ValueError of its constructor is the user's to mend.
+
+    A loss or scheduler with `_partial_` is a function, which the loop calls.
+    """
     try:
         # A partial, because instantiate turns what it is passed besides (a data set, say) into configuration.
         constructor = instantiate({**node, "_partial_": True}, _convert_="all")
+        if key in CALLED and node.get("_partial_"):
+            return constructor
         return constructor(*args, **provided)
     except (ValueError, InstantiationException) as error:
         nested = isinstance(error, InstantiationException)

@@ -53,6 +53,12 @@ def hiding(folders: Sequence[str], choices: Mapping[str, str | None]) -> str | N
     return f"own      {'; '.join(told)}, not the runner's option of that name"
 
 
+def file_of(group: str, option: str) -> str | None:
+    """The file of the option that is taken, None where there is none."""
+    files = (Path(folder, group, f"{option}.yaml") for folder in (*_searched, str(CONF)))
+    return next((str(file) for file in files if file.is_file()), None)
+
+
 def absolute(folders: Iterable[str]) -> list[str]:
     """Each once, where it was last: a folder that is named again counts from there."""
     paths = [str(Path(folder).absolute()) for folder in folders]

@@ -71,7 +71,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
         if line := hiding(request.config_dirs, request.choices):
             log.info("%s", line)
         state, text, lost = "failed", "", False
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             if crashed:
                 raise JobFailed(crashed[0])
@@ -93,7 +93,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
         except KeyboardInterrupt:
             text = "interrupted"
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a model that exits ends its job, and not the sweep
             failure = error
         finally:
             with unhurried():
@@ -127,7 +127,7 @@ def _build(
         return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
     except InputError as error:
         return None, None, error.messages, []
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return None, None, [], [_traceback(error)]
 
 
@@ -138,7 +138,7 @@ def _make_directory(config: Config, request: Request) -> str:
     return request.directory
 
 
-def _traceback(error: Exception) -> str:
+def _traceback(error: BaseException) -> str:
     """With the notes on top: tables of jobs show the last line, which says what was wrong."""
     notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
     if notes:

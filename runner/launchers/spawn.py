@@ -23,6 +23,8 @@ from runner.launchers.rank_process import (
 )
 from runner.runs.run_directory import Request
 
+MASTER_PORT = 29500  # torchrun's, where none is given
+
 
 class Spawn:
     """launcher=spawn: nproc_per_node processes on this machine, which is number node_rank of `nodes`.
@@ -40,7 +42,7 @@ class Spawn:
         nodes: int = 1,
         node_rank: int = 0,
         master_addr: str | None = None,
-        master_port: int = 29500,
+        master_port: int | None = None,
         join_timeout_s: float = 120.0,
     ):
         if nproc_per_node < 1:
@@ -53,9 +55,16 @@ class Spawn:
             raise ValueError(f"launcher.nodes={nodes} needs launcher.master_addr, the name or address of the first one")
         if nodes == 1 and master_addr:
             raise ValueError(f"launcher.master_addr={master_addr} has an effect on several nodes; add launcher.nodes")
+        if nodes == 1 and master_port is not None:
+            raise ValueError(
+                f"launcher.master_port={master_port} has an effect on several nodes; on one machine a free port is "
+                "found, so leave it out"
+            )
+        if master_port is not None and not 0 < master_port < 2**16:
+            raise ValueError(f"launcher.master_port={master_port} must be from 1 to 65535; try {MASTER_PORT}")
         self.nproc_per_node, self.nodes, self.node_rank = nproc_per_node, nodes, node_rank
         self.started_on_each, self.world_size = nodes > 1, nodes * nproc_per_node
-        self.master_addr, self.master_port = master_addr or "localhost", master_port
+        self.master_addr, self.master_port = master_addr or "localhost", master_port or MASTER_PORT
         self.join_timeout_s = checked_timeout(join_timeout_s)
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:

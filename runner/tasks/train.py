@@ -42,7 +42,7 @@ class Train:
     ) -> dict[str, float]:
         for line in describe(config, experiment, world, directory):
             log.info("%s", line)
-        for line in experiment.warnings:
+        for line in (*experiment.warnings, *_alone(experiment, world, directory)):
             log.warning("%s", line)
         spread = experiment.parallel.prepare(experiment.recipe, world)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
@@ -79,7 +79,8 @@ class Train:
         how = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
         log.info("%s: %sval/loss %.4f", how, accuracy, metrics["val/loss"])
         log.info("run directory: %s", directory.path)
-        log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
+        if any(directory.path.glob("events.out.tfevents.*")):  # whatever the logger is, TensorBoard shows it
+            log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
         return metrics
 
 
@@ -142,6 +143,20 @@ def _name_classes(dataset: Any) -> str:
         + ", ".join(f"{number} {name}" for number, name in enumerate(classes[:10]))
         + (", ..." if len(classes) > 10 else "")
     )
+
+
+def _alone(experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:
+    """That a mode which spreads over ranks has one; a line."""
+    if world.world_size > 1:
+        return []
+    try:
+        experiment.parallel.axes(2)
+    except ValueError:
+        return []  # it is for one process
+    return [
+        f"parallel={directory.result.parallel} has one process, and spreads nothing; to start more, type "
+        "launcher=spawn launcher.nproc_per_node=2, or torchrun --nproc-per-node 2 -m runner"
+    ]
 
 
 def _owes_evaluation(config: Config, state: TrainState, world: World, directory: RunDirectory) -> bool:

@@ -21,8 +21,20 @@ MINE = {
     "mine/model/dangling.yaml": "_target_: mine_net.picky\nsize: ${data.sizes}\n",
     "mine/experiment/number.yaml": "# @package _global_\nmodel: 3\n",
     "mine/experiment/typo.yaml": "# @package _global_\nepoch: 3\n",
-    "mine/mine_net.py": "class Net: ...\ndef picky(size):\n raise ValueError('size=3 is odd')\n",
+    "mine/mine_net.py": "class Net: ...\ndef picky(size):\n raise ValueError('size=3 is odd')\n"
+    "def rate(step, num_steps, steps_per_epoch, floor=0.1): ...\n",
     "mine/mine_broken.py": "import no_such_library\n",
+    # files that leave something out
+    "mine/model/bare.yaml": "size: 3\n",
+    "mine/data/bare.yaml": "size: 3\n",
+    "mine/loader/bare.yaml": "size: 3\n",
+    "mine/model/circle.yaml": "_target_: models.toy.Toy\nhidden: ${model.num_outputs}\nnum_outputs: ${model.hidden}\n",
+    "mine/model/whole.yaml": "_target_: models.toy.Toy\nhidden: ${model}\n",
+    "mine/model/far.yaml": "_target_: models.toy.Toy\nhidden: ${data.num_output}\n",
+    "mine/loss/function.yaml": "_target_: torch.nn.functional.l1_loss\n",
+    "mine/loss/strange.yaml": "_target_: torch.nn.functional.l1_loss\n_partial_: true\nsize: 3\n",
+    "mine/loss/made.yaml": "_target_: mine_net.picky\n",
+    "mine/scheduler/function.yaml": "_target_: mine_net.rate\n",
     # names that something else has
     "mine/model/toy.yaml": "defaults: [toy, _self_]\nhidden: 3\n",
     "mine/statistics.py": "class Net: ...\n",
@@ -83,9 +95,13 @@ TABLE = {
     "data=toy data.noise=-1": "data.noise=-1 must be at least 0",
     "name=a/b": "name=a/b must be 1 to 64 letters ... try name=a-b",
     "name=../up": "name=../up must be",
+    "name=${name}": "name=${name}: refers back to itself (name -> name); give one of them a value",
+    "name=${nam}": "name=${nam}: there is no nam; did you mean name?",
     "name=${model}": "name={_target_: ... must be text (str)",
     "checkpoint.keep=0": "checkpoint.keep=0 must be at least 1",
     "launcher=spawn launcher.nproc_per_node=0": "launcher.nproc_per_node=0 must be at least 1; try 2",
+    "launcher=spawn launcher.master_port=1234": "launcher.master_port=1234 has an effect on several nodes; ... leave",
+    "launcher=spawn launcher.master_port=0 launcher.nodes=2 launcher.master_addr=a": "master_port=0 must be from 1 to",
     # sound values that do not fit together
     "model=[toy,mlp]": "model=[toy,mlp] must be one option; to run several type -m model=",
     "batch_size=2 micro_batches=4": "batch_size=2 must be at least data ranks x micro_batches = 1 x 4 = 4",
@@ -147,6 +163,21 @@ TABLE = {
     "--config-dir mine model=broken": "model=broken: ... broken.yaml",
     "--config-dir mine model=absent": "there is no module mine_nett; did you mean mine_net?",
     "--config-dir mine model=importing": "importing mine_broken failed at ... mine_broken.py:1: ModuleNotFoundError",
+    "--config-dir mine model=bare": "model=bare: ... mine/model/bare.yaml has no _target_; write `_target_: MODULE.",
+    "--config-dir mine data=bare": "data=bare: ... mine/data/bare.yaml has no _target_",
+    "--config-dir mine loader=bare": "loader=bare: ... mine/loader/bare.yaml has no _target_",
+    "-m --config-dir mine model=bare,mlp": "model=bare: ... mine/model/bare.yaml has no _target_",
+    "--config-dir mine model=circle": "model.hidden=${model.num_outputs} in ... mine/model/circle.yaml: refers back to "
+    "itself (model.hidden -> model.num_outputs -> model.hidden); give one of them a value",
+    "--config-dir mine model=whole": "model.hidden=${model} in ... whole.yaml: refers back to itself (",
+    "--config-dir mine model=far": "model.hidden=${data.num_output} in ... mine/model/far.yaml: there is no "
+    "data.num_output; did you mean data.num_outputs?",
+    "--config-dir mine loss=function": "loss._target_=torch.nn.functional.l1_loss is a function of input, target; "
+    "write `_partial_: true` into its file",
+    "--config-dir mine loss=strange": "loss.size=3: l1_loss has no option size; choose among: ... reduction",
+    "--config-dir mine loss=made": "loss.size must be given",
+    "--config-dir mine scheduler=function": "scheduler._target_=mine_net.rate is a function of step, num_steps, "
+    "steps_per_epoch; write",
     "--config-dir mine model=toy": "model=toy: a file's defaults lead back to it; ... needs another name",
     "--config-dir mine model._target_=statistics.Net": "statistics.py, not ... mine/statistics.py: give that another",
     "--config-dir mine model._target_=models.mlp.Net": "models/mlp.py, not ... mine/models/mlp.py: give that another",

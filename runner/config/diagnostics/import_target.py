@@ -48,7 +48,7 @@ def locate_callable(target: str) -> Callable[..., Any]:
 def _has(holder: Any, name: str, path: str) -> bool:
     try:
         return hasattr(holder, name)
-    except Exception as error:  # asking may import a module of the user's own: see runner._look_beside
+    except (Exception, SystemExit) as error:  # asking may import a module of the user's own: see runner._look_beside
         raise ValueError(_broken(path, error)) from error
 
 
@@ -64,7 +64,7 @@ def _hidden(module: Any) -> str:
 def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
     try:
         return importlib.import_module(path)
-    except Exception as error:  # importing runs the user's code, which can fail in any way
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which can fail in any way
         if not isinstance(error, ModuleNotFoundError) or error.name != path:
             raise ValueError(_broken(path, error)) from error
     parent, _, name = path.rpartition(".")
@@ -74,7 +74,7 @@ def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
     raise ValueError(what + (hint or near_hint(name, choices())))
 
 
-def _broken(path: str, error: Exception) -> str:
+def _broken(path: str, error: BaseException) -> str:
     """Names the deepest line of the user's own code: one inside a library would tell them little."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames = [frame for frame in frames if frame[0] != __file__ and not frame[0].startswith("<frozen")]

@@ -16,6 +16,8 @@ PROVIDED = {
     "objective": ("loss",),
     "optimizer": ("params",),
 }
+# Groups whose object is called itself, with so many arguments: a function stands for it as a partial one.
+CALLED = {"loss": 2, "scheduler": 3}
 _MISSING = "???"  # OmegaConf's mark of a value that has to be given
 _EMPTY = inspect.Parameter.empty
 _HYDRAS_OWN: dict[str, Any] = {
@@ -125,6 +127,12 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
             hint = did_you_mean(str(name), choices) or "; it takes none"
             messages.append(f"{typed}: {called} has no option {name}{hint}")
 
+    lacking = [name for name in required if name not in given and name not in provided]
+    if inspect.isroutine(constructor) and not partial and len(lacking) == CALLED.get(key) and not messages:
+        return [
+            f"{key}._target_={target} is a function of {', '.join(lacking)}; write `_partial_: true` into its file, "
+            "or it would be called before there are any"
+        ]
     for name, parameter in parameters.items():
         if name in given:
             messages += _check_value(f"{key}.{name}", given[name], parameter)
