@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 from runner.config.own_folders import hiding
@@ -67,6 +68,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             parallel=request.choices["parallel"],
             world_size=world.world_size,
             seed=config.seed,
+            monitor=asdict(experiment.monitor) if experiment is not None else None,
         )
         if line := hiding(request.config_dirs, request.choices):
             log.info("%s", line)

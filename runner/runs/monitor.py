@@ -1,11 +1,13 @@
 """The one metric by which runs are compared, and which end of it is the best."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+LOSS = "val/loss"  # which every evaluation gives
+
 # Of records without a monitor, which an older version wrote, in the order in which they are looked for.
-_BEFORE_MONITORS: tuple[tuple[str, Literal["max", "min"]], ...] = (("val/accuracy", "max"), ("val/loss", "min"))
+_BEFORE_MONITORS: tuple[tuple[str, Literal["max", "min"]], ...] = (("val/accuracy", "max"), (LOSS, "min"))
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,9 @@ class Monitor:
     direction: Literal["max", "min"]
 
 
+BY_LOSS = Monitor(LOSS, "min")
+
+
 def recorded_monitor(result: Mapping[str, Any], metrics: Collection[str]) -> Monitor | None:
     """The monitor of a result.json, of whose metrics these are the names; None where it has none of them.
 
@@ -24,10 +29,22 @@ def recorded_monitor(result: Mapping[str, Any], metrics: Collection[str]) -> Mon
     kept = result.get("monitor")
     if not isinstance(kept, Mapping) or kept.get("direction") not in ("max", "min"):
         return next((Monitor(name, end) for name, end in _BEFORE_MONITORS if name in metrics), None)
-    name, measured = str(kept.get("name")), name_without_split(str(kept.get("name")))
-    names = [name, *sorted(other for other in metrics if "/" in other and name_without_split(other) == measured)]
-    found = next((other for other in names if other in metrics and not other.startswith("train/")), None)
+    name = str(kept.get("name"))
+    measured = name_without_split(name)
+    names = [name, *sorted(other for other in metrics if name_without_split(other) == measured)]
+    found = next((other for other in names if other in metrics), None)
     return Monitor(found, kept["direction"]) if found else None
+
+
+def shown(monitors: Iterable[Monitor], known: Collection[str]) -> list[str]:
+    """What a line or a table has room for: of the known metrics those that are monitored, and the loss."""
+    names = dict.fromkeys([*(monitor.name for monitor in monitors), LOSS])
+    return [name for name in names if name in known]
+
+
+def evaluated(known: Iterable[str]) -> list[str]:
+    """Those of the metrics that an evaluation gave, without the parts of one, as val/f1/class_0."""
+    return [name for name in known if name.startswith(("val/", "test/")) and name.count("/") == 1]
 
 
 def name_without_split(name: str) -> str:

@@ -13,6 +13,7 @@ import yaml
 
 from runner.errors import InputError
 from runner.runs.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
+from runner.runs.monitor import Monitor, recorded_monitor
 from runner.runs.run_directory import CONFIG, METRICS, OVERRIDES, read_result
 
 # What says where a job ran or was kept, and not what was tried.
@@ -27,6 +28,7 @@ class Trial:
 
     words: dict[str, str]
     varied: dict[str, list[str]]  # the values that each key has in the sweep; none of a run by itself
+    metrics: tuple[str, ...] = ()  # that an evaluation of it gives, the monitor first
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,7 @@ class RunRecord:
     config_dirs: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)  # the whole configuration, keys dotted
     metrics: dict[str, float] = field(default_factory=dict)
+    monitor: Monitor | None = None  # None where it has none of the metrics that it could be
     world_size: int = 1
     starts_processes: bool = False  # by a launcher of its own
     error: str = ""
@@ -140,6 +143,7 @@ def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None 
         config_dirs=folders,
         settings=settings | {key: result[key] for key in ("model", "data", "parallel") if key in result},
         metrics=metrics,
+        monitor=recorded_monitor(result, metrics),
         world_size=int(result.get("world_size", 1)),
         starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
         error=str((entry and entry.error) or result.get("error") or ""),

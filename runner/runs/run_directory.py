@@ -42,6 +42,7 @@ class Result:
     state: str = "running"
     task: str = "train"
     metrics: dict[str, float] = field(default_factory=dict)
+    monitor: dict[str, str] | None = None  # name and direction, as runner.runs.monitor.Monitor
     step: int = 0
     epoch: int = 0
     world_size: int = 1
@@ -111,7 +112,8 @@ class RunDirectory:
         """The last step in metrics.jsonl that was evaluated after, 0 where there is none. For the rank that writes."""
         path = self.path / METRICS
         lines = path.read_text().splitlines() if path.exists() else []
-        return max((json.loads(line)["step"] for line in lines if '"val/loss"' in line), default=0)
+        measured = [json.loads(line) for line in lines if '"val/' in line]
+        return max((found["step"] for found in measured if any(key.startswith("val/") for key in found)), default=0)
 
 
 def new_directory(outputs: str, name: str, prefix: str = "") -> Path:

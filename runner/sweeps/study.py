@@ -18,13 +18,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.schema import Config
-from runner.errors import InputError, did_you_mean
+from runner.errors import InputError
 from runner.runs.ledger import DONE, read_ledger
 from runner.sweeps.plan import Job, composed_words, first_value
 from runner.sweeps.pruner import TrialPruner, open_storage
+from runner.sweeps.study_metric import choose_metric
 from runner.sweeps.sweep import Sweep
 
-OF_TRAINING = ("val/loss", "val/accuracy", "train/loss")
 GIVEN_UP = ("failed", "refused")  # such a trial has ended: Optuna proposes others
 JOURNAL = "study.journal"
 
@@ -33,7 +33,7 @@ JOURNAL = "study.journal"
 class Options:
     """conf/hydra/sweeper/optuna.yaml."""
 
-    metric: str
+    metric: str  # null in the file until _check has chosen one
     direction: str
     n_trials: int
     n_jobs: int
@@ -217,7 +217,7 @@ def _open(sweep: Sweep, options: Options, fixed: list[str], swept: dict[str, Ove
 
 
 def _check(options: Options, swept: dict[str, Override], config: Config) -> None:
-    """What is wrong with the sweeper's options, before anything is written."""
+    """What is wrong with the sweeper's options, before anything is written; sets those that are null by the job's."""
     try:
         importlib.import_module("optuna")
     except ImportError:
@@ -226,12 +226,7 @@ def _check(options: Options, swept: dict[str, Override], config: Config) -> None
         ) from None
     if not swept:
         raise InputError("hydra/sweeper=optuna has nothing to vary; type a key as optimizer.lr=interval(0.001,0.1)")
-    if options.direction not in ("minimize", "maximize"):
-        raise InputError(f"hydra.sweeper.direction={options.direction} must be minimize or maximize")
-    if config.task["_target_"].endswith(".Train") and options.metric not in OF_TRAINING:
-        raise InputError(
-            f"hydra.sweeper.metric={options.metric}: no such metric{did_you_mean(options.metric, OF_TRAINING)}"
-        )
+    options.metric, options.direction = choose_metric(options.metric, options.direction, config)
     for name in ("n_trials", "n_jobs"):
         value = getattr(options, name)
         if not isinstance(value, int) or value < 1:

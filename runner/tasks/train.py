@@ -9,6 +9,7 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.fault_tolerance.checkpoint import restore
 from runner.fault_tolerance.checkpointing import Checkpointing
+from runner.runs.monitor import LOSS, shown
 from runner.runs.run_directory import RunDirectory
 from runner.runs.train_state import TrainState, available
 from runner.training.build import Experiment
@@ -72,12 +73,13 @@ class Train:
                 first_step=state.step,
                 num_steps=trainer.num_steps,
                 steps_per_epoch=trainer.steps_per_epoch,
+                monitor=experiment.monitor,
             )
         )
         directory.pruned = trainer.stopped
-        accuracy = f"val/accuracy {metrics['val/accuracy']:.4f}, " if "val/accuracy" in metrics else ""
+        measured = [f"{name} {metrics[name]:.4f}" for name in shown([experiment.monitor], metrics)]
         how = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
-        log.info("%s: %sval/loss %.4f", how, accuracy, metrics["val/loss"])
+        log.info("%s: %s", how, ", ".join(measured))
         log.info("run directory: %s", directory.path)
         if any(directory.path.glob("events.out.tfevents.*")):  # whatever the logger is, TensorBoard shows it
             log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
@@ -95,8 +97,8 @@ def observers(
 ) -> Callbacks:
     """The callbacks of a training run, the user's between those that show and those that save."""
     callbacks = Callbacks()
-    callbacks.add("recorder", Recorder(directory, experiment.logger, meter))
-    callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter))
+    callbacks.add("recorder", Recorder(directory, experiment.logger, meter, metric_names(experiment)))
+    callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:
         callbacks.add("profiler", Profiler(world.device))
     for name, callback in experiment.callbacks.items():
@@ -108,6 +110,13 @@ def observers(
         Checkpointing(config.checkpoint, spread, directory, meter, callbacks, flush=experiment.logger.flush),
     )
     return callbacks
+
+
+def metric_names(experiment: Experiment) -> list[str]:
+    """What an evaluation gives, the monitor first."""
+    losses = [LOSS, *(f"val/{name}" for name in experiment.objective.losses)]
+    numbers = [f"val/{number}" for numbers in experiment.metrics.names.values() for number in numbers]
+    return list(dict.fromkeys([experiment.monitor.name, *losses, *numbers]))
 
 
 def describe(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:

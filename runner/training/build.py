@@ -158,7 +158,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         parameter_groups=make_optimizer.num_parameters,
         objective=objective,
         metrics=metrics,
-        monitor=choose_monitor(config, metrics),
+        monitor=choose_monitor(config, metrics, list(objective.losses)),
         warnings=warnings,
         num_classes=num_classes if num_classes is not None and num_classes <= MAX_CLASSES else None,
     )

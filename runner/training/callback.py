@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from runner.config.schema import Config
+from runner.runs.monitor import BY_LOSS, Monitor
 from runner.runs.train_state import TrainState
 from runner.training.confusion import Predictions
 
@@ -29,6 +30,7 @@ class RunInfo:
     first_step: int  # the steps that are done already
     num_steps: int  # of the whole run
     steps_per_epoch: int
+    monitor: Monitor = BY_LOSS  # the metric that runs are compared by, and which end of it is the best
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,8 @@ def test_a_study_is_of_one_direction(here: Here, tmp_path: Path, capfd: pytest.C
 def test_a_metric_that_no_job_has_ends_the_study_at_its_first(
     here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    accuracy = ("hydra.sweeper.metric=val/accuracy", "optimizer.lr=interval(0.01,0.1)", "hydra.sweeper.n_trials=3")
+    accuracy = ("hydra.sweeper.metric=val/accuracy", "hydra.sweeper.direction=minimize", "hydra.sweeper.n_trials=3")
+    accuracy += ("optimizer.lr=interval(0.01,0.1)",)
     assert here("-m", *TOY, *STUDY, *accuracy) == 2
     why = (
         "hydra.sweeper.metric=val/accuracy: 0-lr-0.04753 has finished without it, so that there is nothing to optimize"
@@ -159,9 +160,33 @@ def test_a_metric_that_no_job_has_ends_the_study_at_its_first(
     assert [trial.state.name for trial in open_study(tmp_path).trials] == ["COMPLETE"] * 3
 
 
+@pytest.mark.parametrize(
+    ("words", "metric", "direction"),
+    [
+        ([], "val/loss", "MINIMIZE"),
+        (["metrics=r2"], "val/r2", "MAXIMIZE"),
+        (["metrics=[r2,mae]", "monitor=val/mae"], "val/mae", "MINIMIZE"),
+        (["metrics=mae", "monitor=val/mae", "monitor_direction=max"], "val/mae", "MAXIMIZE"),
+        (["metrics=r2", "hydra.sweeper.metric=train/loss"], "train/loss", "MINIMIZE"),
+        (["hydra.sweeper.metric=val/loss", "hydra.sweeper.direction=maximize"], "val/loss", "MAXIMIZE"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_study_optimizes_what_is_monitored_unless_told_otherwise(
+    words: list[str], metric: str, direction: str, here: Here, tmp_path: Path
+) -> None:
+    assert here("-m", *TOY, *STUDY, *words, "optimizer.lr=interval(0.01,0.1)", "hydra.sweeper.n_trials=2") == 0
+    study = open_study(tmp_path)
+    assert study.direction.name == direction
+    assert [trial.value for trial in study.trials] == [job.metrics[metric] for job in jobs_of(tmp_path)]
+
+
 WRONG = {
     "seed=0": "hydra/sweeper=optuna has nothing to vary",
     "seed=range(3) hydra.sweeper.metric=val/acuracy": "no such metric; did you mean val/accuracy?",
+    "seed=range(3) monitor=val/los": "monitor=val/los: no such metric; did you mean val/loss?",
+    "seed=range(3) metrics=mae monitor=val/r2": "monitor=val/r2: no such metric",
+    "seed=range(3) +metrics.own._target_=no.such hydra.sweeper.metric=val/own": "metrics.own._target_=no.such: ",
     "seed=range(3) hydra.sweeper.direction=up": "hydra.sweeper.direction=up must be minimize or maximize",
     "seed=range(3) hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials=0 must be an integer of at least 1",
     "seed=range(3) hydra.sweeper.storage=sqlite:////no/such/folder/study.db": "hydra.sweeper.storage=sqlite:////no/",

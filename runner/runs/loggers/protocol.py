@@ -24,7 +24,10 @@ class Logger(Protocol):
     wants_predictions: bool  # otherwise no evaluation collects them
 
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
-        """`first_step` is the step that the run continues after; `trial` is what makes it differ from others."""
+        """`first_step` is the step that the run continues after; `trial` is what makes it differ from others.
+
+        `trial.metrics` are the names of what an evaluation gives, the monitor first.
+        """
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None: ...
 

@@ -1,6 +1,7 @@
 """TensorBoard's event file, in the run directory: scalars, pictures, the configuration, and the run's hparams."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +9,15 @@ from runner.runs.loggers.pictures import draw_confusion, draw_samples, is_image
 from runner.runs.loggers.protocol import Predictions
 from runner.runs.records import Trial
 
-# Charts of the tab "Custom Scalars".
-LAYOUT = {
-    "train against val": {
-        "loss": ["Multiline", ["train/loss", "val/loss"]],
-        "accuracy": ["Multiline", ["val/accuracy"]],
-    },
-    "speed": {
-        "samples per second": ["Multiline", ["perf/samples_per_second"]],
-        "share of a step that waits for data": ["Multiline", ["perf/data_wait"]],
-    },
+# Charts of the tab "Custom Scalars", beside those of an evaluation's metrics.
+SPEED = {
+    "samples per second": ["Multiline", ["perf/samples_per_second"]],
+    "share of a step that waits for data": ["Multiline", ["perf/data_wait"]],
 }
 
 # The metrics of the tab "HParams": of more than a few, TensorBoard hides the last.
-TABLED = ("val/accuracy", "val/loss", "train/loss", "perf/samples_per_second")
+MAX_TABLED = 2  # of an evaluation
+TABLED = ("train/loss", "perf/samples_per_second")
 
 
 class TensorBoard:
@@ -38,7 +34,7 @@ class TensorBoard:
         # TensorBoard drops what an earlier file of the directory says of later steps: those are made again.
         started_before = any(Path(directory).glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(directory, purge_step=first_step + 1 if started_before else None)
-        self._writer.add_custom_scalars(LAYOUT)
+        self._writer.add_custom_scalars({"train against val": _charts(trial.metrics), "speed": SPEED})
         if trial.words:
             self._start_session(Path(directory), trial)
 
@@ -81,7 +77,8 @@ class TensorBoard:
             # No domain: what is outside of one is hidden, and the sweep may be extended.
             kind = kinds[found.pop() if len(found) == 1 else str]
             infos.append(api_pb2.HParamInfo(name=key, type=kind, differs=len(values) > 1))
-        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in TABLED]
+        tabled = (*trial.metrics[:MAX_TABLED], *TABLED)
+        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in tabled]
         experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
         self._add(metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment))
 
@@ -99,6 +96,15 @@ class TensorBoard:
         about = metadata.create_summary_metadata(data)
         value = Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)
         self._writer.file_writer.add_summary(Summary(value=[value]))
+
+
+def _charts(metrics: Sequence[str]) -> dict[str, list[Any]]:
+    """The loss of training and validation in one chart, and one for each metric, of several numbers together."""
+    charts: dict[str, list[Any]] = {"loss": ["Multiline", ["train/loss"]]}
+    for name in metrics:
+        chart = name.split("/")[1]
+        charts.setdefault(chart, ["Multiline", []])[1].append(name)
+    return charts
 
 
 def _typed(value: str) -> bool | float | str:

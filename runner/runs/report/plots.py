@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.runs.monitor import LOSS
 from runner.runs.records import RunRecord
 from runner.runs.report.statistics import Row, Summary, as_number
 
@@ -62,7 +63,8 @@ def _metric_by_key(report: Summary) -> Any:
 
 def _learning_curves(report: Summary) -> Any:
     rows = [row for row in report.rows if row.finished][:MAX_CURVES]
-    wanted = dict.fromkeys(name for name in ("train/loss", report.metric, "val/loss") if name)
+    monitors = [monitor.name for monitor in report.monitors]
+    wanted = dict.fromkeys(name for name in ("train/loss", report.metric, *monitors, LOSS) if name)
     curves = {name: [[job.curve(name) for job in row.finished] for row in rows] for name in wanted}
     shown = [name for name in wanted if any(points for row in curves[name] for points in row)][:2]
     if not shown:

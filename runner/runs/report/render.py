@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from runner.runs.console import draw_table, width_of_terminal
+from runner.runs.monitor import LOSS, evaluated
 from runner.runs.records import RunRecord, ran
 from runner.runs.report.statistics import Row, Summary, as_number, show, summarize
 
-BESIDES = ("val/accuracy", "val/loss", "train/loss", "samples_per_second")  # shown beside the chosen metric
+BESIDES = ("train/loss", "samples_per_second")  # shown beside the chosen metric and some others of an evaluation
+MAX_METRICS = 4
 MAX_ROWS = 30  # on the terminal
 
 Cells = list[list[str]]
@@ -129,7 +131,9 @@ def as_csv(report: Summary) -> str:
 def _metrics(report: Summary) -> list[str]:
     known = {name for row in report.rows for name in row.means}
     chosen = [report.metric] if report.metric else []
-    return chosen + [name for name in BESIDES if name in known and name != report.metric]
+    monitors = [monitor.name for monitor in report.monitors]
+    others = list(dict.fromkeys([*monitors, LOSS, *evaluated(sorted(known))]))[:MAX_METRICS]
+    return [name for name in dict.fromkeys([*chosen, *sorted(others), *BESIDES]) if name in known or name in chosen]
 
 
 def _states(row: Row) -> str:

@@ -3,14 +3,16 @@
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runner.errors import InputError, did_you_mean
+from runner.runs.monitor import BY_LOSS, Monitor
 from runner.runs.records import RunRecord, ran, varied_keys
 
-DEFAULTS = ("val/accuracy", "val/loss")
-SMALL_IS_GOOD = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes")
+# In the names of metrics that are no job's monitor.
+SMALL_IS_GOOD = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes", "mae", "mse")
 MAX_VALUES = 8  # more numbers than these are told in ranges
 
 
@@ -53,6 +55,7 @@ class Summary:
     descending: bool  # the best is the largest
     rows: list[Row]  # best first, then those without a value
     effects: dict[str, list[tuple[str, Mean]]] = field(default_factory=dict)  # key -> value -> mean over its rows
+    monitors: list[Monitor] = field(default_factory=list)  # of the jobs; the first is the metric unless one was typed
 
     @property
     def best(self) -> Row | None:
@@ -73,7 +76,9 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or "; no job has finished with any"
         raise InputError(f"report.metric={metric}: no such metric{hint}")
-    metric = metric or next((name for name in (*DEFAULTS, *known) if name in known), None)
+    monitors = monitors_of(jobs)
+    metric = metric or (monitors[0].name if monitors else next(iter(known), None))
+    direction = direction or next((monitor.direction for monitor in monitors if monitor.name == metric), None)
     descending = direction == "max" if direction else not any(word in (metric or "") for word in SMALL_IS_GOOD)
     keys = [key for key in varied_keys(jobs) if key != "seed"]
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
@@ -89,7 +94,17 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
 
     rows.sort(key=order)
     effects = {key: _effect(rows, key, metric) for key in keys} if metric else {}
-    return Summary(list(jobs), keys, metric, descending, rows, effects)
+    return Summary(list(jobs), keys, metric, descending, rows, effects, monitors)
+
+
+def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
+    """Those of the finished jobs, first one whose metric all of them have, or else the loss if they have that."""
+    finished = ran(jobs)
+    counts = Counter(job.monitor for job in finished if job.monitor is not None)
+    shared = [monitor for monitor in (*counts, BY_LOSS) if all(monitor.name in job.metrics for job in finished)]
+    if counts and shared == [BY_LOSS]:
+        counts[BY_LOSS] += 0  # none of theirs is to be had of all, and so they are compared by this one
+    return sorted(counts, key=lambda monitor: (monitor not in shared, -counts[monitor]))
 
 
 def mean_of(values: Sequence[float]) -> Mean:

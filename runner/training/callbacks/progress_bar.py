@@ -5,17 +5,23 @@ import logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from runner.runs.monitor import Monitor, evaluated, shown
 from runner.training.callback import Callback, Moment, Outcome, RunInfo
 from runner.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 
+MAX_METRICS = 6  # of an evaluation's line
+
 
 class ProgressBar(Callback):
-    """console: where to draw, None on a rank that does not; without a terminal there is no bar."""
+    """console: where to draw, None on a rank that does not; without a terminal there is no bar.
 
-    def __init__(self, console: Console | None, meter: ThroughputMeter):
-        self._console, self._meter = console, meter
+    monitor: the metric that an evaluation's line shows even where it is a part of one, as val/f1/macro.
+    """
+
+    def __init__(self, console: Console | None, meter: ThroughputMeter, monitor: Monitor | None = None):
+        self._console, self._meter, self._monitor = console, meter, monitor
         self._bar: Progress | None = None
         self._train_loss: dict[str, float] = {}  # the last one that was logged
 
@@ -36,9 +42,11 @@ class ProgressBar(Callback):
             self._bar.update(self._task, completed=now.step, description=text)
 
     def after_evaluation(self, now: Moment) -> None:
-        known = self._train_loss | dict(now.metrics)
+        monitored = shown([self._monitor] if self._monitor else [], now.metrics)
+        first = [name for name in evaluated(now.metrics) if name not in monitored][: MAX_METRICS - len(monitored)]
+        known = self._train_loss | {name: now.metrics[name] for name in now.metrics if name in (*monitored, *first)}
         words = [f"epoch {now.epoch:3d}  step {now.step:6d}"]
-        words += [f"{name} {known[name]:.4f}" for name in ("train/loss", "val/loss", "val/accuracy") if name in known]
+        words += [f"{name} {value:.4f}" for name, value in known.items()]
         if rate := self._meter.samples_per_second:
             words.append(f"{rate:,.0f} samples/s")
         log.info("%s", "  ".join(words))

@@ -1,5 +1,8 @@
 """Keeps what is measured: in result.json, as lines of metrics.jsonl, and with the logger."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from runner.runs.loggers.protocol import Logger
 from runner.runs.records import read_trial
 from runner.runs.run_directory import CONFIG, RunDirectory
@@ -8,16 +11,19 @@ from runner.training.throughput import ThroughputMeter
 
 
 class Recorder(Callback):
-    """Only the rank that writes the directory opens the logger and calls it."""
+    """Only the rank that writes the directory opens the logger and calls it.
 
-    def __init__(self, directory: RunDirectory, logger: Logger, meter: ThroughputMeter):
-        self._directory, self._logger, self._meter = directory, logger, meter
+    metrics: the names that an evaluation gives, the monitor first.
+    """
+
+    def __init__(self, directory: RunDirectory, logger: Logger, meter: ThroughputMeter, metrics: Sequence[str] = ()):
+        self._directory, self._logger, self._meter, self._metrics = directory, logger, meter, tuple(metrics)
         self._is_open = False
 
     def on_start(self, run: RunInfo) -> None:
         path = self._directory.path
         if self._directory.writes:
-            self._logger.open(str(path), run.first_step, read_trial(path))
+            self._logger.open(str(path), run.first_step, replace(read_trial(path), metrics=self._metrics))
             self._is_open = True
             if run.first_step == 0:
                 text = (path / CONFIG).read_text()

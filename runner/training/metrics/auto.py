@@ -1,5 +1,6 @@
 """The metrics that fit the data."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from runner.training.metrics.class_dim import find_class_dim
 
 class Auto:
     """Stands for the metrics that fit outputs and targets; runner.training.build_metrics puts those in its place."""
+
+    possible: Mapping[str, bool] = {"accuracy": Accuracy.higher_is_better}  # what it may choose, and its best end
 
     def choose(self, outputs: Any, targets: Any, ignore_index: int | None) -> dict[str, Metric]:
         """Accuracy for integer classes, one per sample or per position; else nothing."""
