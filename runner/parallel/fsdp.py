@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
+from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
 from runner.parallel.turns import take_turns
 from runner.training.objective import Turn, Within
@@ -56,6 +58,12 @@ class FSDP:
                 f"parallel.mixed_precision=true computes in bfloat16, but precision={config.precision} does not; "
                 "try precision=bf16"
             ]
+        if config.precision == "fp16" and (scalars := [n for n, p in module.named_parameters() if p.dim() == 0]):
+            # It unscales the gradients in one operator, which takes no whole and sharded ones together.
+            return [
+                f"precision=fp16: parallel=fsdp keeps {scalars[0]} whole, a scalar, and cannot scale its gradient with "
+                "those of shards; try precision=bf16, or give it the shape [1]"
+            ]
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> Spread:
@@ -81,6 +89,7 @@ class FSDP:
                 evaluate_within=root,
                 loss_scale=axes.data_ranks,  # FSDP averages over the ranks, the loss is summed over them
                 without_sync=lambda: without_sync(root),
+                reduce=lambda parameters: average_whole(parameters, world.collectives.sum, axes.data_ranks),
             )
 
         return take_turns(recipe, spread)
@@ -108,11 +117,25 @@ def shard(
     model.to(memory_format=torch.contiguous_format)
     for unit in _units(model):
         materialize(unit)
-        fully_shard(unit, mesh=mesh, **options)
+        fully_shard(unit, mesh=mesh, **options, **_leave_scalars(unit))
     materialize([model])
     root = Within(model)
-    fully_shard(root, mesh=mesh, **options)
+    fully_shard(root, mesh=mesh, **options, **_leave_scalars([model]))
     return root
+
+
+def _leave_scalars(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """An option of fully_shard, which takes no parameter without a dimension: every rank keeps those whole."""
+    scalars = {parameter for module in modules for parameter in module.parameters() if parameter.dim() == 0}
+    return {"ignored_params": scalars} if scalars else {}
+
+
+def average_whole(
+    parameters: Iterable[nn.Parameter], sum_over: Callable[[torch.Tensor], object], num_ranks: int
+) -> None:
+    """Of what is not sharded, average the gradients as FSDP does the others'. All ranks must call it."""
+    if whole := [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]:
+        sum_gradients(whole, lambda flat: sum_over(flat.div_(num_ranks)))
 
 
 @contextmanager
@@ -141,7 +164,7 @@ def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     for stage in stages:
-        unit = [part for part in _called(stage, own) if any(True for _ in part.parameters())]
+        unit = [part for part in _called(stage, own) if any(p.dim() for p in part.parameters())]
         inside = {module for part in unit for module in part.modules()}
         if unit and all(owners[parameter] <= inside for part in unit for parameter in part.parameters()):
             yield unit

@@ -26,6 +26,7 @@ from runner.distributed.world import World
 from runner.parallel.pipeline_stage import Signal
 from runner.parallel.pipeline_step import Pipelined
 from runner.parallel.stage_balance import Chain, num_operations, num_parameters, partition, trainable_units
+from runner.parallel.tied import TiedParameters, find_ties
 from runner.training.strategy import Axes, Carries, Recipe
 from runner.training.supervised import attached_loss, call
 
@@ -153,9 +154,10 @@ class Pipeline:
             messages.append(
                 f"parallel=pipeline needs stages() with all tensors, but the model's leave out {left_out[0]}"
             )
-        if tied := [names[key] for key in names if seen.count(key) > 1]:
+        buffers = {id(buffer) for buffer in module.buffers()}
+        if tied := [names[key] for key in names if key in buffers and seen.count(key) > 1]:
             messages.append(
-                f"parallel=pipeline trains each stage by itself, but {tied[0]} is in two; try an untied model"
+                f"parallel=pipeline runs each stage by itself, but the buffer {tied[0]} is in two; give each its own"
             )
         self._num_units = len(units)
         self._synchronizes = config.sync_batchnorm is not False and has_batch_norm(module)
@@ -178,7 +180,9 @@ class Pipeline:
                 log.info("%s", line)
         own = {g: layers for g, layers in enumerate(groups) if owners[g] == mesh.get_local_rank("stage")}
         loss = attached_loss(recipe.module)
+        ties = find_ties(recipe.module, groups, owners)
         signals = _probe(groups, own, recipe)
+        tied = TiedParameters(recipe.module, ties, own.values(), mesh)
         recipe.module.train()
         held = [*own.values(), *([loss] if loss is not None and len(groups) - 1 in own else [])]
         for tensor in (t for layers in held for t in (*layers.parameters(), *layers.buffers())):
@@ -193,6 +197,7 @@ class Pipeline:
             sum_over=world.collectives.sum,
             replicas=replicas,
             pipeline=pipeline,
+            tied=tied,
         )
 
     def _make_schedule(self, stages: Sequence[PipelineStage], loss: Callable[..., torch.Tensor]) -> Any:
@@ -227,8 +232,11 @@ def _probe(groups: list[Chain], own: dict[int, Chain], recipe: Recipe) -> list[S
                 features = call(group, features) if number == 0 else group(features)
             signals.append(Signal(features.shape[1:], features.dtype))
         if number not in own:
+            kept = (*own.values(), *groups[number + 1 :])  # which may share some of it
+            still = {id(tensor) for other in kept for tensor in other.parameters()}
             for tensor in (*group.parameters(), *group.buffers()):
-                tensor.data = tensor.data.new_empty(0)
+                if id(tensor) not in still:
+                    tensor.data = tensor.data.new_empty(0)
     return signals
 
 

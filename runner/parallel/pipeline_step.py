@@ -13,6 +13,7 @@ from runner.parallel.optimizer_state import join_groups, load_optimizer_state, o
 from runner.parallel.parameter_update import ParameterUpdate, norm_of_gradients
 from runner.parallel.pipeline_stage import Part, Signal, Stage
 from runner.parallel.stage_balance import Chain
+from runner.parallel.tied import TiedParameters
 from runner.parallel.total_weight import factor_of, scale_gradients
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.objective import Prediction
@@ -28,6 +29,7 @@ class Pipelined:
     signals: what each group but the last gives. make_schedule: torch's schedule of these stages, with this loss.
     sum_over: sums a tensor over all ranks.
     replicas, pipeline: the ranks that have the same groups, and those that read the same samples.
+    tied: what this rank's groups share with others.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class Pipelined:
         sum_over: Callable[[torch.Tensor], torch.Tensor],
         replicas: dist.ProcessGroup,
         pipeline: dist.ProcessGroup,
+        tied: TiedParameters,
     ):
         self._recipe, self._module, self._precision = recipe, recipe.module, recipe.precision
         self._owners, self._signals = owners, signals
-        self._replicas, self._pipeline = replicas, pipeline
+        self._replicas, self._pipeline, self._tied = replicas, pipeline, tied
         self._make_schedule, self._num_micro_batches, self._sum_over = make_schedule, num_micro_batches, sum_over
         self._objective = recipe.objective
         assert isinstance(self._objective, Supervised)
@@ -64,7 +67,7 @@ class Pipelined:
         names = self._module.state_dict(keep_vars=True)
         self._own_state = {name: tensor for name, tensor in names.items() if id(tensor) in own}
         self._names = list(names)
-        self._parameters = [p for part in self._parts.values() for p in part.parameters()]
+        self._parameters = list(dict.fromkeys(p for part in self._parts.values() for p in part.parameters()))
         self._optimizer = recipe.make_optimizer(self._parameters)
         self._update = ParameterUpdate(
             self._optimizer, self._parameters, recipe.precision, recipe.clip_grad_norm, self._total_norm
@@ -139,9 +142,10 @@ class Pipelined:
         return share
 
     def _reduce(self) -> None:
-        """Sum the gradients over the replicas, each of which has its share of the mean."""
+        """Sum the gradients over the replicas, each of which has its share of the mean, then over copies of one."""
         if dist.get_world_size(self._replicas) > 1:
             sum_gradients(self._parameters, lambda flat: dist.all_reduce(flat, group=self._replicas))
+        self._tied.sum_gradients()
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update the parameters. Returns the norm of the whole gradient before clipping. All ranks must call it."""
@@ -157,7 +161,8 @@ class Pipelined:
 
     def _total_norm(self, groups: list[list[nn.Parameter]]) -> torch.Tensor:
         """Over the stages of all ranks of the pipeline, ()."""
-        squares = norm_of_gradients(self._parameters).to(self._recipe.device) ** 2
+        counted = (p for p in self._parameters if p not in self._tied.counted_elsewhere)
+        squares = norm_of_gradients(counted).to(self._recipe.device) ** 2
         dist.all_reduce(squares, group=self._pipeline)
         return squares.sqrt()
 

@@ -15,7 +15,7 @@ from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
-from runner.parallel.fsdp import check_divides, shard, without_sync
+from runner.parallel.fsdp import average_whole, check_divides, shard, without_sync
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.strategy import Axes, Carries, Recipe
@@ -76,20 +76,33 @@ class TP:
             shared |= {"within": root, "evaluate_within": root}
             shared |= {"loss_scale": axes.data_ranks, "without_sync": lambda: without_sync(root)}
         optimizer = recipe.make_optimizer(module.parameters())
-        if self.rest == "average" and axes.data_ranks > 1:
-            group = mesh[rest].get_group()
-            shared |= {"reduce": lambda ps: sum_gradients(ps, lambda flat: dist.all_reduce(flat, group=group))}
+
+        def sum_over_rest(flat: torch.Tensor) -> None:
+            dist.all_reduce(flat, group=mesh[rest].get_group())
+
+        if self.rest == "fsdp":
+            shared["reduce"] = lambda ps: average_whole(ps, sum_over_rest, axes.data_ranks)
+        elif axes.data_ranks > 1:
+            shared["reduce"] = lambda ps: sum_gradients(ps, sum_over_rest)
         return Replica(recipe, optimizer, **shared)
 
 
 def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> list[str]:
     """Why the layers of the plan cannot be cut into so many slices, a message each."""
     modules = dict(module.named_modules())
+    names: dict[nn.Parameter, list[str]] = {}
+    for full_name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(full_name)
     sizes: dict[str, int] = {}  # what the ranks must divide
     for name, style in plan.items():
         layer = modules.get(name)
         if not isinstance(layer, nn.Linear) or style not in ("colwise", "rowwise"):
             return [f"the model's tensor_plan() says {name}: {style}, but must name Linear layers, colwise or rowwise"]
+        if tied := next((names[p] for p in layer.parameters() if len(names[p]) > 1), None):
+            return [
+                f"the model's tensor_plan() cuts {name}, but {tied[0]} and {tied[1]} are one parameter, which would no "
+                "longer be; leave it out of the plan"
+            ]
         if style == "rowwise":
             sizes[f"the {layer.in_features} inputs of {name}"] = layer.in_features
             continue

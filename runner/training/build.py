@@ -1,6 +1,5 @@
 """The one place where the configuration becomes objects, in order."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from runner.training.build_metrics import choose_monitor, make_metrics
 from runner.training.callback import Callback
 from runner.training.confusion import MAX_CLASSES, Predictions
 from runner.training.datasets import load_data
-from runner.training.deferred_init import Deferred
+from runner.training.deferred_init import build_deferred
 from runner.training.device_map import place_parts
 from runner.training.fit import fit, read_sample, vary
 from runner.training.loader import Loader
@@ -80,9 +79,11 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
 
     torch.manual_seed(config.seed)
     # A mode that shards need not hold the whole model in memory: it makes the weights part by part.
-    deferred = Deferred() if parallel.meta_init else None
-    with deferred or contextlib.nullcontext():
-        module: nn.Module = make("model", config.model)
+    deferred, unable = None, ""
+    if parallel.meta_init:
+        module, deferred, unable = build_deferred(lambda: make("model", config.model))
+    else:
+        module = make("model", config.model)
     precision = Precision(config.precision, world.device)
     if deferred is not None:
         deferred.keep(module)
@@ -98,6 +99,11 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     if messages := check_losses(objective, module):
         raise InputError(*messages)
     warnings = place_parts(module, choices, parallel.spans_devices, world)
+    if unable:
+        warnings.append(
+            f"model={choices['model']} cannot be built without memory ({unable}), so that every rank builds all of "
+            "it at the start"
+        )
     axes = lay_out(config, parallel, world.world_size)  # which check may have fitted to the model
     if _synchronizes(config, module, axes):
         try:

@@ -112,6 +112,8 @@ class Deferred(TorchDispatchMode):
                         slots.append((held, key, tensor, self._origins[f"{name}.{key}" if name else key]))
                     elif tensor is not None and held is module._buffers:
                         held[key] = tensor.to(device)
+                    elif tensor is not None:  # made of a constant
+                        tensor.data = tensor.data.to(device)
         memory = self._replay([origin for *_, origin in slots])
         made: dict[int, Tensor] = {}
         for held, key, tensor, origin in slots:
@@ -148,6 +150,22 @@ class Deferred(TorchDispatchMode):
     def _run(self, operator: Any, arguments: Any, memory: Memory) -> Any:
         args, kwargs = tree_map_only(_View, lambda view: _real(view, memory), arguments)
         return operator(*args, **tree_map(_on_cpu, kwargs))
+
+
+def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, Deferred | None, str]:
+    """The module that `make` builds, without memory if it can be, and why it cannot.
+
+    Reading a file into tensors is what a constructor cannot do without memory: then it is run as usual, from the same
+    random state. Raises what it raises.
+    """
+    random_state, deferred = torch.get_rng_state(), Deferred()
+    try:
+        with deferred:
+            return make(), deferred, ""
+    except Exception as error:  # whatever an operator says that finds no memory; what is the user's to mend comes again
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    torch.set_rng_state(random_state)
+    return make(), None, reason
 
 
 class _Mask(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 
@@ -42,3 +43,77 @@ class Chain(nn.Module):
     def tensor_plan(self) -> dict[str, str]:
         names = [f"blocks.{index}.{name}" for index in range(4) for name in ("up", "down")]
         return {name: "colwise" if name.endswith("up") else "rowwise" for name in names}
+
+
+class Tied(Chain):
+    """The first and last layer have one weight, and two blocks one bias."""
+
+    def __init__(self, sample_shape: Sequence[int], num_outputs: int):
+        super().__init__(sample_shape, num_outputs)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.blocks[2].norm.bias = self.blocks[0].norm.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.first(self.embed(inputs.flatten(1)))
+        for block in self.blocks:
+            features = block(features)
+        return self.head(self.last(features))
+
+    def stages(self) -> list[nn.Module]:
+        return [
+            nn.Sequential(nn.Flatten(), self.embed, self.first),
+            *self.blocks,
+            nn.Sequential(self.last, self.head),
+        ]
+
+
+class Frozen(Chain):
+    """Here and there something is not trained."""
+
+    def __init__(self, sample_shape: Sequence[int], num_outputs: int):
+        super().__init__(sample_shape, num_outputs)
+        for part in (self.embed, self.blocks[1], self.blocks[2].norm):
+            part.requires_grad_(False)
+        self.blocks[3].up.weight.requires_grad_(False)
+
+
+class Backbone(Chain):
+    """All but the last layer is not trained; its statistics move."""
+
+    def __init__(self, sample_shape: Sequence[int], num_outputs: int):
+        super().__init__(sample_shape, num_outputs, batch_norm=True)
+        for part in (self.embed, self.blocks):
+            part.requires_grad_(False)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("offset", torch.tensor(0.25))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features * self.weight + self.offset
+
+
+class Scaled(Chain):
+    """With parameters and buffers of no dimension."""
+
+    def __init__(self, sample_shape: Sequence[int], num_outputs: int):
+        super().__init__(sample_shape, num_outputs)
+        self.scale, self.blocks[0].norm = Scale(), nn.Sequential(nn.LayerNorm(8), Scale())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale(super().forward(inputs))
+
+    def stages(self) -> list[nn.Module]:
+        return [*super().stages(), self.scale]
+
+
+class Loaded(Chain):
+    """Some of its weights come from a file."""
+
+    def __init__(self, sample_shape: Sequence[int], num_outputs: int, file: str = ""):
+        super().__init__(sample_shape, num_outputs)
+        self.blocks.load_state_dict(torch.load(file, weights_only=True))
