@@ -53,13 +53,15 @@ class Config:
     objective: Any = MISSING
     loader: Any = MISSING
     logger: Any = MISSING
-    metrics: Any = field(default_factory=dict)  # of this group and the next none or several may be chosen; by name
+    transforms: Any = field(default_factory=dict)  # of this group and the next two none or several are chosen; by name
+    metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
     name: str = "run"
     seed: int = 0
     epochs: int = 10
     max_steps: int | None = None
     val_fraction: float | None = None
+    transform_targets: Any = "auto"
     batch_size: int = 64
     micro_batches: int = 1
     precision: str = "fp32"
@@ -88,7 +90,8 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
-NAMED_GROUPS = {"metrics": "a metric", "callbacks": "a callback"}  # mappings of names: of one option, and of several
+# Mappings of names: of one option, and of several.
+NAMED_GROUPS = {"transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 
 
 def as_config(container: Mapping[str, Any]) -> Config:

@@ -141,6 +141,10 @@ def check_values(config: Config) -> list[str]:
     if config.val_fraction is not None and not 0 < config.val_fraction < 1:
         messages.append(f"val_fraction={config.val_fraction} must be above 0 and below 1, or null; try 0.1")
     messages += _choice("split", config.split, SPLITS)
+    messages += _choice("transform_targets", config.transform_targets, ("auto", True, False))
+    if config.transform_targets != "auto" and not config.transforms:
+        value = show(config.transform_targets)
+        messages.append(f"transform_targets={value} has no effect without transforms; add transforms=flip_crop, say")
     messages += _choice("precision", config.precision, PRECISIONS)
     messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
     for key in ("report.direction", "monitor_direction"):

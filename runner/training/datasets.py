@@ -33,7 +33,12 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
     def load(options: Mapping[str, Any]) -> tuple[Any, Any]:
         splits = _Splits(config, choices, options)
         train = splits.load("train")
-        return train, train if config.split == "train" else splits.load(config.split)
+        evaluated = train if config.split == "train" else splits.load(config.split)
+        if config.transforms:
+            from runner.training.augmentation import augment  # which imports torchvision, for seconds
+
+            train = augment(config, train)
+        return train, evaluated
 
     return _fetched(config, world, load)
 

@@ -20,6 +20,7 @@ class Reader(Dataset[Any]):
 
     dataset: with `__getitems__` it cuts and collates whole shares itself; with `collate(samples)` it collates what
         `__getitem__` gave.
+    A data set with `in_epoch` is read as its `in_epoch(epoch)`.
     cuts_empty: an empty share is the first sample cut to no rows; else it is the first sample, whole.
     """
 
@@ -33,18 +34,19 @@ class Reader(Dataset[Any]):
         raise NotImplementedError("shares are read whole")
 
     def __getitems__(self, share: Share) -> Any:
+        dataset = self._dataset.in_epoch(share.epoch) if hasattr(self._dataset, "in_epoch") else self._dataset
         if share.indices:
-            return self._read(share.indices)
-        batch = self._read([0])
+            return self._read(dataset, share.indices)
+        batch = self._read(dataset, [0])
         return map_tensors(lambda tensor: tensor[:0], batch) if self._cuts_empty else batch
 
-    def _read(self, indices: Sequence[int]) -> Any:
-        if hasattr(self._dataset, "__getitems__"):
-            return self._dataset.__getitems__(indices)
-        samples = [self._dataset[index] for index in indices]
-        if not hasattr(self._dataset, "collate"):
+    def _read(self, dataset: Any, indices: Sequence[int]) -> Any:
+        if hasattr(dataset, "__getitems__"):
+            return dataset.__getitems__(indices)
+        samples = [dataset[index] for index in indices]
+        if not hasattr(dataset, "collate"):
             return collate(samples)
-        batch = self._dataset.collate(samples)
+        batch = dataset.collate(samples)
         first = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
         if len(samples) not in first:
             raise ValueError(
