@@ -1,5 +1,6 @@
 """task=train: from the configuration, or from a checkpoint, to a trained model."""
 
+import functools
 import logging
 from typing import Any
 
@@ -18,6 +19,7 @@ from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.pruning import Pruning
 from runner.training.callbacks.recorder import Recorder
+from runner.training.model_copy import copy_model
 from runner.training.optimizers import DEFAULT
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter
@@ -73,6 +75,9 @@ class Train:
                 first_step=state.step,
                 num_steps=trainer.num_steps,
                 steps_per_epoch=trainer.steps_per_epoch,
+                copy_model=functools.partial(
+                    copy_model, experiment.make_model, spread, experiment.recipe.precision.parameter_dtype, world
+                ),
                 monitor=experiment.monitor,
             )
         )

@@ -47,6 +47,7 @@ class Experiment:
     parallel: Parallel
     axes: Axes
     recipe: Recipe
+    make_model: Callable[[], nn.Module]  # another one, with initial weights
     train_loader: Loader
     val_loader: Loader
     schedule: Schedule
@@ -155,6 +156,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             if deferred
             else lambda parts: None,
         ),
+        make_model=functools.partial(make, "model", config.model),
         train_loader=loader(train_data, {"micro_batches": config.micro_batches * axes.micro_batches}),
         val_loader=loader(val_data, {}, shuffle=False, drop_last=False),
         schedule=make("scheduler", config.scheduler),

@@ -1,13 +1,15 @@
 """The contract of a callback: what observes a run, on every rank, and changes no number of it."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+from torch import nn
 
 from runner.config.schema import Config
 from runner.runs.monitor import BY_LOSS, Monitor
@@ -30,6 +32,9 @@ class RunInfo:
     first_step: int  # the steps that are done already
     num_steps: int  # of the whole run
     steps_per_epoch: int
+    # A copy of the model as it is now, whole, on the CPU, in evaluation mode: on rank 0, None on the others. All ranks
+    # must call it. It costs what a checkpoint does.
+    copy_model: Callable[[], nn.Module | None]
     monitor: Monitor = BY_LOSS  # the metric that runs are compared by, and which end of it is the best
 
 

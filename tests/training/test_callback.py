@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import RankError
-from worlds import Run, run
+from worlds import MODES, Run, run
 
 from runner.config.schema import Config
 from runner.runs.train_state import TrainState
@@ -59,9 +60,35 @@ class Watch(Callback):
             raise RuntimeError("the printer is on fire")
 
 
+class Scaled(torch.nn.MSELoss):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs, targets):
+        return super().forward(outputs * self.scale, targets)
+
+
 class Meddle(Callback):
     def after_step(self, now):
         now.metrics["train/loss"] = 0.0
+
+
+class Copy(Callback):
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+
+    def on_start(self, run):
+        self.run = run
+
+    def after_step(self, now):
+        model = self.run.copy_model()
+        assert (model is None) == (self.run.rank > 0)
+        if model is not None:
+            assert not model.training
+            torch.save(model.state_dict(), self.folder / "copy.pt")
+            for parameter in model.parameters():  # it is the callback's own
+                parameter.data.zero_()
 
 
 class NotOne:
@@ -133,6 +160,31 @@ def test_it_changes_no_number(tmp_path: Path, watch: Callable[..., tuple[str, ..
     assert watched.result["metrics"] == alone.result["metrics"]
 
 
+@pytest.mark.parametrize(
+    "mode", [mode if mode in ("fsdp", "pipeline") else pytest.param(mode, marks=pytest.mark.thorough) for mode in MODES]
+)
+def test_it_is_given_the_whole_model(mode: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    """A copy with the weights of now, in which nothing of the run changes: in mid-round of local_sgd the average."""
+    world_size = 1 if mode in ("none", "dp") else 2
+    words = ("model=mlp", "data=toy", "max_steps=3", "logger=none", f"parallel={mode}", "precision=fp64")
+    copying = (watch()[0], "+callbacks.copy._target_=watching.Copy", f"+callbacks.copy.folder='{tmp_path}'")
+    alone = run(tmp_path / "alone", world_size, *words)
+    watched = run(tmp_path / "watched", world_size, *words, *copying)
+    assert watched.result["weights_sha256"] == alone.result["weights_sha256"]
+    copied = torch.load(tmp_path / "copy.pt", weights_only=True)
+    assert copied.keys() == watched.weights.keys()
+    assert all(torch.equal(copied[name], tensor) for name, tensor in watched.weights.items())
+
+
+def test_the_model_that_it_is_given_has_no_loss_of_its_own(
+    tmp_path: Path, watch: Callable[..., tuple[str, ...]]
+) -> None:
+    """Which is trained with the model, and whose weights are beside the model's."""
+    words = (*SMALL, "model=linear", "+callbacks.copy._target_=watching.Copy", f"+callbacks.copy.folder='{tmp_path}'")
+    made = run(tmp_path / "outputs", 1, *words, watch()[0], "loss=mse", "loss._target_=watching.Scaled")
+    assert set(made.weights) == {"loss.scale", *torch.load(tmp_path / "copy.pt", weights_only=True)}
+
+
 def test_it_cannot_write_into_the_metrics(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
     words = [*watch()[:1], "+callbacks.meddle._target_=watching.Meddle"]
     with pytest.raises(RankError, match="does not support item assignment"):
@@ -197,7 +249,7 @@ def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
             if self.error:
                 raise self.error
 
-    run_info = RunInfo(Config(), Path(), rank=0, world_size=1, first_step=0, num_steps=1, steps_per_epoch=1)
+    run_info = RunInfo(Config(), Path(), rank=0, world_size=1, first_step=0, num_steps=1, steps_per_epoch=1, copy_model=lambda: None)
     end = Moment(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
     for error in (KeyboardInterrupt(), OSError("no room")):
         told.clear()
