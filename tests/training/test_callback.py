@@ -249,7 +249,9 @@ def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
             if self.error:
                 raise self.error
 
-    run_info = RunInfo(Config(), Path(), rank=0, world_size=1, first_step=0, num_steps=1, steps_per_epoch=1, copy_model=lambda: None)
+    run_info = RunInfo(
+        Config(), Path(), rank=0, world_size=1, first_step=0, num_steps=1, steps_per_epoch=1, copy_model=lambda: None
+    )
     end = Moment(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
     for error in (KeyboardInterrupt(), OSError("no room")):
         told.clear()
