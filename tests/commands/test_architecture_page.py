@@ -12,7 +12,7 @@ FILES = dict(re.findall(r"`(mine/\S+?)`:\n\n```(?:python|yaml)\n(.*?)```", PAGE,
 COMMANDS = [
     line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines() if "mine" in line
 ]
-KINDS = ("model", "data", "loss", "scheduler", "callbacks", "parallel", "launcher", "task", "logger")
+KINDS = ("model", "data", "loss", "scheduler", "metrics", "callbacks", "parallel", "launcher", "task", "logger")
 
 pytestmark = pytest.mark.thorough
 
