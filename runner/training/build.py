@@ -158,7 +158,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         ),
         make_model=functools.partial(make, "model", config.model),
         train_loader=loader(train_data, {"micro_batches": config.micro_batches * axes.micro_batches}),
-        val_loader=loader(val_data, {}, shuffle=False, drop_last=False),
+        val_loader=loader(val_data, {}, shuffle=False, drop_last=False, **_each_once(config)),
         schedule=make("scheduler", config.scheduler),
         logger=make_logger(config, choices),
         callbacks=make_callbacks(config),
@@ -170,6 +170,11 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         warnings=warnings,
         num_classes=num_classes if num_classes is not None and num_classes <= MAX_CLASSES else None,
     )
+
+
+def _each_once(config: Config) -> dict[str, Any]:
+    """A loader of the user's own need not know weights."""
+    return {"weights": None} if "weights" in config.loader else {}
 
 
 def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:

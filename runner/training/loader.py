@@ -14,6 +14,7 @@ from runner.training.batch import MicroBatch, StepBatch
 from runner.training.precision import Precision
 from runner.training.pytree import map_tensors
 from runner.training.reader import Reader, Share
+from runner.training.sample_weights import read_weights
 from runner.training.sampler import Sampler
 
 
@@ -35,13 +36,17 @@ class Loader:
         drop_last: bool = False,
         shuffle: bool = True,
         prefetch: int | None = None,
+        weights: str | None = None,
         cuts_empty: bool = False,
     ):
         if num_workers < 0:
             raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
         if prefetch is not None and prefetch < 1:
             raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
-        sampler = replace(sampler, shuffle=shuffle, drop_last=drop_last)
+        if weights is not None and not shuffle:
+            raise ValueError(f"loader.shuffle=false has no effect with loader.weights={weights}; leave one of them out")
+        drawn_by = None if weights is None else read_weights(weights, dataset)
+        sampler = replace(sampler, shuffle=shuffle, drop_last=drop_last, weights=drawn_by)
         if sampler.steps_per_epoch == 0:
             raise ValueError(
                 f"loader.drop_last=true with batch_size={sampler.batch_size} leaves no step of the data's "

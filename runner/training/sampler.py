@@ -1,8 +1,9 @@
 """Which samples a rank reads, and in which order: from seed, epoch and step alone, whatever the world's size."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 
@@ -22,6 +23,7 @@ class Sampler:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    weights: torch.Tensor | None = field(default=None, compare=False)  # (num_samples,) float64; None: each sample once
 
     @property
     def steps_per_epoch(self) -> int:
@@ -47,6 +49,8 @@ class Sampler:
                 yield share.tolist()
 
     def _order(self, epoch: int) -> torch.Tensor:
+        if self.weights is not None:
+            return draw(self.weights, self.num_samples, generator(self.seed, epoch))
         if not self.shuffle:
             return torch.arange(self.num_samples)
         return torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
@@ -55,6 +59,19 @@ class Sampler:
 def cut(items: torch.Tensor, part: int, num_parts: int) -> torch.Tensor:
     """The part-th of num_parts contiguous pieces whose lengths differ by at most one."""
     return items[part * len(items) // num_parts : (part + 1) * len(items) // num_parts]
+
+
+def draw(weights: torch.Tensor, num_draws: int, random: torch.Generator) -> torch.Tensor:
+    """(num_draws,) indices, each with a probability in proportion to its weight, with replacement.
+
+    By the inverse of the distribution: torch.multinomial takes 2^24 weights at most.
+    """
+    ends = torch.from_numpy(np.cumsum(weights.numpy()))  # one after the other, whatever the number of threads
+    places = torch.rand(num_draws, dtype=torch.float64, generator=random) * ends[-1]
+    drawn = torch.searchsorted(
+        ends, places, right=True
+    )  # right: one of weight 0 ends where it starts, and is passed over
+    return drawn.clamp_(max=int(weights.nonzero()[-1]))  # a product may be rounded up to the very end
 
 
 def generator(*key: int) -> torch.Generator:
