@@ -13,6 +13,7 @@ from ranks import run_ranks
 
 from runner import CONF
 from runner.config.compose import checked, compose
+from runner.config.own_folders import absolute, add_to_path, searching
 from runner.config.resume import with_recorded
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
@@ -56,8 +57,11 @@ class Run:
 
 def configure(*overrides: str) -> tuple[Config, Request]:
     """The checked configuration of a command line, and its request."""
-    typed = with_recorded(list(overrides), (), multirun=False)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    folders = [word.removeprefix("--config-dir=") for word in overrides if word.startswith("--config-dir=")]
+    words = [word for word in overrides if not word.startswith("--config-dir=")]
+    typed = with_recorded(words, absolute(folders), multirun=False)
+    add_to_path(typed.config_dirs)
+    with searching(typed.config_dirs), initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(typed.overrides)
         config = checked(cfg, typed.overrides)
     choices = dict(cfg.hydra.runtime.choices)

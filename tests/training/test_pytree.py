@@ -1,0 +1,103 @@
+"""Batches of any structure are collated, moved and described."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from runner.training.pytree import collate, describe, map_tensors, num_rows, tensors
+from runner.training.reader import Reader, Share
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: dict[str, torch.Tensor]
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def same(one: Any, other: Any) -> bool:
+    ends = list(zip(tensors(one), tensors(other), strict=True))
+    return describe(one) == describe(other) and all(torch.equal(a, b) for a, b in ends)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch"),
+    [
+        ([(torch.ones(2), 1), (torch.zeros(2), 2)], [torch.tensor([[1.0, 1], [0, 0]]), torch.tensor([1, 2])]),
+        (
+            [{"a": 1.5, "b": [1, 2]}] * 2,
+            {"a": torch.tensor([1.5, 1.5]), "b": [torch.tensor([1, 1]), torch.tensor([2, 2])]},
+        ),
+        ([Point(1, 2), Point(3, 4)], Point(torch.tensor([1, 3]), torch.tensor([2, 4]))),
+        ([(np.ones((2, 2), np.float32), np.int64(3))], [torch.ones(1, 2, 2), torch.tensor([3])]),
+        (
+            [Pair(torch.tensor(1), {"k": torch.ones(3)}), Pair(torch.tensor(2), {"k": torch.zeros(3)})],
+            Pair(torch.tensor([1, 2]), {"k": torch.tensor([[1.0] * 3, [0.0] * 3])}),
+        ),
+        (
+            [(Pair(torch.tensor(1), {}), {"deep": Pair(torch.tensor(2), {})})],
+            (Pair(torch.tensor([1]), {}), {"deep": Pair(torch.tensor([2]), {})}),
+        ),
+    ],
+)
+def test_samples_become_a_batch_of_their_structure(samples: list[Any], batch: Any) -> None:
+    made = collate(samples)
+    assert [tensor.tolist() for tensor in tensors(made)] == [tensor.tolist() for tensor in tensors(batch)]
+    assert num_rows(made) == len(samples)
+
+
+def test_each_tensor_is_replaced_and_the_rest_stays() -> None:
+    tree = {"a": (torch.ones(2), "word"), "b": Pair(torch.zeros(1), {"c": torch.ones(3)}), "d": None}
+    doubled = map_tensors(lambda tensor: tensor + 1, tree)
+    assert [tensor.tolist() for tensor in tensors(doubled)] == [[2, 2], [1], [2, 2, 2]]
+    assert (doubled["a"][1], doubled["d"], type(doubled["b"])) == ("word", None, Pair)
+
+
+def test_a_structure_is_told_in_words() -> None:
+    tree = (torch.ones(2, 3), {"a": 1, "b": [torch.tensor(1)]}, Pair(torch.ones(1), {}), np.ones(4))
+    assert describe(tree) == "(tensor [2, 3], {a: int, b: [tensor []]}, Pair(left: tensor [1], right: {}), ndarray [4])"
+
+
+class Ragged:
+    """Sequences of different lengths, padded by the data set itself."""
+
+    def __init__(self, keeps: bool = True):
+        self.keeps = keeps
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((index + 1,), float(index))
+
+    def collate(self, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = samples if self.keeps else samples[:1]
+        padded = torch.nn.utils.rnn.pad_sequence(kept, batch_first=True)
+        return {"padded": padded, "lengths": torch.tensor([len(sample) for sample in kept])}
+
+
+def test_a_data_set_may_collate_by_itself() -> None:
+    batch = Reader(Ragged()).__getitems__(Share(0, [3, 0]))
+    assert batch["padded"].tolist() == [[3, 3, 3, 3], [0, 0, 0, 0]]
+    assert batch["lengths"].tolist() == [4, 1]
+
+
+def test_a_collate_that_drops_samples_is_told() -> None:
+    with pytest.raises(ValueError, match="collate of Ragged was given 2 samples, but none of the tensors"):
+        Reader(Ragged(keeps=False)).__getitems__(Share(0, [3, 0]))
+
+
+@pytest.mark.parametrize("cuts_empty", [True, False])
+def test_an_empty_share_is_the_first_sample_or_no_row_of_it(cuts_empty: bool) -> None:
+    for dataset in (Ragged(), TensorDataset(torch.arange(4.0), torch.arange(4))):
+        batch = Reader(dataset, cuts_empty).__getitems__(Share(0, []))
+        assert num_rows(batch) == (0 if cuts_empty else 1)
+        first = Reader(dataset).__getitems__(Share(0, [0]))
+        assert same(batch, map_tensors(lambda tensor: tensor[:0], first) if cuts_empty else first)
