@@ -8,6 +8,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.debugging import for_debugging
 from runner.config.diagnostics.overrides import explain, unchosen, unknown_keys
 from runner.config.diagnostics.references import reference_problem, without_target
 from runner.config.renamed_targets import rename_targets
@@ -48,6 +49,7 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     if messages := check_types(container):
         raise InputError(*messages)
     config = as_config(container)
-    if messages := check_input(config) + check_resumable(config):
+    choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job as Hydra hands it over was checked before
+    if messages := check_input(config, choices) + check_resumable(config):
         raise InputError(*messages)
-    return config
+    return for_debugging(config)

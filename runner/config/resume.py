@@ -16,7 +16,7 @@ from runner.config.schema import Config
 from runner.errors import InputError
 from runner.runs.ledger import LEDGER, is_sweep, read_sweep
 from runner.runs.records import last_of
-from runner.runs.run_directory import CHECKPOINTS, OVERRIDES, read_result
+from runner.runs.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, read_result
 from runner.runs.train_state import available, read_train_state
 
 READ_ALONE = ("report",)  # tasks that read directories as they are: nothing recorded there is composed
@@ -96,6 +96,12 @@ def check_resumable(config: Config) -> list[str]:
         return [f"{key}={path} holds no checkpoint yet; train it first, without {key}="]
     if key == "run":
         return []
+    was_debugged = yaml.safe_load((Path(path) / CONFIG).read_text()).get("debug", False)  # older ones have no such key
+    if config.debug != was_debugged:
+        there, now = (str(value).lower() for value in (was_debugged, config.debug))
+        return [
+            f"debug={now} cannot resume a run with debug={there}, whose epochs are others; keep that, or start anew"
+        ]
     stopped = read_train_state(checkpoints[-1])
     if stopped.step_in_epoch and stopped.batch_size != config.batch_size:
         return [

@@ -78,6 +78,7 @@ class Config:
     eval_batches: int | None = None
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     profile: bool = False
+    debug: bool = False
     compare: Comparison = field(default_factory=Comparison)
     report: Reporting = field(default_factory=Reporting)
     resume: str | None = None

@@ -19,13 +19,17 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-TASK_FACTS = ("reads_run", "reads_checkpoint", "needs_experiment", "section")  # that a task's class declares
+# That a task's class declares.
+TASK_FACTS = ("reads_run", "reads_checkpoint", "needs_experiment", "trains", "picks_split", "section")
 # What the runner reads from a node by itself. Of a data set's, models interpolate it, and its constructor may take it.
 DESCRIBED = {"data": ("sample_shape", "num_outputs"), "optimizer": ("groups",)}
 
 
-def check_input(config: Config) -> list[str]:
-    """What is wrong with each value by itself, one message each: no other choice could make it right."""
+def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
+    """What is wrong with each value by itself, one message each: no other choice could make it right.
+
+    choices: the option taken of each group.
+    """
     messages = check_values(config)
     for group in NAMED_GROUPS:
         messages += _check_named(group, getattr(config, group))
@@ -33,7 +37,7 @@ def check_input(config: Config) -> list[str]:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
     messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
-    return messages or _check_task(config)
+    return messages or _check_task(config, choices)
 
 
 def check_fit(config: Config, device_type: str | None) -> list[str]:
@@ -68,29 +72,32 @@ def _check_named(group: str, node: Mapping[str, Any]) -> list[str]:
     return messages or check_options(group, node)
 
 
-def _check_task(config: Config) -> list[str]:
+def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
     task = locate(config.task["_target_"])
+    named = f"task={choices.get('task', task.__name__.lower())}"
     if missing := [name for name in TASK_FACTS if not hasattr(task, name)]:
         return [f"task._target_={config.task['_target_']}: the class lacks {', '.join(missing)}"]
     if task.reads_run and config.resume:
         return [f"resume={config.resume} continues training; to read a run, type run={config.resume}"]
     if task.reads_run and not config.run and not config.report.runs:
-        return [f"task={task.__name__.lower()} needs the run to read; type run=last, or run=RUN_DIR"]
+        return [f"{named} needs the run to read; type run=last, or run=RUN_DIR"]
     for section, default in (("compare", Comparison()), ("report", Reporting())):
         if (given := getattr(config, section)) != default and task.section != section:
             names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
             return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
-    if config.profile and task.__name__ not in ("Train", "Rerun"):
-        return [f"profile=true has no effect on task={task.__name__.lower()}; drop it, or profile the training"]
-    if config.split != "val" and task.__name__ != "Evaluate":
+    if config.profile and not task.trains:
+        return [f"profile=true has no effect on {named}; drop it, or profile the training"]
+    if config.debug and not task.trains:
+        return [f"debug=true has no effect on {named}; drop it, or debug the training"]
+    if config.split != "val" and not task.picks_split:
         return [
-            f"split={config.split} has no effect on task={task.__name__.lower()}; drop it, or type task=evaluate "
-            f"run=RUN_DIR split={config.split}"
+            f"split={config.split} has no effect on {named}; drop it, or type task=evaluate run=RUN_DIR "
+            f"split={config.split}"
         ]
     going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
     if going_on and not (task.needs_experiment or task.reads_run):
         (key, value), *_ = going_on.items()
-        return [f"{key}={value} has no effect on task={task.__name__.lower()}; drop it"]
+        return [f"{key}={value} has no effect on {named}; drop it"]
     if config.run and not task.reads_run:
         return [f"run={config.run} has no effect on training; to resume that run, type resume={config.run}"]
     return []

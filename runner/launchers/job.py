@@ -124,7 +124,7 @@ def _build(
         reset_process(config.seed)
         task = make_job_task(config)
         messages += check_fit(config, world.device.type) + check_compiler(config, world.device)
-        if messages := messages + check_size(config, task, world.world_size):
+        if messages := messages + check_size(config, request.choices, task, world.world_size):
             raise InputError(*messages)
         return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
     except InputError as error:

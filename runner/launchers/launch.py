@@ -24,6 +24,10 @@ def make_launcher(config: Config) -> Launcher:
     """How the processes come to be. Raises InputError for an option that it refuses, and for what is no launcher."""
     launcher: Launcher = make_group({}, "launcher", config.launcher)
     check_contract(launcher, Launcher, "launcher")
+    if config.debug and launcher.starts_processes:
+        raise InputError(
+            "debug=true is for the process that has the terminal, and the launcher starts others; type launcher=env"
+        )
     return launcher
 
 
@@ -93,7 +97,7 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
     if launches_jobs(config):
         return
     task = make_job_task(config)
-    if messages := check_fit(config, device_type=None) + check_size(config, task, world_size):
+    if messages := check_fit(config, device_type=None) + check_size(config, choices, task, world_size):
         raise InputError(*messages)
     if not task.needs_experiment:
         return

@@ -1,9 +1,11 @@
 """What a launcher knows of a task: one that all ranks of a job do together, or one that launches jobs of its own."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from rich.console import Console
 
+from runner.config.debugging import check_alone
 from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
@@ -19,6 +21,8 @@ class Task(Protocol):
     reads_run: bool  # it is about an earlier run, which run= names
     reads_checkpoint: bool  # there must be one in that run
     needs_experiment: bool  # otherwise model, data and the rest are not built for it
+    trains: bool  # so that profile= and debug= have an effect
+    picks_split: bool  # so that split= has one
     section: str | None  # the top-level key whose keys are this task's alone
 
 
@@ -68,12 +72,12 @@ def make_job_task(config: Config) -> JobTask:
     return task
 
 
-def check_size(config: Config, task: JobTask, world_size: int) -> list[str]:
+def check_size(config: Config, choices: Mapping[str, str], task: JobTask, world_size: int) -> list[str]:
     """Why the task cannot be done in a world of this size, one message each."""
-    messages = task.check(config, world_size)
+    messages = check_alone(config, world_size) + task.check(config, world_size)
     if world_size < task.min_world_size:
         messages.append(
-            f"task={type(task).__name__.lower()} needs at least {task.min_world_size} ranks, and this world has "
+            f"task={choices['task']} needs at least {task.min_world_size} ranks, and this world has "
             f"{world_size}; try launcher=spawn"
         )
     return messages

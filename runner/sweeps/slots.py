@@ -54,6 +54,8 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
             f"try hydra.launcher.slots={devices}"
         )
     for config in configs:
+        if config.debug:
+            raise InputError("debug=true is for the process that has the terminal; drop it, or hydra/launcher=slots")
         if make_launcher(config).queues:
             raise InputError("hydra/launcher=slots runs jobs on this machine, and launcher=slurm queues them; drop one")
         if "nodes" in config.launcher and config.launcher["nodes"] != 1:

@@ -71,6 +71,8 @@ class Collectives:
     reads_run = False
     reads_checkpoint = False
     needs_experiment = False
+    trains = False
+    picks_split = False
     min_world_size = 2
 
     def __init__(

@@ -67,6 +67,8 @@ class Compare:
     reads_run = False
     reads_checkpoint = False
     needs_experiment = False
+    trains = False
+    picks_split = False
     section = "compare"
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:

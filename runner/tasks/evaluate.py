@@ -22,6 +22,8 @@ class Evaluate:
     reads_run = True
     reads_checkpoint = True
     needs_experiment = True
+    trains = False
+    picks_split = True
     min_world_size = 1
 
     def check(self, config: Config, world_size: int) -> list[str]:

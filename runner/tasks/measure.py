@@ -31,6 +31,8 @@ class Measure:
     reads_run = False
     reads_checkpoint = False
     needs_experiment = True
+    trains = False
+    picks_split = False
     min_world_size = 1
 
     def __init__(self, compared_steps: int = 5, timed_steps: int = 20):

@@ -21,6 +21,8 @@ class Report:
     reads_run = True
     reads_checkpoint = False
     needs_experiment = False
+    trains = False
+    picks_split = False
     section = "report"
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:

@@ -45,6 +45,8 @@ class Rerun:
     reads_run = True
     reads_checkpoint = False
     needs_experiment = True
+    trains = True
+    picks_split = False
     min_world_size = 1
 
     def check(self, config: Config, world_size: int) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from runner.config.debugging import BATCHES
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.fault_tolerance.checkpoint import restore
@@ -15,6 +16,7 @@ from runner.runs.run_directory import RunDirectory
 from runner.runs.train_state import TrainState, available
 from runner.training.build import Experiment
 from runner.training.callback import Callbacks, RunInfo
+from runner.training.callbacks.anomalies import AnomalyDetection
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.pruning import Pruning
@@ -35,6 +37,8 @@ class Train:
     reads_run = False
     reads_checkpoint = False
     needs_experiment = True
+    trains = True
+    picks_split = False
     min_world_size = 1
 
     def check(self, config: Config, world_size: int) -> list[str]:
@@ -106,6 +110,8 @@ def observers(
     callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:
         callbacks.add("profiler", Profiler(world.device))
+    if config.debug:
+        callbacks.add("anomalies", AnomalyDetection())
     for name, callback in experiment.callbacks.items():
         callbacks.add(name, callback)
     if directory.pruner is not None:
@@ -144,6 +150,10 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"samples{_name_classes(train.dataset)}",
         f"world    {ranks} ({world.rank_info.found}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
+        *(
+            [f"debug    {BATCHES} batches an epoch and an evaluation, no loader workers, anomaly detection"]
+            * config.debug
+        ),
     ]
 
 

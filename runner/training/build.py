@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.config.debugging import BATCHES
 from runner.config.diagnostics.signature import accepts
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
@@ -157,7 +158,13 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             else lambda parts: None,
         ),
         make_model=functools.partial(make, "model", config.model),
-        train_loader=loader(train_data, {"micro_batches": config.micro_batches * axes.micro_batches}),
+        train_loader=loader(
+            train_data,
+            {
+                "micro_batches": config.micro_batches * axes.micro_batches,
+                "max_steps": BATCHES if config.debug else None,
+            },
+        ),
         val_loader=loader(val_data, {}, shuffle=False, drop_last=False, **_each_once(config)),
         schedule=make("scheduler", config.scheduler),
         logger=make_logger(config, choices),

@@ -23,12 +23,14 @@ class Sampler:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    max_steps: int | None = None  # of an epoch, its first ones; None: all
     weights: torch.Tensor | None = field(default=None, compare=False)  # (num_samples,) float64; None: each sample once
 
     @property
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.num_samples, self.batch_size)
-        return whole if self.drop_last else whole + bool(rest)
+        steps = whole if self.drop_last else whole + bool(rest)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def step_size(self, step: int) -> int:
         """Samples in a step of an epoch, over all ranks; steps count from 0."""

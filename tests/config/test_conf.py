@@ -72,7 +72,7 @@ def test_an_option_holds_what_its_constructor_takes(group: str, option: str) -> 
 
 @pytest.mark.parametrize("name", options("experiment"))
 def test_a_preset_is_a_configuration_without_fault(name: str) -> None:
-    assert check_input(as_config(resolved(composed(f"experiment={name}")))) == []
+    assert check_input(as_config(resolved(composed(f"experiment={name}"))), {}) == []
 
 
 @pytest.mark.parametrize("option", options("hydra/sweeper"))

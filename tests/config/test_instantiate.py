@@ -14,7 +14,7 @@ class Empty:
     pass
 
 class Facts:
-    reads_run = reads_checkpoint = needs_experiment = False
+    reads_run = reads_checkpoint = needs_experiment = trains = picks_split = False
     section = None
 """
 
@@ -22,7 +22,11 @@ class Facts:
 @pytest.mark.parametrize(
     ("group", "target", "said"),
     [
-        ("task", "Empty", "the class lacks reads_run, reads_checkpoint, needs_experiment, section"),
+        (
+            "task",
+            "Empty",
+            "the class lacks reads_run, reads_checkpoint, needs_experiment, trains, picks_split, section",
+        ),
         ("task", "Facts", "the class lacks min_world_size, check, run, which runner.launchers.task.JobTask declares"),
         ("launcher", "Empty", "join_timeout_s, launch, which runner.launchers.protocol.Launcher declares"),
         (

@@ -1,12 +1,14 @@
 """What a run shows while it trains: a bar over its steps on a terminal, and a line per evaluation everywhere."""
 
 import logging
+from contextlib import ExitStack
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from runner.runs.monitor import Monitor, evaluated, shown
 from runner.training.callback import Callback, Moment, Outcome, RunInfo
+from runner.training.callbacks.debugger import stopping_for_debugger
 from runner.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ class ProgressBar(Callback):
     def __init__(self, console: Console | None, meter: ThroughputMeter, monitor: Monitor | None = None):
         self._console, self._meter, self._monitor = console, meter, monitor
         self._bar: Progress | None = None
+        self._entered = ExitStack()
         self._train_loss: dict[str, float] = {}  # the last one that was logged
 
     def on_start(self, run: RunInfo) -> None:
@@ -31,7 +34,8 @@ class ProgressBar(Callback):
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, TextColumn("{task.description}"), console=self._console, transient=True)
         self._task = self._bar.add_task("", total=run.num_steps, completed=run.first_step)
-        self._bar.start()
+        self._entered.enter_context(self._bar)
+        self._entered.enter_context(stopping_for_debugger(self._bar))
 
     def after_step(self, now: Moment) -> None:
         if "train/loss" not in now.metrics:
@@ -52,5 +56,4 @@ class ProgressBar(Callback):
         log.info("%s", "  ".join(words))
 
     def on_end(self, now: Moment, outcome: Outcome) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._entered.close()
