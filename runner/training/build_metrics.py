@@ -16,16 +16,15 @@ from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchme
 def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
     """Those of the configuration, tried on the outputs for one sample and on its targets (first dim 1).
 
-    loss: what ignore_index=auto is taken from. outputs: None where the objective gives none. Raises InputError for what
-    is no metric, or refuses its options or the sample.
+    loss: what the options that are auto are taken from. outputs: None where the objective gives none. Raises InputError
+    for what is no metric, or refuses its options or the sample.
     """
-    ignored = getattr(loss, "ignore_index", None)
-    ignored = ignored if isinstance(ignored, int) else None
+    of_loss = _options_of(loss)
     made: dict[str, Metric] = {}
     for name, node in config.metrics.items():
-        metric = _make(name, node, ignored)
+        metric = _make(name, node, of_loss)
         if isinstance(metric, Auto):
-            made = {**metric.choose(outputs, targets, ignored), **made}
+            made = {**metric.choose(outputs, targets, **of_loss), **made}
         elif outputs is None:
             raise InputError(
                 f"metrics.{name}: the objective gives no outputs to measure; let its predict return them, or type "
@@ -42,16 +41,22 @@ def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
     Those that say which end is their best, then the loss; and those that there may be, too. Raises InputError as
     make_metrics, but for the sample.
     """
-    made = {name: _make(name, node, None) for name, node in config.metrics.items()}
+    made = {name: _make(name, node, _options_of(None)) for name, node in config.metrics.items()}
     ends = {name: metric.higher_is_better for name, metric in made.items() if not isinstance(metric, Auto)}
     autos = [metric.possible.items() for metric in made.values() if isinstance(metric, Auto)]
     declared = [Monitor(f"val/{name}", _end(higher)) for name, higher in ends.items() if higher is not None]
     return [*declared, BY_LOSS], [Monitor(f"val/{name}", _end(higher)) for items in autos for name, higher in items]
 
 
-def _make(name: str, node: Mapping[str, Any], ignored: int | None) -> Metric | Auto:
+def _options_of(loss: Any) -> dict[str, Any]:
+    """What auto stands for in the options of a metric that reads classes as the loss does."""
+    ignored, dim = getattr(loss, "ignore_index", None), getattr(loss, "class_dim", None)
+    return {"ignore_index": ignored if isinstance(ignored, int) else None, "class_dim": dim if dim in (1, -1) else None}
+
+
+def _make(name: str, node: Mapping[str, Any], of_loss: Mapping[str, int | None]) -> Metric | Auto:
     key, target = f"metrics.{name}", node["_target_"]
-    options = {**node, "ignore_index": ignored} if node.get("ignore_index") == "auto" else dict(node)
+    options = {**node, **{name: value for name, value in of_loss.items() if node.get(name) == "auto"}}
     metric = make_group({key: target}, key, options)
     if isinstance(metric, Auto):
         return metric

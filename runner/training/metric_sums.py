@@ -141,7 +141,7 @@ def _run(name: str, method: str, call: Callable[[], Any]) -> Any:
     except Exception as error:  # the user's code can fail in any way
         line = own_line(error)
         where = f" at {line}" if line else ""
-        words = str(error) if isinstance(error, ValueError) and not line else first_line(error)
+        words = (isinstance(error, ValueError) and not line and str(error)) or first_line(error)
         raise InputError(f"metrics.{name}: {method} failed{where} for one sample: {words.splitlines()[0]}") from None
 
 

@@ -6,12 +6,17 @@ from typing import Any
 import pytest
 import sklearn.metrics
 import torch
+import yaml
 from torch import nn
 
+from runner import CONF
+from runner.config.schema import Config
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
 from runner.errors import InputError
+from runner.training.build_metrics import make_metrics
+from runner.training.losses import CrossEntropy
 from runner.training.metric_sums import MetricSums
 from runner.training.metrics.accuracy import Accuracy
 from runner.training.metrics.auto import Auto
@@ -165,10 +170,39 @@ def test_options_that_make_no_sense_are_refused() -> None:
         Accuracy("auto")
 
 
+def made(metrics: dict[str, Any], loss: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+    sums = make_metrics(Config(metrics=metrics), loss, outputs[:1], targets[:1])
+    sums.add(outputs, targets)
+    return sums.compute(sums.flat(), ALONE)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "top_k", "perplexity", "f1", "iou", "auto"])
+def test_what_is_auto_is_as_the_loss_has_it(name: str) -> None:
+    """Which class counts nothing, and, where the shapes leave it open, which dim holds the classes."""
+    node = yaml.safe_load((CONF / "metrics" / f"{name}.yaml").read_text())
+    if name == "top_k":
+        node["top_k"]["k"] = 2
+    outputs, targets = drawn(20, 5, 5).double(), classes(20, 5)
+    last = made(node, CrossEntropy(class_dim=-1), outputs, targets)
+    assert last == pytest.approx(made(node, CrossEntropy(), outputs.movedim(-1, 1), targets), rel=1e-14)
+    assert last != pytest.approx(made(node, CrossEntropy(), outputs, targets))
+    padded = targets.masked_fill(torch.arange(5) > 2, -100)
+    assert made(node, CrossEntropy(), outputs, padded) == pytest.approx(
+        made(node, CrossEntropy(), outputs[:, :, :3], targets[:, :3]), rel=1e-14
+    )
+    typed = padded.masked_fill(padded == -100, 4)
+    without = made(node, CrossEntropy(ignore_index=4), outputs, typed)
+    if name != "auto":
+        (options,) = node.values()
+        typed_null = {name: options | {"ignore_index": 4, "class_dim": 1}}
+        assert made(typed_null, CrossEntropy(), outputs, typed) == without
+    assert without != made(node, nn.MSELoss(), outputs, typed)
+
+
 def test_auto_is_accuracy_where_there_are_classes() -> None:
     auto = Auto()
     for outputs, targets in LAYOUTS.values():
-        assert list(auto.choose(outputs[:1], targets[:1], None)) == ["accuracy"]
+        assert list(auto.choose(outputs[:1], targets[:1])) == ["accuracy"]
     for outputs, targets in [
         (drawn(1, 5), drawn(1, 5)),
         (drawn(1, 5), classes(1, 5)),
@@ -176,4 +210,4 @@ def test_auto_is_accuracy_where_there_are_classes() -> None:
         ({"a": drawn(1, 5)}, classes(1)),
         (drawn(1, 5), [classes(1)]),
     ]:
-        assert auto.choose(outputs, targets, None) == {}
+        assert auto.choose(outputs, targets) == {}

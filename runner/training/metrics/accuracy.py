@@ -2,7 +2,7 @@
 
 import torch
 
-from runner.training.metrics.class_dim import ClassDim, IgnoreIndex, as_ignored, counted
+from runner.training.metrics.class_dim import ClassDim, ClassDimOption, IgnoreIndex, as_ignored, counted
 
 
 class Accuracy:
@@ -10,8 +10,8 @@ class Accuracy:
 
     higher_is_better = True
 
-    def __init__(self, ignore_index: IgnoreIndex = None):
-        self._ignored, self._classes = as_ignored(ignore_index), ClassDim()
+    def __init__(self, ignore_index: IgnoreIndex = None, class_dim: ClassDimOption = None):
+        self._ignored, self._classes = as_ignored(ignore_index), ClassDim(class_dim)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Outputs (N, C), (N, C, ...) or (N, ..., C), targets (N, ...) -> (2,): correct ones, and those counted."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from runner.training.metrics.class_dim import ClassDim, check_tensors, counted
+from runner.training.metrics.class_dim import ClassDim, ClassDimOption, check_tensors, counted
 
 
 class ClassCounts:
@@ -11,9 +11,9 @@ class ClassCounts:
     threshold: of labels, the output above which one is predicted.
     """
 
-    def __init__(self, name: str, threshold: float, ignore_index: int | None):
+    def __init__(self, name: str, threshold: float, ignore_index: int | None, class_dim: ClassDimOption):
         self._name, self._threshold, self._ignored = name, threshold, ignore_index
-        self._classes = ClassDim()
+        self._classes = ClassDim(class_dim)
 
     def of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """(3, C): true positives, false positives, false negatives.

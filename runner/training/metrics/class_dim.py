@@ -4,15 +4,18 @@ from typing import Literal
 
 import torch
 
-# auto: the loss's; see runner.training.build_metrics
+# Options of which auto is the loss's; see runner.training.build_metrics.
 IgnoreIndex = int | Literal["auto"] | None
+ClassDimOption = Literal[1, -1, "auto"] | None
 
 
 class ClassDim:
-    """Found in the first batch, which is one sample of the training data, and then kept."""
+    """1 or -1; None is found in the first batch, which is one sample of the training data, and then kept."""
 
-    def __init__(self) -> None:
-        self._dim: int | None = None
+    def __init__(self, dim: ClassDimOption) -> None:
+        if dim not in (1, -1, None):
+            raise ValueError(f"class_dim={dim} must be 1, -1 or null where there is no loss to take it from")
+        self._dim = dim
 
     def last(self, name: str, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores (positions, num_classes) and classes (positions) of outputs (N, C, ...) or (N, ..., C).
@@ -22,7 +25,7 @@ class ClassDim:
         check_tensors(name, outputs, targets)
         if self._dim is None:
             self._dim = find_class_dim(outputs, targets)
-        if self._dim is None or targets.is_floating_point():
+        if self._dim is None or targets.is_floating_point() or not fits(self._dim, outputs, targets):
             kind = "numbers" if targets.is_floating_point() else "integers"
             raise ValueError(
                 f"{name} needs scores (N, C), (N, C, ...) or (N, ..., C) for integer classes (N, ...), but the outputs "
@@ -31,14 +34,20 @@ class ClassDim:
         return outputs.movedim(self._dim, -1).flatten(0, -2), targets.flatten()
 
 
-def find_class_dim(outputs: torch.Tensor, targets: torch.Tensor) -> int | None:
+def find_class_dim(outputs: torch.Tensor, targets: torch.Tensor) -> Literal[1, -1] | None:
     """1 or -1, without which the outputs have the shape of the targets; 1, as in torch's losses, where both do."""
-    if outputs.dim() != targets.dim() + 1:
-        return None
-    shape, wanted = list(outputs.shape), list(targets.shape)
-    if shape[:1] + shape[2:] == wanted:
+    if fits(1, outputs, targets):
         return 1
-    return -1 if shape[:-1] == wanted else None
+    return -1 if fits(-1, outputs, targets) else None
+
+
+def fits(dim: Literal[1, -1], outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether the outputs have the shape of the targets but for this dim."""
+    if outputs.dim() != targets.dim() + 1:
+        return False
+    shape = list(outputs.shape)
+    del shape[dim]
+    return shape == list(targets.shape)
 
 
 def check_tensors(name: str, outputs: object, targets: object) -> None:

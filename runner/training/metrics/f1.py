@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 
 from runner.training.metrics.class_counts import ClassCounts, by_class, mean_of_present
-from runner.training.metrics.class_dim import IgnoreIndex, as_ignored
+from runner.training.metrics.class_dim import ClassDimOption, IgnoreIndex, as_ignored
 
 
 class F1:
@@ -24,9 +24,10 @@ class F1:
         per_class: bool = False,
         threshold: float = 0.0,
         ignore_index: IgnoreIndex = None,
+        class_dim: ClassDimOption = None,
     ):
         self._average, self._per_class = average, per_class
-        self._counts = ClassCounts("f1", threshold, as_ignored(ignore_index))
+        self._counts = ClassCounts("f1", threshold, as_ignored(ignore_index), class_dim)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """As ClassCounts.of -> (3, C)."""

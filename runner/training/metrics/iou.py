@@ -3,7 +3,7 @@
 import torch
 
 from runner.training.metrics.class_counts import ClassCounts, by_class, mean_of_present
-from runner.training.metrics.class_dim import IgnoreIndex, as_ignored
+from runner.training.metrics.class_dim import ClassDimOption, IgnoreIndex, as_ignored
 
 
 class IoU:
@@ -15,9 +15,15 @@ class IoU:
 
     higher_is_better = True
 
-    def __init__(self, per_class: bool = False, threshold: float = 0.0, ignore_index: IgnoreIndex = None):
+    def __init__(
+        self,
+        per_class: bool = False,
+        threshold: float = 0.0,
+        ignore_index: IgnoreIndex = None,
+        class_dim: ClassDimOption = None,
+    ):
         self._per_class = per_class
-        self._counts = ClassCounts("iou", threshold, as_ignored(ignore_index))
+        self._counts = ClassCounts("iou", threshold, as_ignored(ignore_index), class_dim)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """As ClassCounts.of -> (3, C)."""

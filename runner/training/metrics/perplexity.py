@@ -2,7 +2,7 @@
 
 import torch
 
-from runner.training.metrics.class_dim import ClassDim, IgnoreIndex, as_ignored, counted
+from runner.training.metrics.class_dim import ClassDim, ClassDimOption, IgnoreIndex, as_ignored, counted
 
 
 class Perplexity:
@@ -13,8 +13,8 @@ class Perplexity:
 
     higher_is_better = False
 
-    def __init__(self, ignore_index: IgnoreIndex = None):
-        self._ignored, self._classes = as_ignored(ignore_index), ClassDim()
+    def __init__(self, ignore_index: IgnoreIndex = None, class_dim: ClassDimOption = None):
+        self._ignored, self._classes = as_ignored(ignore_index), ClassDim(class_dim)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """As Accuracy -> (2,): sum of -log p(target), and how many positions count."""

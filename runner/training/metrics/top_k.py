@@ -2,7 +2,7 @@
 
 import torch
 
-from runner.training.metrics.class_dim import ClassDim, IgnoreIndex, as_ignored, counted
+from runner.training.metrics.class_dim import ClassDim, ClassDimOption, IgnoreIndex, as_ignored, counted
 
 
 class TopK:
@@ -13,10 +13,10 @@ class TopK:
 
     higher_is_better = True
 
-    def __init__(self, k: int = 5, ignore_index: IgnoreIndex = None):
+    def __init__(self, k: int = 5, ignore_index: IgnoreIndex = None, class_dim: ClassDimOption = None):
         if k < 1:
             raise ValueError(f"k={k} must be at least 1; try 5")
-        self._k, self._ignored, self._classes = k, as_ignored(ignore_index), ClassDim()
+        self._k, self._ignored, self._classes = k, as_ignored(ignore_index), ClassDim(class_dim)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """As Accuracy. Raises ValueError where there are fewer than k classes."""
