@@ -68,6 +68,7 @@ class Config:
     compile: bool = False
     memory_format: str = "auto"
     sync_batchnorm: Any = "auto"
+    activation_checkpointing: Any = "none"
     clip_grad_norm: float | None = None
     monitor: str | None = None
     monitor_direction: str | None = None

@@ -49,6 +49,11 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
     if config.loader["prefetch"] is not None and not config.loader["num_workers"]:
         messages.append(f"loader.prefetch={config.loader['prefetch']} needs worker processes; try loader.num_workers=2")
+    if config.compile and config.activation_checkpointing != "none":
+        messages.append(
+            f"activation_checkpointing={config.activation_checkpointing}: compile=true chooses by itself what it keeps "
+            "and what it computes again; leave one of them out"
+        )
     if config.resume and config.run:
         messages.append(f"resume={config.resume} and run={config.run} exclude each other; drop one")
     return messages
@@ -157,6 +162,12 @@ def check_values(config: Config) -> list[str]:
     for key in ("report.direction", "monitor_direction"):
         if (direction := _get(config, key)) is not None:
             messages += _choice(key, direction, ("max", "min"))
+    extent = config.activation_checkpointing
+    if extent not in ("none", "full") and (type(extent) is not int or extent < 1):
+        messages.append(
+            f"activation_checkpointing={show(extent)} must be none, full or n of at least 1, for every nth "
+            "block; try full"
+        )
     messages += _choice("sync_batchnorm", config.sync_batchnorm, ("auto", True, False))
     if not NAME.fullmatch(config.name):
         messages.append(

@@ -18,6 +18,7 @@ from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
 from runner.parallel.turns import take_turns
 from runner.training.objective import Turn, Within
+from runner.training.parts import stages_or_children, what_forward_calls
 from runner.training.strategy import Axes, Carries, Recipe, Spread
 
 
@@ -153,25 +154,14 @@ def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
     """The modules to gather together: those of a stage, or each child where the model offers no stages.
 
     They are modules that the forward calls, for it is before and after a call that parameters are gathered and dropped.
-    A stage may be made for the occasion, around the model's own modules; a ModuleList is never called. What shares
-    parameters with others is left to the root, whose are whole as long as the model runs.
+    What shares parameters with others is left to the root, whose are whole as long as the model runs.
     """
-    own = set(model.modules()) - {model}
-    offers: Any = model
-    stages: list[nn.Module] = offers.stages() if hasattr(model, "stages") else list(model.children())
     owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in own | {model}:
+    for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
-    for stage in stages:
-        unit = [part for part in _called(stage, own) if any(p.dim() for p in part.parameters())]
+    for stage in stages_or_children(model):
+        unit = [part for part in what_forward_calls(model, stage) if any(p.dim() for p in part.parameters())]
         inside = {module for part in unit for module in part.modules()}
         if unit and all(owners[parameter] <= inside for part in unit for parameter in part.parameters()):
             yield unit
-
-
-def _called(part: nn.Module, own: set[nn.Module]) -> list[nn.Module]:
-    """The outermost of the model's own modules in a part that can be called."""
-    if part in own and type(part).forward is not nn.Module.forward:
-        return [part]
-    return [called for child in part.children() for called in _called(child, own)]

@@ -79,6 +79,11 @@ class ParameterServer:
                 "parallel.forward=remote: the loss has parameters of its own, which the server would not see; "
                 "try parallel.forward=local"
             )
+        if self.forward == "remote" and config.activation_checkpointing != "none":
+            messages.append(
+                f"activation_checkpointing={config.activation_checkpointing}: under parallel.forward=remote other "
+                "weights are in place when backward comes; try parallel.forward=local"
+            )
         if self.forward == "remote" and config.compile:
             messages.append(
                 "compile=true: parallel.forward=remote replaces the model's weights at each call; "

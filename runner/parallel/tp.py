@@ -18,6 +18,7 @@ from runner.distributed.world import World
 from runner.parallel.fsdp import average_whole, check_divides, shard, without_sync
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
+from runner.training.activation_checkpointing import Extent, blocks_to_checkpoint
 from runner.training.strategy import Axes, Carries, Recipe
 
 Plan = dict[str, str]  # see models/__init__.py
@@ -58,7 +59,10 @@ class TP:
             # It unscales the gradients in one operator, which takes no whole and sliced ones together.
             return ["precision=fp16 does not go with parallel=tp; try precision=bf16"]
         tensor = self.axes(self._world_size).tensor
-        return _check_plan(module, module.tensor_plan(), tensor, self._world_size)  # type: ignore[operator]
+        plan: Plan = module.tensor_plan()  # type: ignore[operator]
+        if messages := _check_plan(module, plan, tensor, self._world_size):
+            return messages
+        return _check_blocks(module, plan, config.activation_checkpointing)
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         module, axes = recipe.module, self.axes(world.world_size)
@@ -117,6 +121,20 @@ def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> 
         for what, size in sizes.items()
         if size % tensor
     ][:1]
+
+
+def _check_blocks(module: nn.Module, plan: Plan, extent: Extent) -> list[str]:
+    """Why no block can be computed again by itself: where it begins or ends, activations would have to be whole."""
+    block_of = {part: block for block in blocks_to_checkpoint(module, extent) for part in block.modules()}
+    opened: str | None = None  # the colwise layer after which activations are cut
+    for position, (name, style) in enumerate(plan.items()):
+        if opened and block_of.get(module.get_submodule(opened)) is not block_of.get(module.get_submodule(name)):
+            return [
+                f"activation_checkpointing={extent}: the model's tensor_plan() cuts activations from {opened} to "
+                f"{name}, which are not in one block; try activation_checkpointing=none"
+            ]
+        opened = name if style == "colwise" and "rowwise" in list(plan.values())[position:] else None
+    return []
 
 
 def _slice(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ from runner.distributed.world import World
 from runner.errors import InputError
 from runner.runs.loggers.protocol import Logger
 from runner.runs.monitor import Monitor
+from runner.training.activation_checkpointing import checkpoint_activations
 from runner.training.build_metrics import choose_monitor, make_metrics
 from runner.training.callback import Callback
 from runner.training.confusion import MAX_CLASSES, Predictions
@@ -113,6 +114,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             synchronize_batch_norm(module, device=world.device if deferred else None)
         except ValueError as error:
             raise InputError(f"sync_batchnorm={config.sync_batchnorm}: {error}") from None
+    checkpoint_activations(module, config.activation_checkpointing)
     if config.compile:
         module.compile()
 

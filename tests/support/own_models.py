@@ -68,6 +68,13 @@ class Tied(Chain):
         ]
 
 
+class CutApart(Chain):
+    """Its plan leaves activations cut from before a block to behind it."""
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"blocks.0.up": "colwise", "head": "rowwise"}
+
+
 class Frozen(Chain):
     """Here and there something is not trained."""
 
