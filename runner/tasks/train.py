@@ -59,7 +59,8 @@ class Train:
             directory.result.step, directory.result.epoch = state.step, state.epoch
         directory.forget_after(state.step)
         meter = ThroughputMeter()
-        callbacks = observers(config, experiment, spread, world, directory, console, meter)
+        recorder = Recorder(directory, experiment.logger, meter, metric_names(experiment))
+        callbacks = observers(config, experiment, spread, world, directory, console, meter, recorder)
         trainer = Trainer(
             config,
             experiment,
@@ -82,6 +83,7 @@ class Train:
                 copy_model=functools.partial(
                     copy_model, experiment.make_model, spread, experiment.recipe.precision.parameter_dtype, world
                 ),
+                log=recorder.log,
                 monitor=experiment.monitor,
             )
         )
@@ -103,10 +105,11 @@ def observers(
     directory: RunDirectory,
     console: Console,
     meter: ThroughputMeter,
+    recorder: Recorder,
 ) -> Callbacks:
     """The callbacks of a training run, the user's between those that show and those that save."""
     callbacks = Callbacks()
-    callbacks.add("recorder", Recorder(directory, experiment.logger, meter, metric_names(experiment)))
+    callbacks.add("recorder", recorder)
     callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:
         callbacks.add("profiler", Profiler(world.device))

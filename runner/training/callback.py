@@ -35,6 +35,8 @@ class RunInfo:
     # A copy of the model as it is now, whole, on the CPU, in evaluation mode: on rank 0, None on the others. All ranks
     # must call it. It costs what a checkpoint does.
     copy_model: Callable[[], nn.Module | None]
+    # Numbers of one's own, by names of one's own, into metrics.jsonl and to the logger; those of rank 0 are kept.
+    log: "Callable[[Moment, Mapping[str, float]], None]"
     monitor: Monitor = BY_LOSS  # the metric that runs are compared by, and which end of it is the best
 
 

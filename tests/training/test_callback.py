@@ -250,7 +250,15 @@ def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
                 raise self.error
 
     run_info = RunInfo(
-        Config(), Path(), rank=0, world_size=1, first_step=0, num_steps=1, steps_per_epoch=1, copy_model=lambda: None
+        Config(),
+        Path(),
+        rank=0,
+        world_size=1,
+        first_step=0,
+        num_steps=1,
+        steps_per_epoch=1,
+        copy_model=lambda: None,
+        log=lambda now, numbers: None,
     )
     end = Moment(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
     for error in (KeyboardInterrupt(), OSError("no room")):
@@ -260,3 +268,30 @@ def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
         with pytest.raises(type(error)):
             callbacks.on_end(end, "finished")
         assert told == ["saving finished", "mine failed", "bar failed"]
+
+
+LOG = """
+from runner.training.callback import Callback
+
+
+class Norm(Callback):
+    def on_start(self, run):
+        self.run = run
+
+    def after_evaluation(self, now):
+        self.run.log(now, {"mine/number": now.step / 2 + self.run.rank})
+"""
+
+
+def test_a_callback_logs_numbers_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into metrics.jsonl and the dashboard, those of rank 0 alone."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "own_log.py").write_text(LOG)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [word for word in SMALL if word != "logger=none"]
+    one = run(tmp_path / "out", 2, *words, "parallel=ddp", "+callbacks.norm._target_=own_log.Norm")
+    assert [(line["step"], line["mine/number"]) for line in one.lines if "mine/number" in line] == [(4, 2), (8, 4)]
+    events = EventAccumulator(str(one.path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("mine/number")] == [(4, 2), (8, 4)]

@@ -215,3 +215,53 @@ def test_a_failure_is_told_though_a_launcher_ends_this_rank_meanwhile(
     (path,) = (tmp_path / "run").iterdir()
     result = json.loads((path / "result.json").read_text())
     assert result["state"] == "failed" and "ZeroDivisionError" in result["error"]
+
+
+def evaluated(run: Run) -> list[int]:
+    return [line["step"] for line in run.lines if "val/loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"), [((), [3, 6, 8, 9, 12, 15, 16]), (("eval_every=2",), [3, 6, 9, 12, 15, 16])]
+)
+def test_evaluation_every_so_many_steps(words: tuple[str, ...], steps: list[int], tmp_path: Path) -> None:
+    """Beside those at the end of epochs, of 8 steps here; it changes nothing of the training."""
+    often = run(tmp_path / "often", 1, *TINY, "epochs=2", "eval_every_steps=3", *words)
+    assert evaluated(often) == steps
+    assert often.result["weights_sha256"] == run(tmp_path / "else", 1, *TINY, "epochs=2").result["weights_sha256"]
+
+
+def test_an_evaluation_at_the_end_of_an_epoch_is_made_once(tmp_path: Path) -> None:
+    assert evaluated(run(tmp_path, 1, *TINY, "epochs=2", "eval_every_steps=4")) == [4, 8, 12, 16]
+
+
+def test_an_evaluation_within_an_epoch_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the run that is resumed, where a signal came in the evaluation."""
+    from runner.training import trainer
+
+    evaluate = trainer.evaluate
+
+    def signal_first(*args: object) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return evaluate(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "evaluate", signal_first)
+    path = run_until_preempted(tmp_path, 1, *TINY, "epochs=2", "eval_every_steps=3")
+    monkeypatch.undo()
+    assert evaluated(Run(path)) == []
+    assert evaluated(run(tmp_path, 1, f"resume={path}", f"outputs={tmp_path}")) == [3, 6, 8, 9, 12, 15, 16]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_evaluation_of_the_first_batches(world_size: int, tmp_path: Path) -> None:
+    """The 360 validation samples are two batches of 200 and of 160."""
+    words = (*TINY, "epochs=1", "precision=fp64", f"parallel={'none' if world_size == 1 else 'ddp'}")
+    trained = run(tmp_path, world_size, *words, "eval_batches=1")
+    whole = run(tmp_path / "whole", world_size, "task=evaluate", f"run={trained.path}", "eval_batches=null")
+    first = run(
+        tmp_path / "first", world_size, "task=evaluate", f"run={trained.path}", "batch_size=100", "eval_batches=2"
+    )
+    assert first.result["metrics"] == pytest.approx(
+        {key: value for key, value in trained.result["metrics"].items() if key.startswith("val/")}, rel=1e-12
+    )
+    assert first.result["metrics"]["val/loss"] != pytest.approx(whole.result["metrics"]["val/loss"], rel=1e-6)

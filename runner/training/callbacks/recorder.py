@@ -1,6 +1,6 @@
 """Keeps what is measured: in result.json, as lines of metrics.jsonl, and with the logger."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from runner.runs.loggers.protocol import Logger
@@ -28,6 +28,10 @@ class Recorder(Callback):
             if run.first_step == 0:
                 text = (path / CONFIG).read_text()
                 self._logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
+
+    def log(self, now: Moment, numbers: Mapping[str, float]) -> None:
+        """Numbers of a callback's own, by names of its own; a rank that does not write has none to log."""
+        self._log(replace(now, metrics={name: float(number) for name, number in numbers.items()}))
 
     def after_step(self, now: Moment) -> None:
         self._directory.result.step, self._directory.result.epoch = now.state.step, now.state.epoch
