@@ -7,13 +7,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
-from torchvision.tv_tensors import Image, Mask, TVTensor
 
 from runner.config.diagnostics.own_line import first_line, own_line
 from runner.config.instantiate import make_group
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.training.pytree import collate, tensors
+from runner.training.reader import read_in
 from runner.training.sampler import mix
 
 Transforms = Mapping[str, Callable[..., Any]]
@@ -50,7 +50,7 @@ class InEpoch:
     """The data set in one epoch; whatever it offers besides samples is reached through it."""
 
     def __init__(self, augmented: Augmented, epoch: int):
-        self._augmented, self._epoch, self._dataset = augmented, epoch, augmented.dataset
+        self._augmented, self._epoch, self._dataset = augmented, epoch, read_in(augmented.dataset, epoch)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -101,6 +101,8 @@ def augmented(sample: Any, transforms: Transforms, seed: int, epoch: int, index:
 
 
 def _transformed(sample: Any, transform: Callable[..., Any], masks: bool) -> Any:
+    from torchvision.tv_tensors import Image, Mask, TVTensor  # seconds, which only those with transforms spend
+
     inputs = sample[0] if _is_pair(sample) else sample
     if isinstance(inputs, np.ndarray):
         inputs = torch.from_numpy(inputs)
@@ -174,4 +176,6 @@ def _is_pair(sample: Any) -> bool:
 
 def _plain(tree: Any) -> Any:
     """With torch's own tensors in the place of torchvision's."""
+    from torchvision.tv_tensors import TVTensor
+
     return tree_map_only(TVTensor, lambda tensor: tensor.as_subclass(torch.Tensor), tree)

@@ -12,6 +12,7 @@ from runner.config.instantiate import make_group
 from runner.config.schema import SPLITS, Config
 from runner.distributed.world import World
 from runner.errors import InputError
+from runner.training.augmentation import augment
 from runner.training.part import Part
 from runner.training.sampler import generator
 
@@ -19,7 +20,11 @@ T = TypeVar("T")
 _CUT = 2**63  # keys the stream that draws the validation samples; no epoch has this number
 
 
-class NoSplit(InputError):
+class Unfit(InputError):
+    """What was asked for is not to be had of the data set, whether its files are there or not."""
+
+
+class NoSplit(Unfit):
     """The data set has no split of that name."""
 
 
@@ -34,11 +39,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
         splits = _Splits(config, choices, options)
         train = splits.load("train")
         evaluated = train if config.split == "train" else splits.load(config.split)
-        if config.transforms:
-            from runner.training.augmentation import augment  # which imports torchvision, for seconds
-
-            train = augment(config, train)
-        return train, evaluated
+        return augment(config, train), evaluated
 
     return _fetched(config, world, load)
 
@@ -55,6 +56,8 @@ def _fetched(config: Config, world: World, load: Callable[[Mapping[str, Any]], T
     missing: list[str] = []
     try:
         loaded.append(load({"download": False}))
+    except Unfit:
+        raise
     except InputError as error:
         missing = error.messages
     if not world.agreement.first_error("missing data", missing):
@@ -99,7 +102,7 @@ class _Splits:
                 return self._own(split)
             except NoSplit as error:
                 reason = f" ({error})" if str(error) else ""
-                raise InputError(
+                raise Unfit(
                     f"{self._data} has no validation split{reason}; set val_fraction=0.1 to cut one off its training "
                     "split"
                 ) from None
@@ -130,7 +133,7 @@ class _Splits:
         assert self._fraction is not None
         if self._whole is None:
             if self._has_validation():
-                raise InputError(
+                raise Unfit(
                     f"val_fraction={self._fraction} has no effect, because {self._data} has a validation split of its "
                     "own; leave it out"
                 )
@@ -138,7 +141,7 @@ class _Splits:
         num_samples = len(self._whole)
         num_val = round(num_samples * self._fraction)
         if not 0 < num_val < num_samples:
-            raise InputError(
+            raise Unfit(
                 f"val_fraction={self._fraction} of the {num_samples} samples of {self._data} are {num_val}, and both "
                 "splits need one; "
                 + (f"try val_fraction={max(0.1, 1 / num_samples):.2g}" if num_samples > 1 else "give it more samples")

@@ -9,8 +9,8 @@ import torch
 class Part:
     """The rows of a data set at `rows`, (N,) int64; whatever else the data set offers is reached through it.
 
-    One that cuts whole batches (`__getitems__`) still does, and the weights of its samples (`sample_weights`) are
-    those of the part.
+    One that cuts whole batches (`__getitems__`) still does, one that knows epochs (`in_epoch`) is a part in each, and
+    the weights of its samples (`sample_weights`) are those of the part.
     """
 
     def __init__(self, dataset: Any, rows: torch.Tensor):
@@ -29,6 +29,8 @@ class Part:
         found = getattr(self.dataset, name)
         if name == "__getitems__":
             return lambda indices: found(self._of_whole(indices))
+        if name == "in_epoch":
+            return lambda epoch: Part(found(epoch), self.rows)
         if name == "sample_weights":
             return torch.as_tensor(found)[self.rows]
         return found

@@ -20,7 +20,6 @@ class Reader(Dataset[Any]):
 
     dataset: with `__getitems__` it cuts and collates whole shares itself; with `collate(samples)` it collates what
         `__getitem__` gave.
-    A data set with `in_epoch` is read as its `in_epoch(epoch)`.
     cuts_empty: an empty share is the first sample cut to no rows; else it is the first sample, whole.
     """
 
@@ -34,7 +33,7 @@ class Reader(Dataset[Any]):
         raise NotImplementedError("shares are read whole")
 
     def __getitems__(self, share: Share) -> Any:
-        dataset = self._dataset.in_epoch(share.epoch) if hasattr(self._dataset, "in_epoch") else self._dataset
+        dataset = read_in(self._dataset, share.epoch)
         if share.indices:
             return self._read(dataset, share.indices)
         batch = self._read(dataset, [0])
@@ -54,3 +53,8 @@ class Reader(Dataset[Any]):
                 f"that it made has so many rows: they have {first}; a batch must hold every sample"
             )
         return batch
+
+
+def read_in(dataset: Any, epoch: int) -> Any:
+    """What is read in an epoch: the data set's own `in_epoch(epoch)`, if it has that, or the data set as it is."""
+    return dataset.in_epoch(epoch) if hasattr(dataset, "in_epoch") else dataset

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.training.augmentation import Augmented
 from runner.training.part import Part
 
 OF_DATA = "data"  # the word for the data set's own
@@ -55,7 +56,7 @@ def _read(source: str, typed: str) -> np.ndarray:
 
 def _part(dataset: Any) -> Any:
     """What is under the transforms."""
-    return dataset.dataset if hasattr(dataset, "in_epoch") else dataset
+    return dataset.dataset if isinstance(dataset, Augmented) else dataset
 
 
 def _whole(dataset: Any) -> Any:

@@ -55,6 +55,11 @@ class Letters(Plain):
         super().__init__({"letters": 26, "digits": 10}[split] + train)
 
 
+class More:
+    def __call__(self, inputs: Any) -> Any:
+        return inputs + 0.5
+
+
 class Listed(Plain):
     def __init__(self, split: Literal["train", "test"]) -> None:
         super().__init__({"train": 30, "test": 7}[split])
@@ -89,6 +94,20 @@ class Stream(IterableDataset[Any]):
 class Endless(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(1), torch.tensor(0)
+
+
+class Epochs(Plain):
+    """Another data set in each epoch."""
+
+    def in_epoch(self, epoch: int) -> list[Any]:
+        return [(inputs + 100 * epoch, target) for inputs, target in (self[index] for index in range(len(self)))]
+
+
+class Fetched(Plain):
+    """Files that are not there."""
+
+    def __init__(self, train: bool, download: bool = True) -> None:
+        raise ValueError("root=there: nothing was fetched" if download else "root=there holds no files")
 
 
 class Empty(Plain):
@@ -158,6 +177,24 @@ def test_a_loader_reads_a_part(kind: type, num_workers: int) -> None:
     finally:
         loader.close()
     assert torch.cat(read).tolist() == part.rows.tolist() and [len(batch) for batch in read] == [4, 4, 4, 3]
+
+
+def test_a_data_set_may_know_the_epoch() -> None:
+    config = of(Epochs, val_fraction=0.3)
+    jitter = {"more": {"_target_": f"{__name__}.More"}}
+    for transforms, more in (({}, 0), (jitter, 0.5)):
+        train, _ = load_data(replace(config, transforms=transforms), {}, WORLD)
+        rows = train.rows.tolist()
+        loader = Loader(train, Sampler(35, 35, shuffle=False), Precision("fp32", CPU), CPU, shuffle=False)
+        for epoch in range(2):
+            read = next(iter(loader.steps(epoch))).micro_batches[0].inputs.flatten().tolist()
+            assert read == [row + 100 * epoch + more for row in rows]
+
+
+def test_nothing_is_fetched_for_what_cannot_be() -> None:
+    config = of(Fetched, val_fraction=0.1, options={"download": True})
+    with pytest.raises(InputError, match=r"^val_fraction=0.1 has no effect, because data=mine has a validation split"):
+        load_data(config, {"data": "mine"}, WORLD)  # in which there is nobody to fetch
 
 
 @pytest.mark.parametrize(
