@@ -27,7 +27,7 @@ def choose_metric(metric: str | None, direction: str | None, config: Config) -> 
         key, name = "hydra.sweeper.metric", metric
     whole = next((known for known in possible if f"{name}/".startswith(f"{known}/")), None)  # val/f1 of val/f1/macro
     neutral = any(f"{name}/".startswith(f"val/{known}/") for known in config.metrics)
-    if config.task["_target_"].endswith(".Train") and whole is None and not neutral:
+    if locate(config.task["_target_"]).trains and whole is None and not neutral:
         raise InputError(f"{key}={name}: no such metric{did_you_mean(name, list(possible))}")
     if direction is None:
         end = config.monitor_direction if name == config.monitor else None

@@ -1,6 +1,7 @@
 """The metrics of an evaluation: added up batch by batch on each rank, summed over the ranks, computed once."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,11 @@ from runner.config.diagnostics.own_line import first_line, own_line
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.training.metric import Metric, Rows
+
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+)
 
 
 @dataclass(frozen=True)
@@ -111,19 +117,21 @@ def _try(name: str, metric: Metric, outputs: Any, targets: Any) -> _Layout:
     """See what the metric makes of one sample, of it twice, and of the sums."""
     once = _run(name, "update", lambda: metric.update(outputs, targets))
     leaves, structure = tree_flatten(once)
-    if not leaves or not all(isinstance(leaf, (torch.Tensor, Rows)) for leaf in leaves):
+    if not leaves or not all(_is_kept(leaf) for leaf in leaves):
         raise InputError(
             f"metrics.{name}: update must return a tensor of sums, or a pytree of them, not {_describe(once)}"
         )
     layout = _Layout(metric, structure, [_leaf(leaf) for leaf in leaves], [])
-    twice_given = _twice(outputs), _twice(targets)
-    pairs = twice_given if None not in twice_given else (outputs, targets)
-    again, structure = tree_flatten(_run(name, "update", lambda: metric.update(*pairs)))
+    pair = _twice(outputs), _twice(targets)
+    doubles = all(given is not None for given in pair)
+    again, structure = tree_flatten(
+        _run(name, "update", lambda: metric.update(*(pair if doubles else (outputs, targets))))
+    )
     try:
         _check_same(layout, structure, again)
     except ValueError as error:
         raise InputError(f"metrics.{name}: {error}") from None
-    if None not in twice_given:
+    if doubles:
         _check_doubled(name, leaves, again)
     summed = [
         torch.cat([leaf.tensor] * 2) if isinstance(leaf, Rows) else leaf.double() + leaf.double() for leaf in leaves
@@ -147,7 +155,7 @@ def _run(name: str, method: str, call: Callable[[], Any]) -> Any:
 
 def _check_same(layout: _Layout, structure: TreeSpec, leaves: list[Any]) -> None:
     """Raises ValueError where the sums are not as they were for the sample."""
-    found = [_leaf(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, Rows))]
+    found = [_leaf(leaf) for leaf in leaves if _is_kept(leaf)]
     if structure != layout.structure or len(found) != len(leaves):
         raise ValueError("update must return the same structure for every batch")
     for leaf, expected in zip(found, layout.leaves, strict=True):
@@ -170,6 +178,12 @@ def _check_doubled(name: str, once: list[Any], twice: list[Any]) -> None:
                 f"metrics.{name}: update returned {_short(one)} for one sample and {_short(two)} for it twice; return "
                 "sums over the samples, and divide in compute"
             )
+
+
+def _is_kept(leaf: Any) -> bool:
+    tensor = leaf.tensor if isinstance(leaf, Rows) else leaf
+    is_real = isinstance(tensor, torch.Tensor) and tensor.dtype in _DTYPES
+    return is_real and (tensor.dim() > 0 or not isinstance(leaf, Rows))
 
 
 def _leaf(leaf: torch.Tensor | Rows) -> _Leaf:
@@ -213,12 +227,13 @@ def _short(values: torch.Tensor) -> str:
 
 def _gather(kept: list[tuple[int, torch.Tensor]], leaf: _Leaf, device: torch.device, world: World) -> torch.Tensor:
     """The rows of all ranks, (number of rows, ...), by the first sample of the batch that they come from."""
-    kept = [(place, rows.to(device)) for place, rows in kept]
-    empty = torch.empty((0, *leaf.shape), dtype=leaf.dtype, device=device)
-    rows = world.collectives.gather(torch.cat([empty, *(rows for _, rows in kept)]).to(leaf.dtype))
-    sizes = torch.tensor([(place, len(rows)) for place, rows in kept], dtype=torch.int64, device=device)
-    batches = world.collectives.gather(sizes.reshape(-1, 2)).tolist()
-    parts = rows.split([size for _, size in batches])
+    told = [(place, len(rows), _DTYPES.index(rows.dtype)) for place, rows in kept]
+    batches = world.collectives.gather(torch.tensor(told, dtype=torch.int64, device=device).reshape(-1, 3)).tolist()
+    # A rank without outputs does not know it: the sample was in float32, whatever the run's precision is.
+    dtype = functools.reduce(torch.promote_types, {_DTYPES[number] for _, _, number in batches} or {leaf.dtype})
+    empty = torch.empty((0, *leaf.shape), dtype=dtype, device=device)
+    rows = world.collectives.gather(torch.cat([empty, *(rows.to(empty) for _, rows in kept)]))
+    parts = rows.split([size for _, size, _ in batches])
     order = sorted(range(len(parts)), key=lambda number: batches[number][0])  # stable: by rank where places are equal
     return torch.cat([empty, *(parts[number] for number in order)])
 

@@ -139,6 +139,20 @@ def test_ours_are_the_same_to_the_bit_at_any_world_size() -> None:
         assert spread_over(world_size, make, idle_rank=True) == alone
 
 
+def test_rows_have_the_precision_of_the_evaluation_and_not_of_the_sample() -> None:
+    third = torch.full((4, 1), 1 / 3, dtype=torch.float64)
+
+    def evaluate(rank: int, world_size: int) -> dict[str, float]:
+        world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
+        mine = Given(lambda o, t: Rows(o[:, 0]), lambda rows: rows.max())
+        sums = MetricSums({"mine": mine}, third[:1].float(), third[:1])
+        if rank:  # the first rank has no outputs
+            sums.add(third, third, range(4))
+        return sums.compute(world.collectives.sum(sums.flat()), world)
+
+    assert run_ranks(evaluate, 2) == [{"mine": 1 / 3}] * 2
+
+
 def test_the_dtype_and_the_shape_of_rows_survive_the_way() -> None:
     def exchange(rank: int, world_size: int) -> list[torch.Tensor]:
         collectives = World(RankInfo(rank, rank, world_size, world_size), None, Backend()).collectives
@@ -168,6 +182,12 @@ REFUSED = {
     "update must return a tensor of sums, or a pytree of them, not a list ([1.0])": Given(lambda o, t: [1.0]),
     "update returned sums of shape [2], and [1] for one sample; sum over the samples of a batch": Given(
         lambda o, t: o.argmax(-1) == t
+    ),
+    "update must return a tensor of sums, or a pytree of them, not a tensor of shape [5]": Given(
+        lambda o, t: o.sum(0).to(torch.complex64)
+    ),
+    "update must return a tensor of sums, or a pytree of them, not a Rows (Rows(tensor=tensor(1.)))": Given(
+        lambda o, t: Rows(torch.tensor(1.0))
     ),
     "update must return the same structure for every batch": Given(lambda o, t: [o.sum()] * len(o), sum),
     "update returned 0.2 for one sample and 0.2 for it twice; return sums over the samples, and divide in compute": (
