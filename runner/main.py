@@ -135,6 +135,7 @@ def _ask_hydra(args: Namespace, typed: Typed) -> int:
     """Let Hydra answer --cfg, --info, --hydra-help and shell completion; it reads sys.argv by itself."""
     if args.cfg:
         compose(typed.overrides)  # Hydra's own report of an error is long and ends with status 1
+    sys.argv[1 : 1 + len(args.overrides)] = typed.overrides  # with what the run recorded that resume= or run= names
     GlobalHydra.instance().clear()
     setup_globals()
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()

@@ -35,6 +35,9 @@ FILES = {
     "mine/told_functions.py": FUNCTIONS,
     "mine/model/exits.yaml": "_target_: told_exiting.Exits\nsample_shape: ${data.sample_shape}\n"
     "num_outputs: ${data.num_outputs}\nwhere: init\n",
+    "mine/told_task.py": "from runner.tasks.evaluate import Evaluate\nclass MeasuredOtherwise(Evaluate):\n"
+    "    min_world_size = 3\n",
+    "mine/task/own.yaml": "_target_: told_task.MeasuredOtherwise\n",
     "mine/loss/squared.yaml": "_target_: told_functions.squared\n_partial_: true\nfactor: 1.0\n",
     "mine/scheduler/halved.yaml": "_target_: told_functions.halved\n_partial_: true\nfloor: 0.0\n",
 }
@@ -79,6 +82,18 @@ def test_a_file_that_exits_when_it_is_imported_is_refused(
     said = capsys.readouterr().err
     assert said.startswith("model._target_=told_script.Net: importing told_script failed at ")
     assert said.endswith("told_script.py:2: SystemExit: 0\n")
+
+
+def test_a_task_is_named_as_it_was_chosen(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (("task=own",), "task=own needs the run to read; type run=last"),
+        (("task=own", "run=last", "profile=true"), "profile=true has no effect on task=own; drop it"),
+        (("task=own", "run=last"), "task=own needs at least 3 ranks, and this world has 1; try launcher=spawn"),
+    ):
+        assert here(*SMALL, "model=toy", "logger=none") == 0
+        capsys.readouterr()
+        assert here("--config-dir", "mine", *words) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("ddp", True), ("none", False)])

@@ -105,6 +105,10 @@ def test_hydra_is_asked_about_the_same_files(
 ) -> None:
     assert here("--config-dir", "one", "--config-dir", "two", "model=mlp", "--cfg", "job", "--package", "model") == 0
     assert "width: 5" in capsys.readouterr().out
+    assert here("--config-dir", "one", "model=mlp", *SMALL) == 0
+    capsys.readouterr()
+    assert here("resume=last", "--cfg", "job", "--package", "model") == 0
+    assert "width: 3" in capsys.readouterr().out
 
 
 def test_a_run_is_resumed_and_evaluated_with_its_folders(folders: Path, here: Callable[..., int]) -> None:
