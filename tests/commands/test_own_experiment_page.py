@@ -1,0 +1,67 @@
+"""docs/your_own_experiment.md, as printed there: its files, its commands, what it says of the numbers, its messages."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Commands
+from pages import Page, finish
+from parity import assert_equal
+from worlds import Run, run
+
+PAGE = Page("your_own_experiment.md")
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = PAGE.write(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    for path in folder.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return folder
+
+
+def train(mine: Path, mode: str, *words: str) -> Run:
+    """A few steps of the language model, on 2 ranks under a mode that takes them."""
+    few = ("data.longest=40", "max_steps=10", "epochs=9", "micro_batches=2", "eval_every_steps=7", "logger=none")
+    chosen = (f"hydra.searchpath=['file://{mine}']", "experiment=sentences", "precision=fp64", f"parallel={mode}")
+    return run(mine.parent / mode, 1 if mode == "none" else 2, *chosen, *few, *words)
+
+
+def test_every_piece_is_used_by_a_command() -> None:
+    assert len(PAGE.commands) > 10
+    for group, options in PAGE.options.items():
+        assert options <= PAGE.chosen(group), group
+
+
+def test_the_modes_have_the_same_numbers(mine: Path) -> None:
+    """Of the page's four, with 2 micro-batches of 8 and 7 samples on a rank, and an uneven last batch."""
+    modes = [line.partition("parallel=")[2] or "none" for line in PAGE.commands if "precision=fp64" in line]
+    assert modes == ["none", "ddp", "allreduce", "fsdp"]
+    expected, *others = [train(mine, mode) for mode in modes]
+    assert "val/bits" in expected.result["metrics"]
+    for other in others:
+        assert_equal(other, expected)
+
+
+@pytest.mark.thorough
+def test_the_loss_of_its_own_is_cross_entropy(mine: Path) -> None:
+    assert_equal(train(mine, "ddp", "loss=padded"), train(mine, "none"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("line", PAGE.commands)
+def test_the_command_runs(line: str, mine: Path, commands: Commands) -> None:
+    done = finish(line, commands, "max_steps=6")
+    assert done.returncode == 0, done.stderr
+    if "experiment=sentences" in line:
+        assert "step 6: The " in done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("line", PAGE.refused)
+def test_the_message_is_the_one_printed(line: str, mine: Path, commands: Commands) -> None:
+    done = finish(line, commands)
+    said = done.stderr.replace(str(mine.parent), "...").strip()
+    assert (done.returncode, said) == (2, PAGE.refused[line])
+    assert not (mine.parent / "outputs").exists()
