@@ -7,7 +7,9 @@ import pytest
 from commands import Commands
 from pages import Page, finish
 from parity import assert_equal
-from worlds import Run, run
+from worlds import MODES, Run, configure, run
+
+from runner.training.build import make_parallel
 
 PAGE = Page("your_own_experiment.md")
 
@@ -32,6 +34,20 @@ def test_every_piece_is_used_by_a_command() -> None:
     assert len(PAGE.commands) > 10
     for group, options in PAGE.options.items():
         assert options <= PAGE.chosen(group), group
+
+
+def test_the_table_of_modes_says_what_each_declares() -> None:
+    table = PAGE.text.partition("## Which mode carries what\n\n")[2].partition("\n\n")[0]
+    (_, *columns), _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    told = set()
+    for place, column in enumerate(columns, start=1):
+        carries = ("supervised", "one_loss", "several_losses")[sum(row[place] == "yes" for row in rows) - 1]
+        for mode in column.split(", "):
+            name, _, option = mode.partition(" with ")
+            told.add(name)
+            config, _ = configure(f"parallel={name}", *([f"parallel.{option}"] if option else []))
+            assert make_parallel(config, {}).carries == carries, mode
+    assert told == set(MODES)
 
 
 def test_the_modes_have_the_same_numbers(mine: Path) -> None:

@@ -226,6 +226,8 @@ def test_grammar(loader: ConfigLoader):
         "=3": " must be KEY=VALUE",
         "a b=3": " must be KEY=VALUE",
         "seeds=[1,2": ": a bracket is not closed",
+        "layers=[{match:^head,lr:0.1},{match: a|b$}]": ": a value with such characters must be quoted; type "
+        """'layers=[{match:"^head",lr:0.1},{match: a|b$}]'""",
         "run=f(x": ": a value with such characters must be quoted; type 'run=\"f(x\"'",
         'run=a"=b\\': ': a value with = in it must be quoted; type \'run="a\\"=b\\\\"\'',
     }

@@ -1,5 +1,6 @@
 """Says what is wrong with the overrides that a user typed, one line each that begins with the override."""
 
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -149,13 +150,21 @@ def _grammar_problem(line: str, parser: OverridesParser, choices: Choices) -> st
     if any(value.count(left) != value.count(right) for left, right in ("[]", "{}")):
         return "a bracket is not closed"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    quoted = f'{key}="{escaped}"'
-    try:
-        parser.parse_overrides([quoted])
-    except HydraException:
-        return "must be KEY=VALUE"
-    what = "with = in it" if "=" in value else "with such characters"
-    return f"a value {what} must be quoted; type {shlex.quote(quoted)}"
+    whole = f'{key}="{escaped}"'
+    parts = f"{key}={_quote_parts(value)}"  # of a list or a mapping; else the same
+    for quoted in (parts, whole):
+        with contextlib.suppress(HydraException):
+            parser.parse_overrides([quoted])
+            what = "with = in it" if "=" in value else "with such characters"
+            return f"a value {what} must be quoted; type {shlex.quote(quoted)}"
+    return "must be KEY=VALUE"
+
+
+def _quote_parts(value: str) -> str:
+    """A list or a mapping with quotes around those of its values that Hydra does not take as they are."""
+    if not value.startswith(("[", "{")):
+        return value
+    return re.sub(r"[^][{}:,\s\"']*[^][{}:,\s\"'\w./%+*@?|$-][^][{}:,\s\"']*", r'"\g<0>"', value)
 
 
 def _file_problem(error: Exception, cfg: DictConfig) -> str:
