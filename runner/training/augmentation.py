@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.config.diagnostics.own_line import first_line, own_line
 from runner.config.instantiate import make_group
 from runner.config.schema import Config
 from runner.errors import InputError
-from runner.training.pytree import collate, tensors
+from runner.training.pytree import collate, known
 from runner.training.reader import read_in
 from runner.training.sampler import mix
 
@@ -158,7 +158,8 @@ def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:
 
 
 def _shapes(sample: Any) -> str:
-    return " and ".join(str(list(tensor.shape)) for tensor in tensors(sample)) or "none"
+    """Of its tensors and of NumPy's arrays."""
+    return " and ".join(str(list(leaf.shape)) for leaf in tree_leaves(known(sample)) if hasattr(leaf, "shape"))
 
 
 def _told(error: Exception) -> str:

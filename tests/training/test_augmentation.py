@@ -167,6 +167,16 @@ def test_what_a_data_set_offers_is_reached_through_it() -> None:
     assert torch.equal(named.collate([named[3]])[0]["numbers"][0], IMAGES[3, 0, 0] + 1)
 
 
+def test_samples_of_numpy_are_images_and_masks_too() -> None:
+    image, mask = np.random.default_rng(0).random((1, 8, 8)).astype("f4"), np.arange(64).reshape(8, 8)
+    flip = {"flip": {"_target_": f"{V2}.RandomHorizontalFlip", "p": 1.0}}
+    data = augment(of(flip), [(image, mask)])
+    assert torch.equal(data[0][0], torch.from_numpy(image[..., ::-1].copy()))
+    assert torch.equal(data[0][1], torch.from_numpy(mask[:, ::-1].copy()))
+    classes = augment(of(flip), [(image, np.int64(4))])
+    assert torch.equal(classes[0][0], data[0][0]) and classes[0][1] == 4
+
+
 @pytest.mark.parametrize("option", sorted(path.stem for path in (CONF / "transforms").glob("*.yaml")))
 def test_an_option_is_made_of_the_configuration(option: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):

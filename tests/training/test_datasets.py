@@ -268,6 +268,7 @@ def test_a_run_with_a_part_is_the_same_on_two_ranks_and_its_test_split_is_evalua
         "        generator = torch.Generator().manual_seed(len(split))\n"
         "        points = torch.randn(90 if split == 'train' else 40, 3, generator=generator)\n"
         "        super().__init__(points, (points.sum(1) > 0).long())\n"
+        "        self.classes = ['below', 'above']\n"
     )
     (tmp_path / "data" / "listed.yaml").write_text("_target_: listed_data.Listed\nsample_shape: [3]\nnum_outputs: 2\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -278,6 +279,8 @@ def test_a_run_with_a_part_is_the_same_on_two_ranks_and_its_test_split_is_evalua
     two = run(tmp_path / "two", 2, *words, "parallel=ddp")
     assert two.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)
     assert one.result["step"] == 8  # 72 samples
+    told = "data     listed, 72 training and 18 validation samples; classes 0 below, 1 above\n"
+    assert told in (one.path / "log.txt").read_text()
 
     evaluate = ("task=evaluate", f"run={one.path}", words[0])
     tested = [run(tmp_path / split, 1, *evaluate, f"split={split}").result["metrics"] for split in ("val", "test")]
