@@ -25,7 +25,15 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train(mine: Path, mode: str, *words: str) -> Run:
     """A few steps of the language model, on 2 ranks under a mode that takes them."""
-    few = ("data.longest=40", "max_steps=10", "epochs=9", "micro_batches=2", "eval_every_steps=7", "logger=none")
+    few = (
+        "data.longest=40",
+        "batch_size=29",
+        "max_steps=10",
+        "epochs=9",
+        "micro_batches=2",
+        "eval_every_steps=7",
+        "logger=none",
+    )
     chosen = (f"hydra.searchpath=['file://{mine}']", "experiment=sentences", "precision=fp64", f"parallel={mode}")
     return run(mine.parent / mode, 1 if mode == "none" else 2, *chosen, *few, *words)
 
@@ -51,7 +59,7 @@ def test_the_table_of_modes_says_what_each_declares() -> None:
 
 
 def test_the_modes_have_the_same_numbers(mine: Path) -> None:
-    """Of the page's four, with 2 micro-batches of 8 and 7 samples on a rank, and an uneven last batch."""
+    """Of the page's four, with 2 micro-batches on each rank, and one sample in an epoch's last step."""
     modes = [line.partition("parallel=")[2] or "none" for line in PAGE.commands if "precision=fp64" in line]
     assert modes == ["none", "ddp", "allreduce", "fsdp"]
     expected, *others = [train(mine, mode) for mode in modes]
