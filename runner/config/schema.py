@@ -63,7 +63,7 @@ class Config:
     val_fraction: float | None = None
     transform_targets: Any = "auto"
     batch_size: int = 64
-    micro_batches: int = 1
+    micro_batches: Any = 1  # a number, or auto
     precision: str = "fp32"
     compile: bool = False
     memory_format: str = "auto"

@@ -17,6 +17,7 @@ from runner.errors import near_hint
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
+AUTO = "auto"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # That a task's class declares.
@@ -142,6 +143,10 @@ def check_values(config: Config) -> list[str]:
         "checkpoint.keep": 1,
     }
     messages = []
+    if config.micro_batches == AUTO:
+        del at_least["micro_batches"]
+    elif type(config.micro_batches) is not int:
+        return [f"micro_batches={show(config.micro_batches)} must be an integer (int) or auto; for example 1"]
     for key, least in at_least.items():
         value = _get(config, key)
         if value is not None and value < least:
@@ -183,7 +188,8 @@ def check_values(config: Config) -> list[str]:
 
 def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:
     """Every rank must have a sample in each micro-batch of a full step, of which the mode may make several."""
-    factors = {"data ranks": data_ranks, "micro_batches": config.micro_batches}
+    # auto begins with one.
+    factors = {"data ranks": data_ranks, "micro_batches": 1 if config.micro_batches == AUTO else config.micro_batches}
     if parallel_micro_batches > 1:
         factors["parallel.micro_batches"] = parallel_micro_batches
     least = math.prod(factors.values())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runner.config.own_folders import hiding
 from runner.config.schema import Config
-from runner.config.validate import check_fit
+from runner.config.validate import AUTO, check_fit
 from runner.distributed.backend import as_backend
 from runner.distributed.cpu_affinity import take_cores
 from runner.distributed.devices import choose_devices
@@ -17,6 +17,7 @@ from runner.distributed.peer_failure import misses_peer
 from runner.distributed.signals import unhurried
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted
+from runner.launchers.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
 from runner.launchers.process_state import reset_process
 from runner.launchers.task import JobTask, check_size, make_job_task
 from runner.runs.console import logging_to
@@ -27,15 +28,27 @@ log = logging.getLogger(__name__)
 
 
 def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
-    """Run one job on this rank. Returns its metrics. All ranks must call it.
+    """Run one job on this rank, once or until its micro-batches fit. Returns its metrics. All ranks must call it.
 
-    Raises InputError (nothing was written), Preempted (it has saved) or JobFailed. What it raises holds no frame, and
-    so no model: a live DDP module would outlast its group (see runner.distributed.process_group).
+    Raises InputError (nothing was written), Preempted (it has saved) or JobFailed.
+    """
+    if config.micro_batches != AUTO:
+        return _run_once(config, request, world)
+    return run_until_it_fits(_run_once, config, request, world)
+
+
+def _run_once(config: Config, request: Request, world: World, may_double: bool = False) -> dict[str, float]:
+    """As run_job. may_double: raises TooLarge where a rank was out of memory, and smaller micro-batches may do.
+
+    What it raises holds no frame, and so no model: a live DDP module would outlast its group (see
+    runner.distributed.process_group).
     """
     world.begin_job(as_backend(config.backend))
     raised: Exception
     try:
-        return _run(config, request, world)
+        return _run(config, request, world, may_double)
+    except TooLarge as error:
+        raised = TooLarge(str(error), error.directory)
     except InputError as error:
         raised = InputError(*error.messages)
     except Preempted as error:
@@ -47,7 +60,7 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     raise raised
 
 
-def _run(config: Config, request: Request, world: World) -> dict[str, float]:
+def _run(config: Config, request: Request, world: World, may_double: bool) -> dict[str, float]:
     task, experiment, refused, crashed = _build(config, request, world)
     if refused := world.agreement.first_error("refused", refused):
         raise InputError(*refused)
@@ -72,7 +85,7 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
         )
         if line := hiding(request.config_dirs, request.choices):
             log.info("%s", line)
-        state, text, lost = "failed", "", False
+        state, text, lost, too_large = "failed", "", False, False
         failure: BaseException | None = None
         try:
             if crashed:
@@ -99,18 +112,28 @@ def _run(config: Config, request: Request, world: World) -> dict[str, float]:
             failure = error
         finally:
             with unhurried():
+                verb = ":"
                 if failure is not None:
                     text, lost = _traceback(failure), misses_peer(failure)
+                    verb = f" {RAN_OUT}" if is_out_of_memory(failure) else ":"
                     failure = None  # it holds frames, and so the model
                 if experiment is not None:
                     experiment.train_loader.close()
                     experiment.val_loader.close()
                 if state == "failed":
-                    text = world.ending.report_failure(f"rank {world.rank} on {socket.gethostname()}:\n{text}", lost)
-                    log.error("%s", text.rstrip())
+                    where = f"rank {world.rank} on {socket.gethostname()}{verb}"
+                    text = world.ending.report_failure(f"{where}\n{text}", lost)
+                    too_large = may_double and experiment is not None and may_halve(config, experiment, text)
+                    if not too_large:
+                        log.error("%s", text.rstrip())
+                    elif world.rank == 0:
+                        count = config.micro_batches
+                        log.warning("micro_batches=auto: out of memory with %d, trying %d", count, 2 * count)
                     directory.result.error = text
                 directory.result.state = state
                 directory.save_result()
+        if too_large:
+            raise TooLarge(text, str(directory.path))
         raise JobFailed(text)
 
 

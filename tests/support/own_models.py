@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -124,3 +125,24 @@ class Loaded(Chain):
     def __init__(self, sample_shape: Sequence[int], num_outputs: int, file: str = ""):
         super().__init__(sample_shape, num_outputs)
         self.blocks.load_state_dict(torch.load(file, weights_only=True))
+
+
+class Hungry(Chain):
+    """Runs out of memory on more than so many samples, in training, on one of the ranks; or fails otherwise."""
+
+    def __init__(
+        self, sample_shape: Sequence[int], num_outputs: int, holds: int = 12, rank: int = 0, lacks: str = "gpu"
+    ):
+        super().__init__(sample_shape, num_outputs)
+        self.holds, self.rank = holds, rank
+        self.error: RuntimeError = {
+            "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 bytes."),
+            "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+            "luck": RuntimeError("no luck"),
+        }[lacks]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self.training and rank == self.rank and len(inputs) > self.holds:
+            raise type(self.error)(*self.error.args)  # a fresh one holds no frames of an earlier try
+        return super().forward(inputs)
