@@ -27,8 +27,9 @@ from runner.parallel.pipeline_stage import Signal
 from runner.parallel.pipeline_step import Pipelined
 from runner.parallel.stage_balance import Chain, num_operations, num_parameters, partition, trainable_units
 from runner.parallel.tied import TiedParameters, find_ties
+from runner.training.parts import attached_loss
 from runner.training.strategy import Axes, Carries, Recipe
-from runner.training.supervised import attached_loss, call
+from runner.training.supervised import call
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,10 @@ from runner.parallel.tied import TiedParameters
 from runner.parallel.total_weight import factor_of, scale_gradients
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.objective import Prediction
+from runner.training.parts import attached_loss
 from runner.training.sampler import mix
 from runner.training.strategy import Recipe, Stepping
-from runner.training.supervised import Supervised, attached_loss, call
+from runner.training.supervised import Supervised, call
 
 
 class Pipelined:

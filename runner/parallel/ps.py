@@ -22,9 +22,10 @@ from runner.parallel.replica import Replica
 from runner.parallel.total_weight import factor_of
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.objective import Prediction
+from runner.training.parts import attached_loss
 from runner.training.pytree import map_tensors
 from runner.training.strategy import Axes, Carries, Recipe, Spread, Stepping
-from runner.training.supervised import Supervised, attached_loss
+from runner.training.supervised import Supervised
 
 
 class ParameterServer:

@@ -30,11 +30,12 @@ from runner.training.losses import Auto
 from runner.training.metric_sums import MetricSums
 from runner.training.objective import Objective, Prediction, check_losses
 from runner.training.optimizers import OptimizerFactory
+from runner.training.parts import attach_part
 from runner.training.precision import Precision
 from runner.training.pytree import map_tensors
 from runner.training.sampler import Sampler
 from runner.training.strategy import Axes, Parallel, Recipe, lay_out
-from runner.training.supervised import Supervised, attach_part
+from runner.training.supervised import Supervised
 
 Schedule = Callable[[int, int, int], float]
 # What carries which objectives, for whoever chose another mode.

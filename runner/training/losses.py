@@ -171,7 +171,7 @@ class Summing:
         if hasattr(self._loss, "weight_of"):
             weight = self._loss.weight_of(targets)  # type: ignore[operator]
             if float(weight) == 0:  # whatever the mean of nothing is
-                return SumLoss(no_loss(outputs), 0.0)
+                return SumLoss(no_loss(outputs, self._loss), 0.0)
             return SumLoss(self._loss(outputs, targets) * weight, weight)
         return SumLoss(self._summed(outputs, targets), self._weight(outputs, targets))
 
@@ -187,9 +187,10 @@ class Summing:
         return self._loss.weight[targets[counted]].sum()
 
 
-def no_loss(outputs: Any) -> torch.Tensor:
-    """A zero that still reaches the parameters, as DDP's buckets need."""
-    return torch.stack([tensor.float().sum() * 0.0 for tensor in tensors(outputs)]).sum()
+def no_loss(outputs: Any, loss: nn.Module) -> torch.Tensor:
+    """A zero that still reaches the parameters, the loss's own too, as DDP's buckets need."""
+    ends = [*tensors(outputs), *loss.parameters()]
+    return torch.stack([tensor.float().sum() * 0.0 for tensor in ends]).sum()
 
 
 def _is_batch_mean(loss: nn.Module) -> bool:

@@ -58,7 +58,7 @@ class Supervised(Objective):
     def of_share(self, outputs: Any, micro_batch: MicroBatch) -> Loss:
         """Of a share that counts nothing, a zero that still reaches the parameters."""
         if micro_batch.num_samples == 0:
-            return MeanLoss(no_loss(outputs), 0)
+            return MeanLoss(no_loss(outputs, self.function), 0)
         return self.of_outputs(outputs, micro_batch.targets, micro_batch.num_samples)
 
     def of_outputs(self, outputs: Any, targets: Any, num_samples: int | None = None) -> Loss:
@@ -73,21 +73,6 @@ class Supervised(Objective):
         if self._squeezes:
             return outputs.squeeze(-1)  # (N, 1) -> (N), one number per sample
         return outputs.movedim(-1, 1) if self._class_dim == -1 else outputs  # (N, ..., C) -> (N, C, ...)
-
-
-def attach_part(module: nn.Module, name: str, part: nn.Module) -> None:
-    """Let a loss or an objective with parameters be trained, spread and saved with the model, as `loss.NAME`.
-
-    Raises ValueError where the model has something of that name.
-    """
-    if hasattr(module, name):
-        raise ValueError(f"{type(part).__name__} would be trained as the model's {name}, which has one; rename its own")
-    module.add_module(name, part)
-
-
-def attached_loss(module: nn.Module) -> nn.Module | None:
-    """The loss that was attached."""
-    return module._modules.get("loss")
 
 
 def call(model: Any, inputs: Any) -> Any:
