@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from runner.config.debugging import BATCHES
-from runner.config.diagnostics.signature import accepts
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm
@@ -19,6 +18,7 @@ from runner.runs.loggers.protocol import Logger
 from runner.runs.monitor import Monitor
 from runner.training.activation_checkpointing import checkpoint_activations
 from runner.training.build_metrics import choose_monitor, make_metrics
+from runner.training.build_objective import attach, make_objective
 from runner.training.callback import Callback
 from runner.training.confusion import MAX_CLASSES, Predictions
 from runner.training.datasets import load_data
@@ -26,11 +26,9 @@ from runner.training.deferred_init import build_deferred
 from runner.training.device_map import place_parts
 from runner.training.fit import fit, read_sample, vary
 from runner.training.loader import Loader
-from runner.training.losses import Auto
 from runner.training.metric_sums import MetricSums
 from runner.training.objective import Objective, Prediction, check_losses
 from runner.training.optimizers import OptimizerFactory
-from runner.training.parts import attach_part
 from runner.training.precision import Precision
 from runner.training.pytree import map_tensors
 from runner.training.sampler import Sampler
@@ -38,9 +36,6 @@ from runner.training.strategy import Axes, Parallel, Recipe, lay_out
 from runner.training.supervised import Supervised
 
 Schedule = Callable[[int, int, int], float]
-# What carries which objectives, for whoever chose another mode.
-SEVERAL_LOSSES = tuple(f"parallel={mode}" for mode in ("none", "ddp", "allreduce", "zero", "fsdp"))
-ONE_LOSS = (*SEVERAL_LOSSES, "parallel=tp")
 
 
 @dataclass(frozen=True)
@@ -210,52 +205,6 @@ def make_callbacks(config: Config) -> dict[str, Callback]:
         if not isinstance(made[name], Callback):
             raise InputError(f"{key}._target_={target}: no callback; derive it from runner.training.callback.Callback")
     return made
-
-
-def make_objective(config: Config, choices: Mapping[str, str], parallel: Parallel) -> Objective:
-    """What a step minimises; it gets the loss of the configuration if it takes one.
-
-    Raises InputError for an option that it or the loss refuses, and for what the mode does not carry.
-    """
-    target = config.objective["_target_"]
-    given = {}
-    if accepts(target, "loss"):
-        given["loss"] = make_group(choices, "loss", config.loss)
-    elif config.loss["_target_"] != f"{Auto.__module__}.{Auto.__qualname__}":
-        raise InputError(f"loss={choices['loss']} has no effect on objective={choices['objective']}, which takes none")
-    objective: Objective = make_group(choices, "objective", config.objective, **given)
-    if not isinstance(objective, Objective):
-        raise InputError(f"objective._target_={target}: derive it from runner.training.objective.Objective")
-    several, mode = len(objective.losses) > 1, choices["parallel"]
-    if parallel.carries == "supervised" and not isinstance(objective, Supervised):
-        raise InputError(
-            f"objective={choices['objective']} calls the model itself, and no rank of parallel={mode} runs a whole "
-            f"forward; try {', '.join(ONE_LOSS)}"
-        )
-    if parallel.carries != "several_losses" and several:
-        raise InputError(
-            f"objective={choices['objective']} has {len(objective.losses)} losses, and parallel={mode} carries one; "
-            f"try {', '.join(SEVERAL_LOSSES)}"
-        )
-    return objective
-
-
-def attach(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
-    """Put what the objective and its loss hold of tensors on the device; what is trained belongs to the model.
-
-    Raises InputError where the model has something of that name.
-    """
-    try:
-        if isinstance(objective, Supervised):
-            loss = objective.function
-            if isinstance(loss, nn.Module) and any(True for _ in loss.to(device=device, dtype=dtype).parameters()):
-                attach_part(module, "loss", loss)
-        elif isinstance(objective, nn.Module):
-            objective.to(device=device, dtype=dtype)
-            if any(True for _ in objective.state_dict()):
-                attach_part(module, "objective", objective)
-    except ValueError as error:
-        raise InputError(str(error)) from None
 
 
 def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
