@@ -20,7 +20,7 @@ class DP:
     needs_group = False
     meta_init = False
     spans_devices = False
-    carries: Carries = "one_loss"
+    carries: Carries = "supervised"  # what it splits over the GPUs is the inputs of a forward
 
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:

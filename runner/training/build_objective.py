@@ -37,8 +37,8 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     several, mode = len(objective.losses) > 1, choices["parallel"]
     if parallel.carries == "supervised" and not isinstance(objective, Supervised):
         raise InputError(
-            f"objective={choices['objective']} calls the model itself, and no rank of parallel={mode} runs a whole "
-            f"forward; try {', '.join(ONE_LOSS)}"
+            f"objective={choices['objective']} calls the model itself, and parallel={mode} carries a loss of outputs "
+            f"and targets alone; try {', '.join(ONE_LOSS)}"
         )
     if parallel.carries != "several_losses" and several:
         raise InputError(

@@ -31,7 +31,7 @@ EXPERIMENTS = {
     "two losses": ("model=codes", "data=figures", "objective=adversarial"),
 }
 SEVERAL_LOSSES = ("allreduce", "ddp", "fsdp", "none", "zero")
-ONE_LOSS = (*SEVERAL_LOSSES, "dp", "ps")  # and tp, of a model with a plan
+ONE_LOSS = (*SEVERAL_LOSSES, "ps")  # and tp, of a model with a plan
 CARRIED = {"own objective": ONE_LOSS, "two losses": SEVERAL_LOSSES}
 EXACT = [mode for mode in MODES if mode != "local_sgd"]
 SIZES = {"none": (1,), "dp": (1,), "ps": (2, 4)}
