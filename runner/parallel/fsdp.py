@@ -19,6 +19,7 @@ from runner.parallel.replica import Replica
 from runner.parallel.turns import take_turns
 from runner.training.objective import Turn, Within
 from runner.training.parts import stages_or_children, what_forward_calls
+from runner.training.pytree import map_tensors
 from runner.training.strategy import Axes, Carries, Recipe, Spread
 
 
@@ -118,6 +119,8 @@ def shard(
     model.to(memory_format=torch.contiguous_format)
     for unit in _units(model):
         materialize(unit)
+        for part in unit:
+            part.register_forward_hook(_without_views)
         fully_shard(unit, mesh=mesh, **options, **_leave_scalars(unit))
     materialize([model])
     root = Within(model)
@@ -137,6 +140,11 @@ def average_whole(
     """Of what is not sharded, average the gradients as FSDP does the others'. All ranks must call it."""
     if whole := [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]:
         sum_gradients(whole, lambda flat: sum_over(flat.div_(num_ranks)))
+
+
+def _without_views(unit: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Copies of what is a view (of Flatten, say): an operator in place on one would drop FSDP's hook for backward."""
+    return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() else tensor, outputs)
 
 
 @contextmanager

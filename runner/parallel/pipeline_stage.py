@@ -24,6 +24,15 @@ class Signal:
     def empty(self, num_samples: int, device: torch.device | str) -> torch.Tensor:
         return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
 
+    def check(self, features: torch.Tensor) -> None:
+        """Raises ValueError for what a neighbour does not expect."""
+        if features.shape[1:] != self.shape:
+            raise ValueError(
+                f"parallel=pipeline sends tensors of one shape from stage to stage, but these samples give "
+                f"{list(features.shape[1:])} and the first {list(self.shape)}; pad all to one length, or try "
+                "parallel=ddp, fsdp or tp"
+            )
+
 
 class Stage(PipelineStage):
     """A stage that shakes hands with other ranks only.
@@ -78,12 +87,7 @@ class Part(nn.Module):
             )
             if self.signal is None:
                 return self.finish(outputs, micro_batch)
-        if outputs.shape[1:] != self.signal.shape:
-            raise ValueError(
-                f"parallel=pipeline sends tensors of one shape from stage to stage, but these samples give "
-                f"{list(outputs.shape[1:])} and the first {list(self.signal.shape)}; pad all to one length, or try "
-                "parallel=ddp, fsdp or tp"
-            )
+        self.signal.check(outputs)
         # Always a copy: the schedules detach what they have sent, which a view (of Flatten, say) does not allow.
         padding = outputs.new_zeros(self.num_samples - len(outputs), *outputs.shape[1:])
         return torch.cat([outputs, padding]).contiguous()  # nor can channels_last be sent

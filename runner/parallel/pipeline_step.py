@@ -184,6 +184,7 @@ class Pipelined:
             with torch.no_grad(), self._precision.autocast():
                 features = call(part.layers, micro_batch.inputs) if number == 0 else part.layers(features)
             if number < last and self._owners[number + 1] != rank and micro_batch.rows:
+                self._signals[number].check(features)
                 dist.send(features.contiguous(), group_dst=self._owners[number + 1], group=self._pipeline)
             part.train()
         if last not in self._parts:

@@ -27,7 +27,7 @@ from runner.training.device_map import place_parts
 from runner.training.fit import fit, read_sample, vary
 from runner.training.loader import Loader
 from runner.training.metric_sums import MetricSums
-from runner.training.objective import Objective, Prediction, check_losses
+from runner.training.objective import Objective, Prediction, check_patterns
 from runner.training.optimizers import OptimizerFactory
 from runner.training.precision import Precision
 from runner.training.pytree import map_tensors
@@ -95,8 +95,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     module.to(memory_format=memory_format)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
-    if messages := check_losses(objective, module):
-        raise InputError(*messages)
+    check_patterns(objective, module)
     warnings = place_parts(module, choices, parallel.spans_devices, world)
     if unable:
         warnings.append(

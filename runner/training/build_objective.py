@@ -10,7 +10,7 @@ from runner.config.instantiate import make_group
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.training.losses import Auto
-from runner.training.objective import Objective
+from runner.training.objective import Objective, check_names
 from runner.training.parts import attach_part
 from runner.training.strategy import Parallel
 from runner.training.supervised import Supervised
@@ -34,6 +34,7 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     objective: Objective = make_group(choices, "objective", config.objective, **given)
     if not isinstance(objective, Objective):
         raise InputError(f"objective._target_={target}: derive it from runner.training.objective.Objective")
+    check_names(objective)
     several, mode = len(objective.losses) > 1, choices["parallel"]
     if parallel.carries == "supervised" and not isinstance(objective, Supervised):
         raise InputError(

@@ -114,8 +114,15 @@ def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised
             )
     value = function(objective.arrange(outputs), targets)
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        kind = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise InputError(f"loss must give one number per batch, not {kind}; set its reduction to mean")
+        if isinstance(value, torch.Tensor):
+            raise InputError(
+                f"loss={choices['loss']} must give one number per batch, not {list(value.shape)}; set its reduction to "
+                "mean, or return the mean over the samples"
+            )
+        raise InputError(
+            f"loss={choices['loss']} must give one number per batch, a tensor () that backward can begin with, not a "
+            f"{type(value).__name__}; return the tensor, without item()"
+        )
 
 
 def _told(error: Exception) -> str:

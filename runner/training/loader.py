@@ -82,6 +82,10 @@ class Loader:
 
     def close(self) -> None:
         """End the workers. They ignore the signal by which Python would end them when it exits, and it would wait."""
+        # By hand: where a worker has failed, the iterator is in a cycle with the error, and the garbage collector would
+        # close its queues before it could tell the workers.
+        if self._loader is not None and (iterator := getattr(self._loader, "_iterator", None)) is not None:
+            iterator._shutdown_workers()
         self._loader = None
 
     def _to_device(self, batch: Any) -> MicroBatch:

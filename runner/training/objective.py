@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from runner.errors import InputError
 from runner.training.batch import MicroBatch
 from runner.training.losses import Loss, SumLoss
 
@@ -64,7 +65,7 @@ class Objective:
         result = getattr(self, name)(model, micro_batch.data)
         total, weight = as_pair(result, f"{type(self).__name__}.{name}")
         if micro_batch.num_samples == 0:
-            return SumLoss(total * 0.0, 0.0)
+            return SumLoss(total.nan_to_num() * 0.0, 0.0)  # of no row it may be a mean, 0 / 0
         return SumLoss(total, weight)
 
     def evaluate(self, model: Any, micro_batch: MicroBatch) -> Prediction:
@@ -120,27 +121,39 @@ def _split(trained: Iterable[tuple[str, nn.Parameter]], pattern: str) -> tuple[l
     return own, others
 
 
-def check_losses(objective: Objective, module: nn.Module) -> list[str]:
-    """Why its losses are not those of this model, a message each."""
-    name = type(objective).__name__
-    missing = [loss for loss in objective.losses if not callable(getattr(objective, loss, None))]
-    if missing:
-        return [f"objective: {name}.losses names {missing[0]}, but {name} has no method {missing[0]}(model, batch)"]
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if len(objective.losses) == 1:
-        return []
-    messages = []
-    for loss, pattern in objective.losses.items():
+def check_names(objective: Objective) -> None:
+    """Raises InputError where its losses are none, whatever the model."""
+    name, losses = type(objective).__name__, objective.losses
+    if not isinstance(losses, Mapping) or not losses:
+        raise InputError(
+            f"objective: {name}.losses={losses!r} must map the name of each loss to the regular expression of the "
+            "parameters that it trains, as {'loss': ''}"
+        )
+    for loss, pattern in losses.items():
+        if not callable(getattr(objective, loss, None)):
+            raise InputError(f"objective: {name}.losses names {loss}, but {name} has no method {loss}(model, batch)")
         try:
-            matches = [parameter for parameter in trained if re.search(pattern, parameter)]
-        except re.error as error:
-            return [f"objective: {name}.losses[{loss!r}]={pattern!r} is no regular expression: {error}"]
-        if not matches:
-            messages.append(
-                f"objective: {name}.losses[{loss!r}]={pattern!r} matches no parameter of the model; "
-                f"it has {', '.join(trained[:3])}, ..."
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise InputError(
+                f"objective: {name}.losses[{loss!r}]={pattern!r} is no regular expression: {error}"
+            ) from None
+
+
+def check_patterns(objective: Objective, module: nn.Module) -> None:
+    """Raises InputError where its losses do not train the parameters of this model."""
+    name = type(objective).__name__
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not trained:
+        return  # the optimizer's factory says so
+    listed = ", ".join(trained[:3]) + (", ..." if len(trained) > 3 else "")
+    for loss, pattern in objective.losses.items():
+        if not any(re.search(pattern, parameter) for parameter in trained):
+            raise InputError(
+                f"objective: {name}.losses[{loss!r}]={pattern!r} matches no trained parameter; there are {listed}"
             )
     patterns = list(objective.losses.values())
-    if not messages and (idle := [p for p in trained if not any(re.search(pattern, p) for pattern in patterns)]):
-        messages.append(f"objective: {name}.losses trains all but {idle[0]}; add a pattern, or freeze it")
-    return messages
+    if idle := [p for p in trained if not any(re.search(pattern, p) for pattern in patterns)]:
+        raise InputError(
+            f"objective: {name}.losses trains all but {idle[0]}; add it to a pattern, or freeze it (requires_grad)"
+        )

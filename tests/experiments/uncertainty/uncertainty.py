@@ -1,0 +1,29 @@
+"""A loss with a parameter of its own."""
+
+import torch
+from torch import Tensor, nn
+
+
+class LearnedScale(nn.Module):
+    """The error of each output in units of its own, which are learned.
+
+    Kendall, Gal, Cipolla, "Multi-Task Learning Using Uncertainty to Weigh Losses", 2018, section 3.2.
+    """
+
+    def __init__(self, num_outputs: int):
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(num_outputs))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:  # (N, K), (N, K) -> ()
+        return ((outputs - targets) ** 2 / self.log_variance.exp() + self.log_variance).sum(1).mean() / 2
+
+
+class LearnedScaleOfSome(LearnedScale):
+    """Of samples whose first target is above a threshold; a micro-batch may have none of them."""
+
+    def weight_of(self, targets: Tensor) -> Tensor:
+        return (targets[:, 0] > 0.5).sum()
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        counts = targets[:, 0] > 0.5
+        return super().forward(outputs[counts], targets[counts])
