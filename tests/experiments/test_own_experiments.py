@@ -15,6 +15,7 @@ EXPERIMENTS = {
     "sequences": ("sequences",),
     "autoencoder": ("autoencoder",),
     "autoencoder of learned variance": ("autoencoder", "objective=gaussian", "metrics=none"),
+    "autoencoder in turns": ("autoencoder", "objective=in_turns", "optimizer=adam", "optimizer.lr=0.01"),
     "segmentation": ("segmentation",),
     "segmentation of shapes": ("segmentation", "data=shapes", "data.num_train=41", "data.num_val=11", *SHAPES),
     "adversarial": ("adversarial",),
@@ -26,7 +27,12 @@ EXPERIMENTS = {
 # A step of ten samples, and one of a single sample, which leaves a rank without any: in training and validation.
 COMMON = ("precision=fp64", "epochs=2", "batch_size=10", "logger=none", "checkpoint.every_epochs=9", "backend=gloo")
 MODES = ("none", "ddp", "fsdp")
-MORE = {"adversarial": ("allreduce", "zero"), "uncertainty": ("pipeline",), "uncertainty of some": ("pipeline",)}
+MORE = {
+    "adversarial": ("allreduce", "zero"),
+    "autoencoder in turns": ("allreduce", "zero"),
+    "uncertainty": ("pipeline",),
+    "uncertainty of some": ("pipeline",),
+}
 CELLS = [
     (name, mode, micro_batches)
     for name in EXPERIMENTS

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -78,3 +78,17 @@ class Gaussian(Objective, nn.Module):
         squared = (image - batch.image) ** 2 / self.log_variance.exp()
         error = 0.5 * (squared + self.log_variance + math.log(2 * math.pi)).sum()
         return error + divergence(mean, log_variance), torch.tensor(image.numel())
+
+
+class InTurns(Bernoulli):
+    """The two terms of the bound in turn: the encoder is trained by both."""
+
+    losses: ClassVar = {"error": "", "closeness": "^encoder"}
+
+    def error(self, model: Any, batch: Glyph) -> tuple[Tensor, int]:
+        logits, *_ = model(batch.image, batch.noise)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.image, reduction="sum"), len(logits)
+
+    def closeness(self, model: Any, batch: Glyph) -> tuple[Tensor, int]:
+        mean, log_variance = model.encoder(batch.image).chunk(2, dim=1)
+        return self.beta * divergence(mean, log_variance), len(mean)

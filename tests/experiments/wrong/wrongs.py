@@ -13,7 +13,10 @@ class Points(TensorDataset):
     """Sample i: (4,) numbers and a class of 3."""
 
     def __init__(self, train: bool, num_samples: int = 24):
-        super().__init__(torch.randn(num_samples, 4), torch.arange(num_samples) % 3)
+        super().__init__(
+            torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(int(train))),
+            torch.arange(num_samples) % 3,
+        )
 
 
 class Threes(Points):
