@@ -24,7 +24,7 @@ from runner.training.confusion import MAX_CLASSES, Predictions
 from runner.training.datasets import load_data
 from runner.training.deferred_init import build_deferred
 from runner.training.device_map import place_parts
-from runner.training.fit import fit, read_sample, vary
+from runner.training.fit import fit, read_sample
 from runner.training.loader import Loader
 from runner.training.metric_sums import MetricSums
 from runner.training.objective import Objective, Prediction, check_patterns
@@ -87,7 +87,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     if deferred is not None:
         deferred.keep(module)
     objective = make_objective(config, choices, parallel)
-    sample, varies = map_tensors(_as_float32, read_sample(config, train_data)), vary(train_data)
+    sample = map_tensors(_as_float32, read_sample(config, train_data))
     prediction = fit(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
     attach(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device, dtype=precision.parameter_dtype)
@@ -149,7 +149,6 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             config.clip_grad_norm,
             world.device,
             map_tensors(lambda tensor: precision.cast(tensor.to(world.device)), sample),
-            varies,
             materialize=functools.partial(deferred.materialize, device=world.device)
             if deferred
             else lambda parts: None,

@@ -17,8 +17,6 @@ from runner.training.pytree import describe, tensors
 from runner.training.reader import Reader, Share
 from runner.training.supervised import Supervised, call
 
-_LOOKED_AT = 16  # samples, for whether all are of one shape
-
 
 def read_sample(config: Config, dataset: Any) -> Any:
     """The first sample as a batch of one. Raises InputError where it cannot be read or collated."""
@@ -32,15 +30,6 @@ def read_sample(config: Config, dataset: Any) -> Any:
     if not tensors(batch):
         raise InputError(f"data: a sample must hold tensors or numbers, but the first one is {describe(batch)}")
     return batch
-
-
-def vary(dataset: Any) -> bool:
-    """Whether samples differ in shape; only those of a data set that collates them itself may."""
-    if not hasattr(dataset, "collate"):
-        return False
-    reader = Reader(dataset)
-    batches = [reader.__getitems__(Share(0, [index])) for index in range(min(_LOOKED_AT, len(dataset)))]
-    return len({tuple(tensor.shape for tensor in tensors(batch)) for batch in batches}) > 1
 
 
 def fit(

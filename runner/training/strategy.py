@@ -56,7 +56,6 @@ class Recipe:
     clip_grad_norm: float | None
     device: torch.device
     sample: Any  # one of the training data's, a batch of one on the device
-    varies: bool = False  # other batches may have other shapes
     # Gives parts of a module that was built without memory their initial weights, on the device; see deferred_init.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda parts: None
 
