@@ -6,9 +6,14 @@ from pathlib import Path
 
 import parity_table
 import pytest
+import torch
 from commands import Commands
 
 from runner.main import main
+
+# The first backward of a process decides which threads autograd starts, after which no forked rank can go backward. It
+# must come before any test has a FakeTensorMode, with which torch counts a GPU that is not there.
+torch.ones((), requires_grad=True).backward()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,6 +24,7 @@ RESULT = {
     "state": str,
     "task": str,
     "metrics": dict,
+    "monitor": dict,
     "step": int,
     "epoch": int,
     "world_size": int,
