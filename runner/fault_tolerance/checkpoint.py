@@ -70,6 +70,14 @@ def verify(path: Path) -> None:
             raise ValueError(f"{path / name} is not what was saved; the checkpoint is damaged")
 
 
+def evaluated_weights(state: dict[str, Any]) -> dict[str, Any]:
+    """What the run evaluated: the model's state by full names, with the averages in the places of their parameters.
+
+    state: of a checkpoint. Buffers are the model's own; without ema.decay so are all weights.
+    """
+    return state["model"] | state.get("average", {})
+
+
 def weights_sha256(model_state: dict[str, Any]) -> str:
     """One hash over the bytes of a full state dict, names sorted."""
     digest = hashlib.sha256()
