@@ -13,11 +13,12 @@ from hydra.errors import HydraException
 from runner.config.diagnostics.import_target import locate
 from runner.config.own_folders import absolute
 from runner.config.schema import Config
+from runner.config.shorthands import expand
 from runner.errors import InputError
 from runner.runs.ledger import LEDGER, is_sweep, read_sweep
 from runner.runs.records import last_of
 from runner.runs.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, read_result
-from runner.runs.train_state import available, read_train_state
+from runner.runs.train_state import BEST, LAST, STEP, available, named, read_train_state
 
 READ_ALONE = ("report",)  # tasks that read directories as they are: nothing recorded there is composed
 
@@ -38,7 +39,7 @@ def with_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bo
 
     config_dirs: the typed ones; those that the run recorded come before them.
     """
-    config_dirs = list(config_dirs)
+    overrides, config_dirs = expand(overrides), list(config_dirs)
     try:
         typed = OverridesParser.create().parse_overrides(overrides)
     except HydraException:
@@ -95,6 +96,12 @@ def check_resumable(config: Config) -> list[str]:
     if not checkpoints:
         return [f"{key}={path} holds no checkpoint yet; train it first, without {key}="]
     if key == "run":
+        if config.checkpoint.load not in (LAST, BEST) and not STEP.fullmatch(config.checkpoint.load):
+            return []  # which is told already
+        try:
+            named(Path(path) / CHECKPOINTS, config.checkpoint.load)
+        except ValueError as error:
+            return [f"checkpoint={config.checkpoint.load}: {error}"]
         return []
     was_debugged = yaml.safe_load((Path(path) / CONFIG).read_text()).get("debug", False)  # older ones have no such key
     if config.debug != was_debugged:

@@ -1,7 +1,7 @@
 """The typed top level of the configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -12,11 +12,21 @@ SPLITS = ("train", "val", "test")  # of a data set
 
 @dataclass
 class Checkpoints:
-    """When checkpoints are taken, and how many stay."""
+    """When checkpoints are taken, how many stay, and which of them a task reads."""
 
     every_epochs: int = 1
     every_steps: int | None = None
     keep: int = 2
+    keep_best: int = 1
+    load: str = "last"
+
+
+@dataclass
+class EarlyStop:
+    """When a run ends before its last step, because its monitor gets no better."""
+
+    patience: int | None = None
+    min_delta: float = 0.0
 
 
 @dataclass
@@ -78,6 +88,7 @@ class Config:
     eval_every_steps: int | None = None
     eval_batches: int | None = None
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
     profile: bool = False
     debug: bool = False
     compare: Comparison = field(default_factory=Comparison)
@@ -92,6 +103,8 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
+SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
+OF_TASKS = ("compare", "report")  # sections that are of one task, and named as it
 # Mappings of names: of one option, and of several.
 NAMED_GROUPS = {"transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 
@@ -99,7 +112,6 @@ NAMED_GROUPS = {"transforms": "a transform", "metrics": "a metric", "callbacks":
 def as_config(container: Mapping[str, Any]) -> Config:
     """The typed configuration of a composed and resolved container."""
     values = {key: container[key] for key in KEYS}
-    values["checkpoint"] = Checkpoints(**values["checkpoint"])
-    values["compare"] = Comparison(**values["compare"])
-    values["report"] = Reporting(**values["report"])
+    for key, section in SECTIONS.items():
+        values[key] = section(**values[key])
     return Config(**values)

@@ -12,8 +12,9 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.optimizer_groups import check_optimizer_groups
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import describe, show, suits
-from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, SPLITS, Comparison, Config, Reporting
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
 from runner.errors import near_hint
+from runner.runs.train_state import BEST, LAST, STEP
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
@@ -87,7 +88,8 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         return [f"resume={config.resume} continues training; to read a run, type run={config.resume}"]
     if task.reads_run and not config.run and not config.report.runs:
         return [f"{named} needs the run to read; type run=last, or run=RUN_DIR"]
-    for section, default in (("compare", Comparison()), ("report", Reporting())):
+    for section in OF_TASKS:
+        default = SECTIONS[section]()
         if (given := getattr(config, section)) != default and task.section != section:
             names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
             return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
@@ -99,6 +101,11 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         return [
             f"split={config.split} has no effect on {named}; drop it, or type task=evaluate run=RUN_DIR "
             f"split={config.split}"
+        ]
+    if config.checkpoint.load != LAST and not task.reads_checkpoint:
+        return [
+            f"checkpoint={config.checkpoint.load} has no effect on {named}; drop it, or type task=evaluate run=RUN_DIR "
+            f"checkpoint={config.checkpoint.load}"
         ]
     going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
     if going_on and not (task.needs_experiment or task.reads_run):
@@ -141,6 +148,9 @@ def check_values(config: Config) -> list[str]:
         "checkpoint.every_epochs": 1,
         "checkpoint.every_steps": 1,
         "checkpoint.keep": 1,
+        "checkpoint.keep_best": 0,
+        "early_stop.patience": 1,
+        "early_stop.min_delta": 0,
     }
     messages = []
     if config.micro_batches == AUTO:
@@ -173,6 +183,14 @@ def check_values(config: Config) -> list[str]:
             f"activation_checkpointing={show(extent)} must be none, full or n of at least 1, for every nth "
             "block; try full"
         )
+    if config.early_stop.min_delta and config.early_stop.patience is None:
+        messages.append(
+            f"early_stop.min_delta={config.early_stop.min_delta:g} has no effect without early_stop.patience; add "
+            "early_stop.patience=3, say"
+        )
+    name = config.checkpoint.load
+    if name not in (LAST, BEST) and not STEP.fullmatch(name):
+        messages.append(f"checkpoint={name} must be last, best or step_N{near_hint(name, [LAST, BEST])}")
     messages += _choice("sync_batchnorm", config.sync_batchnorm, ("auto", True, False))
     if not NAME.fullmatch(config.name):
         messages.append(

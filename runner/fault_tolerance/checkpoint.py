@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from runner.distributed.world import World
-from runner.runs.train_state import PROGRESS, TrainState, available, read_train_state
+from runner.runs.train_state import BEST, LAST, PROGRESS, TrainState, available, named, read_train_state, step_of
 from runner.training.strategy import Spread
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ def path_of(folder: Path, train_state: TrainState) -> Path:
     return folder / f"step_{train_state.step}"
 
 
-def save(folder: Path, state: dict[str, Any], train_state: TrainState, keep: int) -> Path:
-    """Write folder/step_N and drop all but the newest `keep`. For one rank; the state is of the whole model.
+def save(folder: Path, state: dict[str, Any], train_state: TrainState) -> Path:
+    """Write folder/step_N, and let the link `last` name it. For one rank; the state is of the whole model.
 
     It is written beside its place, flushed to the disk and renamed, so that a crash leaves the older ones as they are.
     """
@@ -43,10 +44,33 @@ def save(folder: Path, state: dict[str, Any], train_state: TrainState, keep: int
     if final.exists():  # a damaged one of the same step, which the run was not resumed from
         shutil.rmtree(final)
     partial.rename(final)
-    _flush(folder)
-    for old in available(folder)[:-keep]:
-        shutil.rmtree(old)
+    point(folder, LAST, final)
     return final
+
+
+def point(folder: Path, name: str, path: Path | None) -> None:
+    """Let the link `name` beside the checkpoints name one of them, or remove it. It is never without its target."""
+    link = folder / name
+    if path is None:
+        link.unlink(missing_ok=True)
+    elif not link.is_symlink() or os.readlink(link) != path.name:
+        new = folder / f"{name}.tmp"
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name)  # relative, so that a run's directory can be moved
+        new.replace(link)
+    _flush(folder)
+
+
+def retain(folder: Path, keep: int, best: Sequence[int]) -> None:
+    """Drop all checkpoints but the newest `keep` and those of the best steps; the link `best` names the first of these.
+
+    best: the best first, each with a checkpoint.
+    """
+    there = available(folder)
+    kept = {path for path in there if step_of(path) in best} | {*there[-keep:]}
+    point(folder, BEST, folder / f"step_{best[0]}" if best else None)
+    for old in set(there) - kept:
+        shutil.rmtree(old)
 
 
 def load(path: Path) -> tuple[dict[str, Any], TrainState]:
@@ -101,18 +125,23 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def restore(folder: Path, spread: Spread, world: World) -> TrainState:
-    """Load the newest checkpoint that is what was saved. All ranks must call it.
-
-    A damaged one is named in a warning and the one before it is used. Raises ValueError when none is sound: a run
-    must not start afresh over one that went far.
-    """
-    state, train_state = load(Path(world.agreement.share("checkpoint", lambda: str(_newest_sound(folder)))))
+def restore(folder: Path, spread: Spread, world: World, name: str = LAST) -> TrainState:
+    """Load a checkpoint, as `choose` does. All ranks must call it."""
+    state, train_state = load(Path(world.agreement.share("checkpoint", lambda: str(choose(folder, name)))))
     spread.load_state(state)
     return train_state
 
 
-def _newest_sound(folder: Path) -> Path:
+def choose(folder: Path, name: str = LAST) -> Path:
+    """The checkpoint best or step_N, or else the newest one that is what was saved.
+
+    A damaged newest one is named in a warning and the one before it is used. Raises ValueError where none is sound, for
+    a run must not start afresh over one that went far, and where the one that is named is not.
+    """
+    if name != LAST:
+        path = named(folder, name)
+        verify(path)
+        return path
     for path in reversed(available(folder)):
         try:
             verify(path)

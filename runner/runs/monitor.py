@@ -1,5 +1,6 @@
 """The one metric by which runs are compared, and which end of it is the best."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,17 @@ class Monitor:
 
     name: str
     direction: Literal["max", "min"]
+
+    def best(self, values: Mapping[int, float]) -> list[int]:
+        """The steps of these values, the best first, of equal ones the earlier; without those that are no number."""
+        sign = -1.0 if self.direction == "max" else 1.0
+        known = [step for step, value in values.items() if math.isfinite(value)]
+        return sorted(known, key=lambda step: (sign * values[step], step))
+
+    def improves(self, value: float, on: float, by: float = 0.0) -> bool:
+        """Whether it is better than the other one by more than so much; nothing is better than no number at all."""
+        gain = value - on if self.direction == "max" else on - value
+        return math.isfinite(value) and (not math.isfinite(on) or gain > by)
 
 
 BY_LOSS = Monitor(LOSS, "min")

@@ -43,6 +43,8 @@ class Result:
     task: str = "train"
     metrics: dict[str, float] = field(default_factory=dict)
     monitor: dict[str, str] | None = None  # name and direction, as runner.runs.monitor.Monitor
+    best: dict[str, float] | None = None  # step and the monitor's value of the best checkpoint
+    stopped: str | None = None  # why the run ended before its last step
     step: int = 0
     epoch: int = 0
     world_size: int = 1
@@ -108,12 +110,19 @@ class RunDirectory:
             lines = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
             write_whole(path, "".join(lines))
 
-    def last_evaluation(self) -> int:
-        """The last step in metrics.jsonl that was evaluated after, 0 where there is none. For the rank that writes."""
+    def evaluations(self, monitor: str) -> dict[int, float]:
+        """The monitor's value of each evaluation in metrics.jsonl, by step, not a number where it was not measured.
+
+        For the rank that writes.
+        """
         path = self.path / METRICS
         lines = path.read_text().splitlines() if path.exists() else []
         measured = [json.loads(line) for line in lines if '"val/' in line]
-        return max((found["step"] for found in measured if any(key.startswith("val/") for key in found)), default=0)
+        return {
+            found["step"]: float(found.get(monitor, "nan"))
+            for found in measured
+            if any(key.startswith("val/") for key in found)
+        }
 
 
 def new_directory(outputs: str, name: str, prefix: str = "") -> Path:

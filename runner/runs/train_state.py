@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 PROGRESS = "progress.json"
+LAST, BEST = "last", "best"  # links beside the checkpoints, which name one of them
+STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,31 @@ class TrainState:
 
 def available(folder: Path) -> list[Path]:
     """The complete checkpoints in a run's folder of them, oldest first."""
-    steps = [(int(m[1]), p) for p in folder.glob("step_*") if (m := re.fullmatch(r"step_(\d+)", p.name))]
-    return [path for _, path in sorted(steps)]
+    return sorted((path for path in folder.glob("step_*") if STEP.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The optimizer steps done before the checkpoint was taken."""
+    return int(path.name.removeprefix("step_"))
+
+
+def named(folder: Path, name: str) -> Path:
+    """The checkpoint of that name: last, best or step_N. Raises ValueError that says which there are."""
+    paths = available(folder)
+    if name == LAST and paths:
+        return paths[-1]
+    found = (folder / name).resolve()
+    if found in [path.resolve() for path in paths]:
+        return found
+    if not paths:
+        raise ValueError(f"{folder.parent} holds no checkpoint yet")
+    there = ", ".join(path.name for path in paths)
+    if name == BEST:
+        raise ValueError(
+            f"{folder.parent} holds no best checkpoint, but {there}: none is kept with checkpoint.keep_best=0, nor "
+            "before an evaluation has given a value of its monitor"
+        )
+    raise ValueError(f"{folder.parent} holds no checkpoint {name}, but {there}")
 
 
 def read_train_state(path: Path) -> TrainState:

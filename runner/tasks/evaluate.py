@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Evaluate:
-    """Evaluate the newest checkpoint of config.run on config.split."""
+    """Evaluate a checkpoint of config.run, the newest or that of config.checkpoint.load, on config.split."""
 
     section = None
     reads_run = True
@@ -34,7 +34,7 @@ class Evaluate:
     ) -> dict[str, float]:
         assert config.run is not None
         spread = experiment.parallel.prepare(experiment.recipe, world)
-        progress = restore(Path(config.run) / CHECKPOINTS, spread, world)
+        progress = restore(Path(config.run) / CHECKPOINTS, spread, world, config.checkpoint.load)
         directory.result.step, directory.result.epoch = progress.step, progress.epoch
         found = evaluate(experiment, spread, world, config.eval_batches)
         metrics = {name.replace("val/", f"{config.split}/", 1): value for name, value in found.items()}

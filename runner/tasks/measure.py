@@ -58,7 +58,7 @@ class Measure:
             trainer.step(next(batches))
         state = spread.state()
         if directory.writes:
-            checkpoint.save(directory.checkpoints, state, trainer.state, keep=1)
+            checkpoint.save(directory.checkpoints, state, trainer.state)
         del state
 
         meter.pause()

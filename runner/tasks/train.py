@@ -14,9 +14,11 @@ from runner.fault_tolerance.checkpointing import Checkpointing
 from runner.runs.monitor import LOSS, shown
 from runner.runs.run_directory import RunDirectory
 from runner.runs.train_state import TrainState, available
+from runner.tasks.past import Past, read_past
 from runner.training.build import Experiment
 from runner.training.callback import Callbacks, RunInfo
 from runner.training.callbacks.anomalies import AnomalyDetection
+from runner.training.callbacks.early_stop import EarlyStop
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.pruning import Pruning
@@ -60,7 +62,8 @@ class Train:
         directory.forget_after(state.step)
         meter = ThroughputMeter()
         recorder = Recorder(directory, experiment.logger, meter, metric_names(experiment))
-        callbacks = observers(config, experiment, spread, world, directory, console, meter, recorder)
+        past = read_past(directory, experiment.monitor, world)
+        callbacks = observers(config, experiment, spread, world, directory, console, meter, recorder, past)
         trainer = Trainer(
             config,
             experiment,
@@ -69,7 +72,7 @@ class Train:
             state,
             meter,
             callbacks,
-            _owes_evaluation(config, state, world, directory),
+            past.owes_evaluation(config, state),
         )
         metrics = trainer.train(
             RunInfo(
@@ -87,7 +90,12 @@ class Train:
                 monitor=experiment.monitor,
             )
         )
-        directory.pruned = trainer.stopped
+        ended = "finished"
+        if trainer.stopped:
+            ended, reason = callbacks.told_to_stop()
+            directory.result.stopped = reason or None
+            log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
+        directory.pruned = ended == "pruned"
         measured = [f"{name} {metrics[name]:.4f}" for name in shown([experiment.monitor], metrics)]
         how = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
         log.info("%s: %s", how, ", ".join(measured))
@@ -106,6 +114,7 @@ def observers(
     console: Console,
     meter: ThroughputMeter,
     recorder: Recorder,
+    past: Past,
 ) -> Callbacks:
     """The callbacks of a training run, the user's between those that show and those that save."""
     callbacks = Callbacks()
@@ -117,11 +126,24 @@ def observers(
         callbacks.add("anomalies", AnomalyDetection())
     for name, callback in experiment.callbacks.items():
         callbacks.add(name, callback)
+    if config.early_stop.patience is not None:
+        patience, min_delta = config.early_stop.patience, config.early_stop.min_delta
+        stop = EarlyStop(experiment.monitor, patience, min_delta, past.values)
+        callbacks.add("early_stop", stop)
     if directory.pruner is not None:
         callbacks.add("pruning", Pruning(directory.pruner, asks=directory.writes))
     callbacks.add(
         "checkpointing",
-        Checkpointing(config.checkpoint, spread, directory, meter, callbacks, flush=experiment.logger.flush),
+        Checkpointing(
+            config.checkpoint,
+            spread,
+            directory,
+            meter,
+            callbacks,
+            experiment.monitor,
+            past.kept,
+            flush=experiment.logger.flush,
+        ),
     )
     return callbacks
 
@@ -184,13 +206,3 @@ def _alone(experiment: Experiment, world: World, directory: RunDirectory) -> lis
         f"parallel={directory.result.parallel} has one process, and spreads nothing; to start more, type "
         "launcher=spawn launcher.nproc_per_node=2, or torchrun --nproc-per-node 2 -m runner"
     ]
-
-
-def _owes_evaluation(config: Config, state: TrainState, world: World, directory: RunDirectory) -> bool:
-    """Whether the run that is resumed stopped before an evaluation that was due. All ranks must call it."""
-    at_epoch_end = not state.step_in_epoch and state.epoch % config.eval_every == 0
-    at_step = config.eval_every_steps is not None and state.step % config.eval_every_steps == 0
-    if state.step == 0 or not (at_epoch_end or at_step):
-        return False
-    last = world.agreement.share("evaluated", lambda: str(directory.last_evaluation()))
-    return int(last) < state.step

@@ -69,7 +69,10 @@ class Callback:
     """
 
     may_stop: bool = False  # declared by one that may set wants_to_stop; the same on all ranks
-    wants_to_stop: bool = False  # asked after each evaluation but the last; if any rank does, the run ends there, saved
+    wants_to_stop: bool = False  # asked at the start and after each evaluation but the last; if any rank does, the run
+    # ends there, saved, in this state
+    stops_as: Literal["finished", "pruned"] = "pruned"
+    stop_reason: str = ""  # which result.json and the last lines tell
 
     def on_start(self, run: RunInfo) -> None:
         """Before the first step of this process."""
@@ -107,6 +110,13 @@ class Callbacks:
     @property
     def want_to_stop(self) -> bool:
         return any(callback.wants_to_stop for _, callback in self._named)
+
+    def told_to_stop(self) -> tuple[Literal["finished", "pruned"], str]:
+        """The state of a run that ends because one of them, here or on another rank, wants it, and the reason."""
+        for name, callback in self._named:
+            if callback.wants_to_stop and callback.stops_as == "finished":
+                return "finished", callback.stop_reason or f"the callback {name} asked for it"
+        return "pruned", next((callback.stop_reason for _, callback in self._named if callback.wants_to_stop), "")
 
     def on_start(self, run: RunInfo) -> None:
         for name, callback in self._named:

@@ -55,7 +55,7 @@ class Trainer:
             try:
                 self.callbacks.on_start(run)
                 metrics = self._train()
-                outcome = "pruned" if self.stopped else "finished"
+                outcome = self.callbacks.told_to_stop()[0] if self.stopped else "finished"
             except Preempted:
                 outcome = "preempted"
                 raise
@@ -67,6 +67,8 @@ class Trainer:
 
     def _train(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
+        if self._asked_to_end():
+            return self._evaluate()
         if self.owes_evaluation and self.state.step < self.num_steps:
             metrics |= self._evaluate()
             if self.stopped:
@@ -130,10 +132,15 @@ class Trainer:
         batches = self.config.eval_batches
         metrics = evaluate(self.experiment, self.spread, self.world, batches, predictions, self._ask_to_stop)
         self.callbacks.after_evaluation(Moment(self.state, metrics, predictions))
-        if self.callbacks.may_stop and self.state.step < self.num_steps:
-            self.stopped = self.world.collectives.any_later(self.callbacks.want_to_stop)()
+        self._asked_to_end()
         self.meter.pause()
         return metrics
+
+    def _asked_to_end(self) -> bool:
+        """Whether a callback of any rank wants the run to end here. All ranks must call it."""
+        if self.callbacks.may_stop and self.state.step < self.num_steps:
+            self.stopped = self.world.collectives.any_later(self.callbacks.want_to_stop)()
+        return self.stopped
 
     def _ask_to_stop(self) -> Callable[[], None]:
         """Start asking whether a signal came to any rank; the result, when called, raises Preempted then.

@@ -16,7 +16,7 @@ def progress(step: int) -> TrainState:
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, STATE, progress(5), keep=2)
+    path = checkpoint.save(tmp_path, STATE, progress(5))
     state, at = checkpoint.load(path)
     assert at == progress(5) == read_train_state(path)
     assert torch.equal(state["model"]["weight"], STATE["model"]["weight"])
@@ -24,37 +24,42 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_newest_stay_and_order_is_by_number(tmp_path: Path) -> None:
-    for step in (9, 10, 100):
-        checkpoint.save(tmp_path, STATE, progress(step), keep=2)
-    assert [path.name for path in available(tmp_path)] == ["step_10", "step_100"]
+    for step in (8, 9, 10, 100):
+        checkpoint.save(tmp_path, STATE, progress(step))
+    checkpoint.retain(tmp_path, keep=2, best=[8])
+    assert [path.name for path in available(tmp_path)] == ["step_8", "step_10", "step_100"]
+    assert (tmp_path / "last").resolve().name == "step_100" and (tmp_path / "best").resolve().name == "step_8"
+    checkpoint.retain(tmp_path, keep=1, best=[])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step_100"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, STATE, progress(5), keep=2)
+    checkpoint.save(tmp_path, STATE, progress(5))
     other = {**STATE, "model": {"weight": torch.ones(3)}}
-    path = checkpoint.save(tmp_path, other, progress(5), keep=2)
+    path = checkpoint.save(tmp_path, other, progress(5))
     assert checkpoint.load(path)[0]["model"]["weight"].tolist() == [1, 1, 1]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step_5"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step_5"]
 
 
 def test_a_crash_inside_a_save_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path, STATE, progress(5), keep=1)
+    checkpoint.save(tmp_path, STATE, progress(5))
 
     def crash(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, STATE, progress(6), keep=1)
+        checkpoint.save(tmp_path, STATE, progress(6))
     assert [path.name for path in available(tmp_path)] == ["step_5"]
+    assert (tmp_path / "last").resolve().name == "step_5"
     monkeypatch.undo()
-    checkpoint.save(tmp_path, STATE, progress(6), keep=1)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step_6"]
+    checkpoint.save(tmp_path, STATE, progress(6))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step_5", "step_6"]
 
 
 @pytest.mark.parametrize("name", [checkpoint.STATE, "progress.json", checkpoint.MANIFEST])
 def test_damage_is_found_and_named(tmp_path: Path, name: str) -> None:
-    path = checkpoint.save(tmp_path, STATE, progress(5), keep=1)
+    path = checkpoint.save(tmp_path, STATE, progress(5))
     file = path / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -77,7 +82,7 @@ def test_loading_runs_no_code_that_a_file_brings(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return sentinel.touch, ()
 
-    path = checkpoint.save(tmp_path, {"model": Malicious()}, progress(1), keep=1)
+    path = checkpoint.save(tmp_path, {"model": Malicious()}, progress(1))
     with pytest.raises(Exception, match="Weights only load failed"):
         checkpoint.load(path)
     assert not sentinel.exists()
