@@ -14,7 +14,9 @@ from typing import Any, overload
 
 __version__ = "0.1.0"
 
-ROOT = Path(__file__).resolve().parent.parent
+_HERE = Path(__file__).resolve().parent
+_SHIPPED = _HERE / "_shipped"  # where an installed runner has what lies beside it in a checkout: see pyproject.toml
+ROOT = _SHIPPED if _SHIPPED.is_dir() else _HERE.parent
 CONF = ROOT / "conf"
 CLAIMED = ("models", "data")
 

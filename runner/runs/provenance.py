@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from runner import ROOT
+from runner import ROOT, __version__
 
 MAX_DIFF_BYTES = 1 << 20
 TIMEOUT_S = 10
@@ -16,10 +16,10 @@ PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--d
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that compute."""
+    """Of the runner, of Python and of the packages that compute."""
     from importlib.metadata import PackageNotFoundError, version  # 12 ms that --help does without
 
-    found = {"python": platform.python_version()}
+    found = {"experiment-runner": __version__, "python": platform.python_version()}
     for package in ("torch", "torchvision", "hydra-core", "omegaconf"):
         try:
             found[package] = version(package)

@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from commands import Commands
@@ -25,38 +27,58 @@ FOLDERS = {
 }
 
 
+# A distribution of somebody else's, in the same site-packages: pip lets one overwrite the files of another.
+OTHERS = ("models/__init__.py", "data/__init__.py", "data/digits.py", "conf/config.yaml")
+OF_OTHERS = "raise ImportError('of another distribution')\n"
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a wheel of the project, built from a copy of it, is unpacked in."""
-    copy, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A wheel of the project, built from a copy of it, and one that is built from its sdist."""
+    copy, unpacked, built = (tmp_path_factory.mktemp(name) for name in ("source", "unpacked", "built"))
     for name in SOURCES:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    # Nothing is fetched: what builds and what runs it are there already.
-    words = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", target)
-    done = subprocess.run([sys.executable, *words, copy], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    sdist = build("sdist", copy, built)
+    shutil.unpack_archive(sdist, unpacked, filter="data")
+    return [build("wheel", copy, built / "1"), build("wheel", next(unpacked.iterdir()), built / "2")]
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """As pip has it built, except that nothing is fetched: what builds it is there already."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "deprecated" not in done.stderr.lower(), done.stderr
+    return target / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel is installed in, beside another distribution that has the project's names."""
+    target = tmp_path_factory.mktemp("installed")
+    for name in OTHERS:
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(OF_OTHERS)
+    words = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheels[0])
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
     return target
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(("folder", "form"), [("packages", "module"), ("modules", "script"), ("bare", "module")])
 def test_it_runs_in_a_folder_that_holds_its_names(
-    folder: str, commands: Commands, tmp_path: Path, installed: Path
+    folder: str, form: str, commands: Commands, tmp_path: Path, installed: Path
 ) -> None:
     for name in FOLDERS[folder]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise ImportError('not of the runner')\n")
-    forms = {"module": ["-m", "runner"], "script": [str(installed / "bin" / "runner")]}
-    env = {"PYTHONPATH": str(installed)}
-    processes = [commands.start(*words, *TINY, f"name={name}", env=env) for name, words in forms.items()]
-    for process in processes:
-        done = commands.finish(process)
-        assert (done.returncode, done.stderr) == (0, ""), done.args
-    for name, words in forms.items():
-        (path,) = (tmp_path / "outputs" / name).iterdir()
-        result = Run(path).result
-        assert result["state"] == "finished" and result["command"][1 : len(words) + 1] == words
+    words = ["-m", "runner"] if form == "module" else [str(installed / "bin" / "runner")]
+    done = commands.finish(commands.start(*words, *TINY, env={"PYTHONPATH": str(installed)}))
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = (tmp_path / "outputs" / "run").iterdir()
+    result = Run(path).result
+    assert result["state"] == "finished" and result["command"][1 : len(words) + 1] == words
 
 
 def test_it_is_the_installed_one_that_runs(commands: Commands, installed: Path) -> None:
@@ -67,10 +89,31 @@ def test_it_is_the_installed_one_that_runs(commands: Commands, installed: Path) 
     assert [Path(word).is_relative_to(installed) for word in done.stdout.split()] == [True] * 4
 
 
-def test_every_file_is_installed(installed: Path) -> None:
-    def under(folder: Path) -> set[str]:
-        paths = [path for name in SOURCES for path in (folder / name).rglob("*") if path.suffix in (".py", ".yaml")]
-        return {str(path.relative_to(folder)) for path in paths}
-
-    assert under(installed) == under(ROOT)
+def test_every_file_is_installed_and_none_over_anothers(installed: Path, wheels: list[Path]) -> None:
+    ours = {path for name in SOURCES for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".yaml", ".typed")}
+    inside = {str(path.relative_to(ROOT)) for path in ours}
+    inside = {f"runner/_shipped/{name}" if name.startswith(("conf", "data", "models")) else name for name in inside}
+    direct, of_sdist = (
+        {entry.filename: entry.CRC for entry in ZipFile(wheel).infolist() if not entry.is_dir()} for wheel in wheels
+    )
+    assert direct == of_sdist
+    assert {name for name in direct if ".dist-info/" not in name} == inside
+    assert [(installed / name).read_text() for name in OTHERS] == [OF_OTHERS] * len(OTHERS)
     assert os.access(installed / "bin" / "runner", os.X_OK)
+
+
+def test_a_users_own_callback_is_checked_against_its_types(wheels: list[Path], tmp_path: Path) -> None:
+    """By mypy, which reads the annotations of what is installed only where a py.typed says that they are meant."""
+    environment = tmp_path / "environment"
+    venv.create(environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    shutil.unpack_archive(wheels[0], packages, format="zip")
+    (tmp_path / "mine.py").write_text(
+        "from runner.training.callback import Callback, RunInfo\n\n"
+        "class Mine(Callback):\n    def on_start(self, run: RunInfo) -> None:\n        run.world_size.upper()\n"
+    )
+    # What stands in for the libraries, which are not in that environment, and would take mypy half a minute.
+    (tmp_path / "mypy.ini").write_text("[mypy]\nignore_missing_imports = true\n")
+    words = ("-m", "mypy", "--python-executable", environment / "bin" / "python", "--cache-dir", os.devnull, "mine.py")
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[:-1] == ['mine.py:5: error: "int" has no attribute "upper"  [attr-defined]']
