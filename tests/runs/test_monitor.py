@@ -91,7 +91,8 @@ def test_the_table_of_a_sweep_has_the_metrics_that_are_asked_for(tmp_path: Path)
 
 def test_an_evaluation_is_any_line_with_a_metric_of_the_validation_data(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    assert directory.last_evaluation() == 0
+    assert directory.evaluations("val/f1/macro") == {}
     directory.log_metrics(3, 1, {"val/f1/macro": 0.5})
     directory.log_metrics(4, 1, {"train/loss": 0.5})
-    assert directory.last_evaluation() == 3
+    assert directory.evaluations("val/f1/macro") == {3: 0.5}
+    assert [str(value) for value in directory.evaluations("val/loss").values()] == ["nan"]

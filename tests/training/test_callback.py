@@ -133,7 +133,7 @@ def test_it_is_called_on_every_rank_with_what_was_measured(
     for rank in range(world_size):
         called = calls(tmp_path, rank)
         epoch = ["after_step"] * 4 + ["after_evaluation"]
-        expected = ["on_start", *epoch, "after_epoch", "after_checkpoint", *epoch, "after_checkpoint", "on_end"]
+        expected = ["on_start", *epoch, "after_checkpoint", "after_epoch", *epoch, "after_checkpoint", "on_end"]
         # The callback that saves is the last of all, and so it is the first that is told of the end.
         assert [call["called"] for call in called] == expected
         assert called[0] == {"called": "on_start", "world_size": world_size, "num_steps": 8, "first_step": 0}
