@@ -1,5 +1,6 @@
 """Fixtures that several test modules share."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ from runner.main import main
 # The first backward of a process decides which threads autograd starts, after which no forked rank can go backward. It
 # must come before any test has a FakeTensorMode, with which torch counts a GPU that is not there.
 torch.ones((), requires_grad=True).backward()
+
+
+# Dashboards count their users, and ask for newer versions, over the network: no test does.
+os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", WANDB_ERROR_REPORTING="false")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

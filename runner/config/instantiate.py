@@ -23,6 +23,8 @@ def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args
         if key in CALLED and node.get("_partial_"):
             return constructor
         return constructor(*args, **provided)
+    except InputError:
+        raise  # it says what was typed
     except (ValueError, InstantiationException) as error:
         nested = isinstance(error, InstantiationException)
         cause = error.__cause__ if nested else error

@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.own_folders import absolute
+from runner.config.renamed_targets import rename_keys
 from runner.config.schema import Config
 from runner.config.shorthands import expand
 from runner.errors import InputError
@@ -134,9 +135,10 @@ def _with_recorded_sweep(resume: Override, typed: list[Override], config_dirs: l
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{resume.input_line}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
     own = [o for o in typed if o is not resume]
-    words = put_on_top(recorded.typed, [str(o.input_line) for o in own])
+    before = rename_keys(recorded.typed)
+    words = put_on_top(before, [str(o.input_line) for o in own])
     # What is typed on top adds jobs this once; how jobs are run and chosen is remembered.
-    kept = put_on_top(recorded.typed, [str(o.input_line) for o in own if o.is_hydra_override()])
+    kept = put_on_top(before, [str(o.input_line) for o in own if o.is_hydra_override()])
     return Typed(words, kept, _on_top(resume.input_line or "", recorded.config_dirs, config_dirs), str(path))
 
 
@@ -178,7 +180,7 @@ def _read_overrides(path: Path) -> tuple[list[str], list[str]]:
     """What a run recorded: its words, and its own folders."""
     recorded = [str(word) for word in yaml.safe_load((path / OVERRIDES).read_text()) or []]
     folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
-    return [word for word in recorded if not word.startswith("--")], folders
+    return rename_keys([word for word in recorded if not word.startswith("--")]), folders
 
 
 def _find_sweep(value: str, typed: list[Override]) -> Path:

@@ -62,8 +62,8 @@ class Config:
     loss: Any = MISSING
     objective: Any = MISSING
     loader: Any = MISSING
-    logger: Any = MISSING
-    transforms: Any = field(default_factory=dict)  # of this group and the next two none or several are chosen; by name
+    logger: Any = field(default_factory=dict)  # of this group and the next three none or several are chosen; by name
+    transforms: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
     name: str = "run"
@@ -106,7 +106,7 @@ GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
 OF_TASKS = ("compare", "report")  # sections that are of one task, and named as it
 # Mappings of names: of one option, and of several.
-NAMED_GROUPS = {"transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
+NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 
 
 def as_config(container: Mapping[str, Any]) -> Config:

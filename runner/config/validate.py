@@ -34,7 +34,7 @@ def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
     """
     messages = check_values(config)
     for group in NAMED_GROUPS:
-        messages += _check_named(group, getattr(config, group))
+        messages += _check_named(group, getattr(config, group), choices)
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
@@ -61,8 +61,11 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
     return messages
 
 
-def _check_named(group: str, node: Mapping[str, Any]) -> list[str]:
+def _check_named(group: str, node: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
     """The group is a mapping of names, so that several options of it can be chosen together."""
+    # A single logger needs no name, as it had none when there could be one only; a list is in no choice of Hydra's.
+    if group == "logger" and "_target_" in node and (group in choices or not choices):
+        return check_options(group, node)
     if "_target_" in node:
         return [
             f"{group}._target_={node['_target_']}: {NAMED_GROUPS[group]} has a name; in its file write NAME: "

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from runner.config.diagnostics.overrides import explain
 from runner.config.diagnostics.type_hints import show
 from runner.config.own_folders import searched
-from runner.config.renamed_targets import rename_targets
+from runner.config.renamed_targets import rename_shared
 from runner.config.resume import put_on_top, with_recorded
 from runner.config.schema import Config
 from runner.errors import InputError
@@ -134,7 +134,7 @@ def check_shared(
     for each in recorded:
         same = set(fixed) <= set(each.overrides)
         now = flatten(composer.compose(each.overrides if same else put_on_top(each.overrides, fixed)))
-        for key, before in rename_targets(shared).items():
+        for key, before in rename_shared(shared).items():
             if key not in now or json.dumps(now[key]) != json.dumps(before):
                 values = show(before), show(now[key]) if key in now else "gone"
                 if key.endswith("._target_"):

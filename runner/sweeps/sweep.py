@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, open_dict
 
 from runner.config.own_folders import add_to_path
-from runner.config.renamed_targets import rename_targets
+from runner.config.renamed_targets import rename_keys, rename_shared
 from runner.config.resume import Typed
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
@@ -226,9 +226,10 @@ class Sweep:
         path = Path(str(self.directory))
         hold(path)
         recorded, before = read_ledger(path), read_sweep(path)
+        recorded = [replace(job, overrides=rename_keys(job.overrides)) for job in recorded]
         check_shared(path, recorded, before.shared, jobs[0], swept, composer)
         still = shared_values(configs, swept)
-        self.record.shared = {key: value for key, value in rename_targets(before.shared).items() if key in still}
+        self.record.shared = {key: value for key, value in rename_shared(before.shared).items() if key in still}
         for job in recorded:
             if job.state in DONE and job.end is None:  # a kill came before the ledger's line
                 write_state(path, job.number, job.state, metrics=job.metrics)

@@ -9,7 +9,7 @@ from runner.config.schema import Config
 from runner.distributed.traffic import KINDS, CommunicationCounter
 from runner.distributed.world import World
 from runner.fault_tolerance import checkpoint
-from runner.runs.loggers.none import NoLogger
+from runner.runs.loggers.several import Several
 from runner.runs.run_directory import RunDirectory
 from runner.runs.train_state import TrainState
 from runner.training.build import Experiment
@@ -50,7 +50,7 @@ class Measure:
         spread = experiment.parallel.prepare(experiment.recipe, world)
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         meter = ThroughputMeter(warmup_steps=self.compared_steps + min(3, self.timed_steps - 1))
-        callbacks = Callbacks([("recorder", Recorder(directory, NoLogger(), meter))])
+        callbacks = Callbacks([("recorder", Recorder(directory, Several({}), meter))])
         trainer = Trainer(config, experiment, spread, world, start, meter, callbacks)
         batches = itertools.chain.from_iterable(experiment.train_loader.steps(epoch) for epoch in itertools.count())
 

@@ -15,6 +15,7 @@ from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.runs.loggers.protocol import Logger
+from runner.runs.loggers.several import Several
 from runner.runs.monitor import Monitor
 from runner.training.activation_checkpointing import checkpoint_activations
 from runner.training.build_metrics import choose_monitor, make_metrics
@@ -188,10 +189,17 @@ def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
 
 
 def make_logger(config: Config, choices: Mapping[str, str]) -> Logger:
-    """Raises InputError for an option that it refuses, and for what is no logger."""
-    logger: Logger = make_group(choices, "logger", config.logger)
-    check_contract(logger, Logger, "logger")
-    return logger
+    """Those of the configuration, as one. Raises InputError for what is none, or refuses its options."""
+    if "_target_" in config.logger:  # one of the user's own, without a name
+        alone: Logger = make_group(choices, "logger", config.logger)
+        check_contract(alone, Logger, "logger")
+        return Several({choices.get("logger", "logger"): alone})
+    made = {}
+    for name, node in config.logger.items():
+        key = f"logger.{name}"
+        made[name] = make_group({key: node["_target_"]}, key, node)
+        check_contract(made[name], Logger, key)
+    return Several(made)
 
 
 def make_callbacks(config: Config) -> dict[str, Callback]:

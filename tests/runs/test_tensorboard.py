@@ -124,7 +124,9 @@ def test_more_outputs_than_classes_are_no_error() -> None:
 
 def test_no_predictions_of_a_regression_and_none_for_no_logger(tmp_path: Path) -> None:
     assert pictures(run(tmp_path / "toy", 1, "model=toy", "data=toy", "max_steps=2").path) == {}
-    assert set(pictures(run(tmp_path / "off", 1, *SMALL, "max_steps=2", "logger.images=false").path)) == set()
+    assert (
+        set(pictures(run(tmp_path / "off", 1, *SMALL, "max_steps=2", "logger.tensorboard.images=false").path)) == set()
+    )
 
 
 def test_pictures_show_what_was_counted() -> None:

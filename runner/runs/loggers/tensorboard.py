@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.runs.loggers.pictures import draw_confusion, draw_samples, is_image
-from runner.runs.loggers.protocol import Predictions
+from runner.runs.loggers.protocol import Ending, Predictions
 from runner.runs.records import Trial
 
 # Charts of the tab "Custom Scalars", beside those of an evaluation's metrics.
@@ -54,7 +54,7 @@ class TensorBoard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def close(self, finished: bool) -> None:
+    def close(self, finished: Ending) -> None:
         if finished:  # only then: the first end that TensorBoard reads is the one that it shows
             self._end_session()
         self._writer.close()

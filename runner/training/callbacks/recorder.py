@@ -1,9 +1,9 @@
-"""Keeps what is measured: in result.json, as lines of metrics.jsonl, and with the logger."""
+"""Keeps what is measured: in result.json, as lines of metrics.jsonl, and with the loggers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from runner.runs.loggers.protocol import Logger
+from runner.runs.loggers.protocol import Ending, Logger
 from runner.runs.records import read_trial
 from runner.runs.run_directory import CONFIG, RunDirectory
 from runner.training.callback import Callback, Moment, Outcome, RunInfo
@@ -47,7 +47,7 @@ class Recorder(Callback):
         if outcome == "finished":
             self._directory.result.samples_per_second = self._meter.samples_per_second
         if self._is_open:
-            self._logger.close(finished=outcome in ("finished", "pruned"))
+            self._logger.close(Ending(outcome))
 
     def _log(self, now: Moment) -> None:
         metrics = dict(now.metrics)
