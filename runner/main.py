@@ -20,7 +20,7 @@ from hydra.core.utils import setup_globals
 from runner import CONF
 from runner.config.compose import checked, compose
 from runner.config.diagnostics.overrides import given_twice, refuse_overrides
-from runner.config.help import render_help
+from runner.config.help.topics import render_help
 from runner.config.own_folders import absolute, add_to_path, searching
 from runner.config.resume import Typed, with_recorded
 from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
@@ -39,7 +39,9 @@ def main() -> int:
         args, local_rank = _read_flags()
         init = _typed_init(args.overrides)
         if args.help:
-            print(render_help([*map(Path, reversed(args.config_dirs)), CONF]), flush=True)
+            add_to_path(args.config_dirs)
+            folders = [*map(Path, reversed(args.config_dirs)), CONF]
+            print(render_help(folders, args.overrides), end="", flush=True)
             return FINISHED
         rank_info = started_by_launch(find_rank_info(init), local_rank)
         refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)

@@ -312,7 +312,7 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Path, m
     assert len(set(made)) == 5 and set(made) == set((tmp_path / "run").iterdir())
 
 
-@pytest.mark.parametrize("words", [("--cfg", "job"), ("--help",)], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [("--cfg", "job"), ("--help", "all")], ids=lambda words: words[0])
 def test_what_runs_nothing_imports_no_torch(words: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
     done = commands.finish(commands.start("-X", "importtime", "-m", "runner", *words))
     assert done.returncode == 0

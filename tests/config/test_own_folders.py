@@ -86,10 +86,10 @@ def test_help_shows_what_would_be_taken(
     for number in (1, 2):
         (folders / ("one", "two")[number - 1] / "model" / "mlp.yaml").write_text(f"# number {number}\nwidth: 1\n")
     (folders / "two" / "config.yaml").write_text("seed: 17  # nobody's\n")
-    assert here("--config-dir", "one", "--config-dir", "two", "--help") == 0
+    assert here("--config-dir", "one", "--config-dir", "two", "--help", "all") == 0
     said = capsys.readouterr().out
-    assert "  mlp            number 2\n" in said and "number 1" not in said
-    assert "  of_one" in said and "  of_two" in said
+    assert "  mlp          number 2\n    model.width=1\n" in said and "number 1" not in said
+    assert "of_one, of_two" in said
     assert "nobody's" not in said and "--config-dir DIR" in said
 
 
