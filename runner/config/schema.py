@@ -30,6 +30,14 @@ class EarlyStop:
 
 
 @dataclass
+class Averaging:
+    """The average of the weights over the steps, which is evaluated and saved beside them."""
+
+    decay: float | None = None
+    warmup_steps: int = 0
+
+
+@dataclass
 class Comparison:
     """What task=compare measures."""
 
@@ -80,6 +88,7 @@ class Config:
     sync_batchnorm: Any = "auto"
     activation_checkpointing: Any = "none"
     clip_grad_norm: float | None = None
+    ema: Averaging = field(default_factory=Averaging)
     monitor: str | None = None
     monitor_direction: str | None = None
     threads: int | None = None

@@ -12,7 +12,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.optimizer_groups import check_optimizer_groups
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import describe, show, suits
-from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Averaging, Config
 from runner.errors import near_hint
 from runner.runs.train_state import BEST, LAST, STEP
 
@@ -148,6 +148,7 @@ def check_values(config: Config) -> list[str]:
         "eval_every": 1,
         "eval_every_steps": 1,
         "eval_batches": 1,
+        "ema.warmup_steps": 0,
         "checkpoint.every_epochs": 1,
         "checkpoint.every_steps": 1,
         "checkpoint.keep": 1,
@@ -168,6 +169,7 @@ def check_values(config: Config) -> list[str]:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
     if config.clip_grad_norm is not None and not (0 < config.clip_grad_norm < math.inf):
         messages.append(f"clip_grad_norm={config.clip_grad_norm} must be above 0 and finite, or null; try 1.0")
+    messages += _check_average(config.ema)
     if config.val_fraction is not None and not 0 < config.val_fraction < 1:
         messages.append(f"val_fraction={config.val_fraction} must be above 0 and below 1, or null; try 0.1")
     messages += _choice("split", config.split, SPLITS)
@@ -205,6 +207,21 @@ def check_values(config: Config) -> list[str]:
     elif message := _unwritable(Path(config.outputs)):
         messages.append(f"outputs={config.outputs} {message}")
     return messages
+
+
+def _check_average(ema: Averaging) -> list[str]:
+    if ema.decay is None:
+        if ema.warmup_steps:
+            return [f"ema.warmup_steps={ema.warmup_steps} has no effect without ema.decay; add ema.decay=0.999, say"]
+        return []
+    if not 0 < ema.decay < 1:
+        return [f"ema.decay={ema.decay:g} must be above 0 and below 1, or null; try 0.999"]
+    if ema.warmup_steps > 0 and 2 / (ema.warmup_steps + 1) >= ema.decay:
+        return [
+            f"ema.warmup_steps={ema.warmup_steps} has no effect: the decay of its first step, 2 / "
+            f"({ema.warmup_steps} + 1), is not below ema.decay={ema.decay:g}; try {math.ceil(2 / ema.decay + 9)}, or 0"
+        ]
+    return []
 
 
 def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from runner.distributed.world import World
 from runner.runs.train_state import BEST, LAST, PROGRESS, TrainState, available, named, read_train_state, step_of
 from runner.training.strategy import Spread
+from runner.training.weight_average import WeightAverage
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +126,28 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def restore(folder: Path, spread: Spread, world: World, name: str = LAST) -> TrainState:
+def restore(
+    folder: Path, spread: Spread, world: World, name: str = LAST, average: WeightAverage | None = None
+) -> TrainState:
     """Load a checkpoint, as `choose` does. All ranks must call it."""
     state, train_state = load(Path(world.agreement.share("checkpoint", lambda: str(choose(folder, name)))))
     spread.load_state(state)
+    if average is not None:
+        average.load_state(state)
+    elif "average" in state:
+        log.info("the checkpoint's average of the weights (ema) is dropped")
+    return train_state
+
+
+def restore_evaluated(folder: Path, spread: Spread, world: World, name: str = LAST, own: bool = False) -> TrainState:
+    """Load the weights that the run evaluated, or the model's own where that is another; the checkpoint as in `choose`.
+
+    Nothing else of it is taken over. All ranks must call it.
+    """
+    state, train_state = load(Path(world.agreement.share("checkpoint", lambda: str(choose(folder, name)))))
+    spread.load_weights(state["model"] if own else evaluated_weights(state))
+    if "average" in state:
+        log.info("weights: %s", "the model's own, not averaged" if own else "averaged over the steps (ema)")
     return train_state
 
 

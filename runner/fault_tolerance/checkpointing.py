@@ -11,6 +11,7 @@ from runner.runs.train_state import TrainState
 from runner.training.callback import Callback, Callbacks, Moment, Outcome, RunInfo
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter
+from runner.training.weight_average import WeightAverage
 
 
 class Checkpointing(Callback):
@@ -30,11 +31,13 @@ class Checkpointing(Callback):
         monitor: Monitor,
         best: Mapping[int, float],
         flush: Callable[[], None],
+        average: WeightAverage | None = None,
     ):
         self._options, self._spread, self._directory = options, spread, directory
         self._meter, self._callbacks, self._flush = meter, callbacks, flush
         self._monitor = monitor
         self._best = {step: best[step] for step in monitor.best(best)[: options.keep_best]}
+        self._average = average
         self._saved_step: int | None = None  # the last one that this process has taken a checkpoint of
 
     def on_start(self, run: RunInfo) -> None:
@@ -69,6 +72,8 @@ class Checkpointing(Callback):
             return
         self._saved_step = state.step
         tensors = self._spread.state()
+        if self._average is not None:
+            tensors |= self._average.state()
         if self._directory.writes:
             self._flush()
             save(self._directory.checkpoints, tensors, state)

@@ -92,6 +92,7 @@ class FSDP:
                 loss_scale=axes.data_ranks,  # FSDP averages over the ranks, the loss is summed over them
                 without_sync=lambda: without_sync(root),
                 reduce=lambda parameters: average_whole(parameters, world.collectives.sum, axes.data_ranks),
+                after_change=lambda: reshard(root),
             )
 
         return take_turns(recipe, spread)
@@ -156,6 +157,13 @@ def without_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop the gathered parameters that a forward without backward has left, as of the root."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _units(model: nn.Module) -> Iterator[list[nn.Module]]:

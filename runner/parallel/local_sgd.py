@@ -59,6 +59,11 @@ class LocalSGD:
         return Axes(replicate=world_size)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
+        if config.ema.decay is not None:
+            return [
+                f"ema.decay={config.ema.decay:g}: under parallel=local_sgd no rank has the weights between two "
+                "averagings, of which a mean over the steps could be kept; try parallel=ddp, or leave ema.decay out"
+            ]
         if config.sync_batchnorm is True:
             return [
                 "sync_batchnorm=true: under parallel=local_sgd no rank waits for another within a step; try "
@@ -198,6 +203,23 @@ class LocalReplica:
                 f"the checkpoint of {len(local['ranks'])} local_sgd ranks was taken {local['round_steps']} steps after "
                 f"an averaging, and {world_size} ranks cannot share them out; resume on {len(local['ranks'])} ranks"
             )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The average. All ranks must call it."""
+        self._show_average()
+        return self._replica.weights()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Begin a round with them. All ranks must call it."""
+        self._own = []
+        self._replica.load_weights(weights)
+        self._begin_round()
+
+    def held(self) -> list[torch.Tensor]:
+        return self._replica.held()
+
+    def changed(self) -> None:
+        self._replica.changed()
 
     @property
     def _warms_up(self) -> bool:

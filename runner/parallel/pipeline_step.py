@@ -195,29 +195,46 @@ class Pipelined:
 
     def state(self) -> dict[str, Any]:
         """Everything that decides the future, by full names, on the CPU of rank 0. All ranks must call it."""
-        own = {
-            "model": {name: tensor.detach().cpu() for name, tensor in self._own_state.items()},
-            "optimizer": optimizer_state(self._module, self._optimizer),
-        }
-        states: list[dict[str, Any]] = [own]
-        if dist.get_rank() in (ranks := dist.get_process_group_ranks(self._pipeline)) and 0 in ranks:
-            gathered: list[Any] | None = [None] * len(ranks) if dist.get_rank() == 0 else None
-            dist.gather_object(own, gathered, group_dst=0, group=self._pipeline)
-            states = gathered or states
-        model = {name: tensor for state in states for name, tensor in state["model"].items()}
-        groups = [group for state in states for group in state["optimizer"]["param_groups"]]
+        model = self.weights()
+        states = self._gather(optimizer_state(self._module, self._optimizer))
+        groups = [group for state in states for group in state["param_groups"]]
         return {
-            "model": {name: model[name] for name in self._names if name in model},
+            "model": model,
             "optimizer": {
-                "state": {name: value for state in states for name, value in state["optimizer"]["state"].items()},
+                "state": {name: value for state in states for name, value in state["state"].items()},
                 "param_groups": join_groups(groups, self._names),
             },
             "scaler": self._precision.scaler.state_dict(),
         }
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's part of `state`. All ranks must call it."""
+        own = {name: tensor.detach().cpu() for name, tensor in self._own_state.items()}
+        model = {name: tensor for part in self._gather(own) for name, tensor in part.items()}
+        return {name: model[name] for name in self._names if name in model}
+
+    def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the ranks of rank 0's pipeline give, there; the own elsewhere. All ranks must call it."""
+        if 0 not in (ranks := dist.get_process_group_ranks(self._pipeline)):
+            return [own]
+        gathered: list[Any] | None = [None] * len(ranks) if dist.get_rank() == 0 else None
+        dist.gather_object(own, gathered, group_dst=0, group=self._pipeline)
+        return gathered or [own]
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take this rank's part of what `state` returned, in this or another mode. All ranks must call it."""
-        with torch.no_grad():
-            for name, tensor in self._own_state.items():
-                tensor.copy_(state["model"][name])
+        self.load_weights(state["model"])
         load_optimizer_state(self._module, self._optimizer, state["optimizer"])
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `weights` returned, in this or another mode."""
+        for name, tensor in self._own_state.items():
+            tensor.copy_(weights[name])
+
+    def held(self) -> list[torch.Tensor]:
+        """The trained parameters of this rank's stages."""
+        return [parameter.detach() for parameter in self._parameters if parameter.requires_grad]
+
+    def changed(self) -> None:
+        """Nothing is made of them ahead."""

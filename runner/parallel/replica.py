@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate
@@ -31,6 +32,7 @@ class Replica:
     duplicates: how many ranks compute the very same share of the loss; each returns its part of it.
     after_step: called when the parameters are updated.
     before_state: called when a checkpoint is taken.
+    after_change: called when the parameters were written; drops what is gathered of them.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Replica:
         duplicates: int = 1,
         after_step: Callable[[], None] = lambda: None,
         before_state: Callable[[], None] = lambda: None,
+        after_change: Callable[[], None] = lambda: None,
     ):
         self.module, self.optimizer, self.precision = recipe.module, optimizer, recipe.precision
         self.objective = recipe.objective
@@ -59,6 +62,7 @@ class Replica:
         self._within, self._evaluate_within = within or self._directly, evaluate_within or self._directly
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
         self._duplicates, self._after_step, self._before_state = duplicates, after_step, before_state
+        self._after_change = after_change
 
     @property
     def turns(self) -> Mapping[str, Stepping]:
@@ -113,17 +117,36 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Everything that decides the future, by full names, on the CPU. All ranks must call it."""
         self._before_state()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return {
-            "model": get_model_state_dict(self.module, options=options),
+            "model": self.weights(),
             "optimizer": optimizer_state(self.module, self.optimizer),
             "scaler": self.precision.scaler.state_dict(),
         }
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's part of `state`. All ranks must call it."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights: dict[str, Any] = get_model_state_dict(self.module, options=options)
+        return weights
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned, in this or another mode. All ranks must call it."""
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.module, state["model"], options=options)
+        self.load_weights(state["model"])
         load_optimizer_state(self.module, self.optimizer, state["optimizer"])
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `weights` returned, in this or another mode. All ranks must call it."""
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.module, dict(weights), options=options)
+
+    @torch.no_grad()
+    def held(self) -> list[torch.Tensor]:
+        """What this rank has of the trained parameters, in a fixed order: whole, or its slices of them."""
+        trained = [p for p in (*self.turn.parameters, *self.turn.others) if p.requires_grad]
+        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in trained]
+
+    def changed(self) -> None:
+        """To be called when what is `held` was written. All ranks must call it."""
+        self._after_change()

@@ -15,7 +15,7 @@ from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
-from runner.parallel.fsdp import average_whole, check_divides, shard, without_sync
+from runner.parallel.fsdp import average_whole, check_divides, reshard, shard, without_sync
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.activation_checkpointing import Extent, blocks_to_checkpoint
@@ -79,6 +79,7 @@ class TP:
             root = shard(module, mesh[rest], recipe.materialize)
             shared |= {"within": root, "evaluate_within": root}
             shared |= {"loss_scale": axes.data_ranks, "without_sync": lambda: without_sync(root)}
+            shared["after_change"] = lambda: reshard(root)
         optimizer = recipe.make_optimizer(module.parameters())
 
         def sum_over_rest(flat: torch.Tensor) -> None:

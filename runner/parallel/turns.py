@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from runner.training.batch import MicroBatch
@@ -71,3 +72,15 @@ class Alternating:
     def load_state(self, state: dict[str, Any]) -> None:
         for name, spread in self._by_name.items():
             spread.load_state(state | {"optimizer": state["optimizer"]["turns"][name]})
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self._first.weights()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._first.load_weights(weights)
+
+    def held(self) -> list[torch.Tensor]:
+        return self._first.held()
+
+    def changed(self) -> None:
+        self._first.changed()

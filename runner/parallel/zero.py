@@ -103,6 +103,18 @@ class ShardedOptimizer:
         self._optimizer.load_state_dict(plain.state_dict())
         self._optimizer.state.clear()  # what a rank needs is in its local optimizer now
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self._replica.weights()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._replica.load_weights(weights)
+
+    def held(self) -> list[torch.Tensor]:
+        return self._replica.held()
+
+    def changed(self) -> None:
+        self._replica.changed()
+
     def _plain(self) -> tuple[torch.optim.Optimizer, Replica]:
         turn = self._replica.turn
         plain = self._recipe.make_optimizer(turn.parameters)

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.fault_tolerance.checkpoint import restore
+from runner.fault_tolerance.checkpoint import restore_evaluated
 from runner.runs.run_directory import CHECKPOINTS, RunDirectory
 from runner.training.build import Experiment
 from runner.training.evaluation import evaluate
@@ -34,7 +34,8 @@ class Evaluate:
     ) -> dict[str, float]:
         assert config.run is not None
         spread = experiment.parallel.prepare(experiment.recipe, world)
-        progress = restore(Path(config.run) / CHECKPOINTS, spread, world, config.checkpoint.load)
+        folder, own = Path(config.run) / CHECKPOINTS, config.ema.decay is None
+        progress = restore_evaluated(folder, spread, world, config.checkpoint.load, own)
         directory.result.step, directory.result.epoch = progress.step, progress.epoch
         found = evaluate(experiment, spread, world, config.eval_batches)
         metrics = {name.replace("val/", f"{config.split}/", 1): value for name, value in found.items()}

@@ -17,6 +17,7 @@ from runner.training.callback import Callbacks
 from runner.training.callbacks.recorder import Recorder
 from runner.training.throughput import ThroughputMeter, peak_memory_mib
 from runner.training.trainer import Trainer
+from runner.training.weight_average import average_of
 
 COUNTED_STEPS = 12  # whole rounds of a mode that exchanges every 2, 3, 4, 6 or 12 steps
 
@@ -51,7 +52,8 @@ class Measure:
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         meter = ThroughputMeter(warmup_steps=self.compared_steps + min(3, self.timed_steps - 1))
         callbacks = Callbacks([("recorder", Recorder(directory, Several({}), meter))])
-        trainer = Trainer(config, experiment, spread, world, start, meter, callbacks)
+        average = average_of(spread, experiment.recipe.module, config.ema)
+        trainer = Trainer(config, experiment, spread, world, start, meter, callbacks, average=average)
         batches = itertools.chain.from_iterable(experiment.train_loader.steps(epoch) for epoch in itertools.count())
 
         for _ in range(self.compared_steps):

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from runner.config.debugging import BATCHES
-from runner.config.schema import Config
+from runner.config.schema import Averaging, Config
 from runner.distributed.world import World
 from runner.fault_tolerance.checkpoint import restore
 from runner.fault_tolerance.checkpointing import Checkpointing
@@ -28,6 +28,7 @@ from runner.training.optimizers import DEFAULT
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer, count_steps
+from runner.training.weight_average import WeightAverage, average_of
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +55,17 @@ class Train:
         for line in (*experiment.warnings, *_alone(experiment, world, directory)):
             log.warning("%s", line)
         spread = experiment.parallel.prepare(experiment.recipe, world)
+        average = average_of(spread, experiment.recipe.module, config.ema)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if available(directory.checkpoints):
-            state = restore(directory.checkpoints, spread, world)
+            state = restore(directory.checkpoints, spread, world, average=average)
             log.info("resuming after step %d", state.step)
             directory.result.step, directory.result.epoch = state.step, state.epoch
         directory.forget_after(state.step)
         meter = ThroughputMeter()
         recorder = Recorder(directory, experiment.logger, meter, metric_names(experiment))
         past = read_past(directory, experiment.monitor, world)
-        callbacks = observers(config, experiment, spread, world, directory, console, meter, recorder, past)
+        callbacks = observers(config, experiment, spread, world, directory, console, meter, recorder, past, average)
         trainer = Trainer(
             config,
             experiment,
@@ -73,6 +75,7 @@ class Train:
             meter,
             callbacks,
             past.owes_evaluation(config, state),
+            average,
         )
         metrics = trainer.train(
             RunInfo(
@@ -115,6 +118,7 @@ def observers(
     meter: ThroughputMeter,
     recorder: Recorder,
     past: Past,
+    average: WeightAverage | None,
 ) -> Callbacks:
     """The callbacks of a training run, the user's between those that show and those that save."""
     callbacks = Callbacks()
@@ -142,7 +146,8 @@ def observers(
             callbacks,
             experiment.monitor,
             past.kept,
-            flush=experiment.logger.flush,
+            experiment.logger.flush,
+            average,
         ),
     )
     return callbacks
@@ -175,11 +180,17 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"samples{_name_classes(train.dataset)}",
         f"world    {ranks} ({world.rank_info.found}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
+        *([_describe_average(config.ema)] if config.ema.decay is not None else []),
         *(
             [f"debug    {BATCHES} batches an epoch and an evaluation, no loader workers, anomaly detection"]
             * config.debug
         ),
     ]
+
+
+def _describe_average(ema: Averaging) -> str:
+    warmup = f", warm-up {ema.warmup_steps}" if ema.warmup_steps else ""
+    return f"ema      decay {ema.decay:g}{warmup}: evaluations are of the weights averaged over the steps"
 
 
 def _name_classes(dataset: Any) -> str:

@@ -87,6 +87,16 @@ class Spread(Protocol):
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
+    def weights(self) -> dict[str, torch.Tensor]: ...  # the model's part of `state`
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None: ...  # it alone: the optimizer stays as it is
+
+    # What this rank has of the trained parameters, in a fixed order: tensors that may be written in place, if `changed`
+    # is called afterwards, on all ranks.
+    def held(self) -> list[torch.Tensor]: ...
+
+    def changed(self) -> None: ...
+
 
 class Parallel(Protocol):
     """One way of spreading a model; a file of runner/parallel and a YAML file of conf/parallel."""

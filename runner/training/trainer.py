@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from runner.training.evaluation import evaluate, with_total
 from runner.training.sampler import mix
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter, peak_memory_mib
+from runner.training.weight_average import WeightAverage
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Trainer:
     meter: ThroughputMeter
     callbacks: Callbacks = field(default_factory=Callbacks)
     owes_evaluation: bool = False  # the run that is resumed stopped between an epoch and its evaluation
+    average: WeightAverage | None = None  # evaluated in the place of the weights
     stopped: bool = False  # by a callback, before the last step
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -106,6 +109,8 @@ class Trainer:
             losses[name] = turn.forward_backward(batch)
             norms[name] = turn.step(lr_factor, want_norm=due)
 
+        if self.average is not None:
+            self.average.update()
         self.state = self.state.after_step(self.steps_per_epoch)
         metrics: dict[str, float] = {}
         if due:
@@ -130,7 +135,8 @@ class Trainer:
         """The metrics of the validation data; a callback may ask to stop after them. All ranks must call it."""
         predictions = self.experiment.watch_predictions()
         batches = self.config.eval_batches
-        metrics = evaluate(self.experiment, self.spread, self.world, batches, predictions, self._ask_to_stop)
+        with nullcontext() if self.average is None else self.average.in_place():
+            metrics = evaluate(self.experiment, self.spread, self.world, batches, predictions, self._ask_to_stop)
         self.callbacks.after_evaluation(Moment(self.state, metrics, predictions))
         self._asked_to_end()
         self.meter.pause()
