@@ -183,7 +183,7 @@ def test_it_can_be_turned_on_and_off_on_resume(tmp_path: Path) -> None:
     )
     run(tmp_path, 1, *resume, *off, "max_steps=5")
     assert "average" not in part.state
-    assert "the average of the weights that the checkpoint has is dropped" in (part.path / "log.txt").read_text()
+    assert "the checkpoint's average of the weights (ema) is dropped" in (part.path / "log.txt").read_text()
 
 
 def test_a_run_that_is_stopped_in_an_evaluation_saves_the_weights_themselves(
