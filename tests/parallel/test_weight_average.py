@@ -152,10 +152,10 @@ def test_a_resumed_run_ends_at_the_same_average_to_the_bit(tmp_path: Path) -> No
     assert "weights: the model's own, not averaged" in (own.path / "log.txt").read_text()
 
     cut = tmp_path / "cut"
-    shutil.copytree(whole.path, cut)
+    shutil.copytree(whole.path, cut, symlinks=True)
     for path in available(cut / "checkpoints")[:0:-1]:
         shutil.rmtree(path)
-    shutil.copytree(cut, tmp_path / "other")
+    shutil.copytree(cut, tmp_path / "other", symlinks=True)
     resumed = run(tmp_path, 2, f"resume={cut}")
     assert resumed.losses == losses
     assert resumed.result["metrics"] == whole.result["metrics"]
