@@ -25,7 +25,7 @@ def loss(model: torch.nn.Module, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize(
     ("world_size", "words"),
-    [(4, ("parallel=fsdp", "model=convnet")), (2, ("parallel=pipeline", *TIED)), (2, SPLIT)],
+    [(4, ("parallel=fsdp", "model=convnet", "ema.decay=0.9")), (2, ("parallel=pipeline", *TIED)), (2, SPLIT)],
     ids=["fsdp", "pipeline", "split"],
 )
 def test_it_is_the_model_that_was_evaluated(world_size: int, words: tuple[str, ...], tmp_path: Path) -> None:
