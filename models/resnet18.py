@@ -21,27 +21,32 @@ class ResNet18(nn.Module):
         check_images("resnet18", sample_shape, num_outputs)
         from torchvision.models import resnet18  # 1 s, which the other models need not wait
 
-        self.resnet = resnet18(weights=None, num_classes=num_outputs)
+        net = resnet18(weights=None, num_classes=num_outputs)
+        drawn = net.conv1
         if small_images and max(sample_shape[1:]) < 64:
-            self.resnet.conv1 = nn.Conv2d(sample_shape[0], 64, kernel_size=3, stride=1, padding=1, bias=False)
-            self.resnet.maxpool = nn.Identity()
+            net.conv1 = nn.Conv2d(sample_shape[0], 64, kernel_size=3, stride=1, padding=1, bias=False)
+            net.maxpool = nn.Identity()
         elif sample_shape[0] != 3:
-            self.resnet.conv1 = nn.Conv2d(sample_shape[0], 64, kernel_size=7, stride=2, padding=3, bias=False)
-        else:
-            return
-        # As torchvision draws all convolutions, after the whole network is made.
-        nn.init.kaiming_normal_(self.resnet.conv1.weight, mode="fan_out", nonlinearity="relu")
+            net.conv1 = nn.Conv2d(sample_shape[0], 64, kernel_size=7, stride=2, padding=3, bias=False)
+        if net.conv1 is not drawn:
+            # As torchvision draws all convolutions, after the whole network is made.
+            nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
+        # Under torchvision's names, by which its weights fit.
+        self.conv1, self.bn1, self.relu, self.maxpool = net.conv1, net.bn1, net.relu, net.maxpool
+        self.layer1, self.layer2, self.layer3, self.layer4 = net.layer1, net.layer2, net.layer3, net.layer4
+        self.avgpool, self.fc = net.avgpool, net.fc
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.resnet(images)
+        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        return self.fc(self.avgpool(features).flatten(1))
 
     def stages(self) -> list[nn.Module]:
-        net = self.resnet
         return [
-            nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool),
-            *(net.layer1, net.layer2, net.layer3, net.layer4),
-            nn.Sequential(net.avgpool, nn.Flatten(), net.fc),
+            nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool),
+            *(self.layer1, self.layer2, self.layer3, self.layer4),
+            nn.Sequential(self.avgpool, nn.Flatten(), self.fc),
         ]
 
     def tensor_plan(self) -> Plan:
-        return {"resnet.fc": "rowwise"}  # the rest stays whole: torch has no sharded convolution
+        return {"fc": "rowwise"}  # the rest stays whole: torch has no sharded convolution

@@ -98,8 +98,8 @@ def test_transformer_attends_as_torchs_own_layer():
 )
 def test_resnet18_keeps_small_images_in_its_stem(sample_shape, small_images, kernel, pixels):
     model = ResNet18(sample_shape, 10, small_images).eval()
-    assert model.resnet.conv1.in_channels == sample_shape[0]
-    assert model.resnet.conv1.kernel_size == (kernel, kernel)
+    assert model.conv1.in_channels == sample_shape[0]
+    assert model.conv1.kernel_size == (kernel, kernel)
     images = torch.rand(1, *sample_shape)
     assert model.stages()[0](images).shape[1:3] == (64, pixels)
     assert model(images).shape == (1, 10)
@@ -114,7 +114,8 @@ def test_resnet18_is_torchvisions():
     theirs = resnet18(weights=None, num_classes=10)
     images = torch.rand(2, 3, 64, 64)
     assert torch.equal(ours(images), theirs(images))
-    stem = ResNet18([1, 64, 64], 10).resnet.conv1.weight
+    assert list(ours.state_dict()) == list(theirs.state_dict())  # so that weights from there fit by name
+    stem = ResNet18([1, 64, 64], 10).conv1.weight
     assert stem.std().item() == pytest.approx(math.sqrt(2 / (7 * 7 * 64)), rel=0.1)  # drawn as the others
 
 

@@ -136,7 +136,7 @@ def test_plans():
         "convnet": {"head": "rowwise"},
         "net": {"fc1": "colwise", "fc2": "rowwise"},
         "transformer": blocks,
-        "resnet18": {"resnet.fc": "rowwise"},
+        "resnet18": {"fc": "rowwise"},
         "gpt": blocks,
         "gpt with untied ends": blocks,
     }
