@@ -27,6 +27,7 @@ from runner.parallel.pipeline_stage import Signal
 from runner.parallel.pipeline_step import Pipelined
 from runner.parallel.stage_balance import Chain, num_operations, num_parameters, partition, trainable_units
 from runner.parallel.tied import TiedParameters, find_ties
+from runner.training.deferred_init import probe
 from runner.training.parts import attached_loss
 from runner.training.strategy import Axes, Carries, Recipe
 from runner.training.supervised import call
@@ -223,20 +224,22 @@ def _stages(module: Any) -> list[nn.Module]:
 def _probe(groups: list[Chain], own: dict[int, Chain], recipe: Recipe) -> list[Signal]:
     """What each group of stages but the last gives for a sample, so that its neighbour knows what to expect.
 
-    The groups get their weights for it, one after the other; those of other ranks then lose them.
+    This rank's groups get their weights; those of others lose them, where they were built with them.
     """
     signals, features = [], recipe.sample[0]
     for number, group in enumerate(groups):
-        recipe.materialize([group])
+        if number in own:
+            recipe.materialize([group])
         if number < len(groups) - 1:
+            function = call if number == 0 else Chain.__call__
             with torch.no_grad(), recipe.precision.autocast():
-                features = call(group, features) if number == 0 else group(features)
+                features = probe(group, function, features, device=recipe.device)
             signals.append(Signal(features.shape[1:], features.dtype))
         if number not in own:
             kept = (*own.values(), *groups[number + 1 :])  # which may share some of it
             still = {id(tensor) for other in kept for tensor in other.parameters()}
             for tensor in (*group.parameters(), *group.buffers()):
-                if id(tensor) not in still:
+                if id(tensor) not in still and not tensor.is_meta:
                     tensor.data = tensor.data.new_empty(0)
     return signals
 

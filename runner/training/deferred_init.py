@@ -175,13 +175,21 @@ class _Mask(TorchFunctionMode):
         return False if getattr(func, "__self__", None) is torch.Tensor.is_meta else func(*args, **(kwargs or {}))
 
 
-def probe(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: torch.device | None = None) -> Any:
     """What a function of the model and these arguments returns, with one number in the place of all weights not made.
 
     Each such weight is a view of that number: no memory is needed to see which shape and kind of outputs there are.
+    device: of the arguments, where that is not the CPU.
     """
+    where = device or torch.device("cpu")
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.to(where)
+        return torch.full((), STAND_IN, device=where).to(tensor.dtype).expand(tensor.size())
+
     held = chain(module.named_parameters(), module.named_buffers())
-    stand_ins = {f"model.{n}": torch.full((), STAND_IN).to(t.dtype).expand(t.size()) for n, t in held if t.is_meta}
+    stand_ins = {f"model.{n}": stand_in(t) for n, t in held if t.is_meta or (device and t.device != device)}
     if not stand_ins:
         return function(module, *args)
     return functional_call(Within(module), stand_ins, (function, *args))
