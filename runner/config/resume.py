@@ -62,6 +62,12 @@ def with_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bo
         words = [*(str(o.input_line) for o in typed if o is not override), f"run='{path}'"]
         return Typed(words, words, config_dirs)
     path = _find(key, str(override.value()), typed)
+    anew = [o for o in typed if o.key_or_group.partition(".")[0] == "init_from"]
+    if anew and _task(typed) != "rerun":
+        raise InputError(
+            f"{anew[0].input_line} has no effect on {key}={override.value()}, whose own weights are taken; leave it "
+            f"out, or start anew without {key}="
+        )
     recorded, folders = _read_overrides(path)
     folders = _on_top(f"{key}={override.value()}", folders, config_dirs)
     own = [o for o in typed if o is not override]

@@ -38,6 +38,15 @@ class Averaging:
 
 
 @dataclass
+class InitFrom:
+    """Where the weights that a run begins with come from."""
+
+    path: str | None = None
+    map: list[str] = field(default_factory=list)
+    strict: bool = True
+
+
+@dataclass
 class Comparison:
     """What task=compare measures."""
 
@@ -89,6 +98,8 @@ class Config:
     activation_checkpointing: Any = "none"
     clip_grad_norm: float | None = None
     ema: Averaging = field(default_factory=Averaging)
+    init_from: InitFrom = field(default_factory=InitFrom)
+    freeze: list[str] = field(default_factory=list)
     monitor: str | None = None
     monitor_direction: str | None = None
     threads: int | None = None

@@ -8,6 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from runner.config.diagnostics.beginning import check_beginning
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.optimizer_groups import check_optimizer_groups
 from runner.config.diagnostics.signature import check_options, provided
@@ -38,6 +39,7 @@ def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
+    messages += check_beginning(config)
     messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
     return messages or _check_task(config, choices)
 

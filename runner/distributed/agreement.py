@@ -53,13 +53,20 @@ class Agreement:
             return self.share(topic, make)
 
         def make_once() -> str:
-            if self._rank_info.restart and kept.check([topic]):
-                return kept.get(topic).decode()
+            if (before := self.made_before(topic)) is not None:
+                return before
             made = make()
             kept.set(topic, made)
             return made
 
         return self.share(topic, make_once)
+
+    def made_before(self, topic: str) -> str | None:
+        """What `share_once` made before the agent started this world again; for one rank."""
+        kept = self._store.kept()
+        if kept is None or not self._rank_info.restart or not kept.check([topic]):
+            return None
+        return kept.get(topic).decode()
 
     def in_turn(self, topic: str, act: Callable[[], None]) -> None:
         """Act on rank 0, then on the first rank of every other node, then on the rest. All ranks must call it.

@@ -17,6 +17,7 @@ from runner.distributed.peer_failure import misses_peer
 from runner.distributed.signals import unhurried
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted
+from runner.fault_tolerance.initial_weights import find_initial_weights
 from runner.launchers.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
 from runner.launchers.process_state import reset_process
 from runner.launchers.task import JobTask, check_size, make_job_task
@@ -142,6 +143,7 @@ def _build(
 ) -> tuple[JobTask | None, Experiment | None, list[str], list[str]]:
     """The task and what it needs, or why the input is refused, or the traceback of what broke while building."""
     try:
+        init_from = find_initial_weights(config, request.directory, world)
         messages = choose_devices(world)
         take_cores(world, config.threads)  # of the node that the device hangs on
         reset_process(config.seed)
@@ -149,7 +151,8 @@ def _build(
         messages += check_fit(config, world.device.type) + check_compiler(config, world.device)
         if messages := messages + check_size(config, request.choices, task, world.world_size):
             raise InputError(*messages)
-        return task, build(config, request.choices, world) if task.needs_experiment else None, [], []
+        experiment = build(config, request.choices, world, init_from) if task.needs_experiment else None
+        return task, experiment, [], []
     except InputError as error:
         return None, None, error.messages, []
     except (Exception, SystemExit) as error:

@@ -11,6 +11,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import JOIN_TIMEOUT_S, join
 from runner.errors import InputError, JobFailed, Preempted, tell
+from runner.fault_tolerance.initial_weights import check_initial_weights
 from runner.launchers.env import Env
 from runner.launchers.protocol import Launcher
 from runner.launchers.task import check_size, launches_jobs, make_job_task, make_launching_task
@@ -41,6 +42,7 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
         check_queueable(config, request.choices)
+        check_initial_weights(config, request.directory)
         request = replace(request, overrides=request.words or request.overrides)
     if launches_jobs(config):
         return make_launching_task(config).launch_jobs(config, request, rank_info)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn.modules.batchnorm import _NormBase
 
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import use_group
@@ -95,7 +96,8 @@ class LocalReplica:
         self._replica = Replica(recipe, self._optimizer, sum_over=self._sum_in_warm_up, reduce=self._reduce)
         # What is frozen is the same on all ranks, and would not be any more when it was averaged with weights.
         self._parameters = [p for p in recipe.module.parameters() if p.requires_grad]
-        self._buffers = list(recipe.module.buffers())
+        still = {b for m in recipe.module.modules() if isinstance(m, _NormBase) and not m.training for b in m.buffers()}
+        self._buffers = [b for b in recipe.module.buffers() if b not in still]
         self._anchor = [p.detach().clone() for p in self._parameters]  # where the round began
         self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
         self._own: list[torch.Tensor] = []  # this rank's tensors while the module holds the average of a mid-round

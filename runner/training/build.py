@@ -1,8 +1,9 @@
 """The one place where the configuration becomes objects, in order."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from runner.training.datasets import load_data
 from runner.training.deferred_init import build_deferred
 from runner.training.device_map import place_parts
 from runner.training.fit import fit, read_sample
+from runner.training.freeze import freeze
+from runner.training.initial_weights import InitialWeights
 from runner.training.loader import Loader
 from runner.training.metric_sums import MetricSums
 from runner.training.objective import Objective, Prediction, check_patterns
@@ -57,6 +60,7 @@ class Experiment:
     objective: Objective
     metrics: MetricSums
     monitor: Monitor  # what this run is compared with others by
+    beginning: list[str]  # lines on where the weights come from, and which are not trained
     warnings: list[str]  # what the user should know before it starts
     num_classes: int | None  # of a classification that has few enough to watch each
 
@@ -67,9 +71,10 @@ class Experiment:
         return Predictions(self.val_loader.dataset, self.num_classes, self.val_loader.device)
 
 
-def build(config: Config, choices: Mapping[str, str], world: World) -> Experiment:
+def build(config: Config, choices: Mapping[str, str], world: World, init_from: Path | None = None) -> Experiment:
     """Make the experiment of this rank. All ranks must call it.
 
+    init_from: a file with the weights to begin with, see runner.fault_tolerance.initial_weights.
     Raises InputError (the same on all ranks) for whatever a constructor refuses with a ValueError.
     """
     make = functools.partial(make_group, choices)
@@ -94,6 +99,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     module.to(device=None if deferred else world.device, dtype=precision.parameter_dtype)
     memory_format = _memory_format(config.memory_format, module)
     module.to(memory_format=memory_format)
+    frozen = freeze(config.freeze, module)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
     check_patterns(objective, module)
@@ -101,8 +107,12 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
     if unable:
         warnings.append(
             f"model={choices['model']} cannot be built without memory ({unable}), so that every rank builds all of "
-            "it at the start"
+            "it at the start; weights that its constructor loads can come from init_from=FILE instead"
         )
+    initial = InitialWeights(config.init_from, init_from, module) if init_from is not None else None
+    if initial is not None:
+        initial.fill(module)
+        warnings += initial.warn_of(frozen.names)
     axes = lay_out(config, parallel, world.world_size)  # which check may have fitted to the model
     if _synchronizes(config, module, axes):
         try:
@@ -136,6 +146,12 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             cuts_empty=has_batch_norm(module),
         )
 
+    def materialize(parts: Iterable[nn.Module]) -> None:
+        if deferred is not None:
+            deferred.materialize(parts, world.device)
+            if initial is not None:
+                initial.fill(module)
+
     loss = objective.function if isinstance(objective, Supervised) else None
     metrics = make_metrics(config, loss, prediction.outputs, prediction.targets)
     num_classes = _num_classes(prediction)
@@ -150,9 +166,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
             config.clip_grad_norm,
             world.device,
             map_tensors(lambda tensor: precision.cast(tensor.to(world.device)), sample),
-            materialize=functools.partial(deferred.materialize, device=world.device)
-            if deferred
-            else lambda parts: None,
+            materialize=materialize,
         ),
         make_model=functools.partial(make, "model", config.model),
         train_loader=loader(
@@ -171,6 +185,7 @@ def build(config: Config, choices: Mapping[str, str], world: World) -> Experimen
         objective=objective,
         metrics=metrics,
         monitor=choose_monitor(config, metrics, list(objective.losses)),
+        beginning=[*(initial.describe() if initial is not None else []), *frozen.describe()],
         warnings=warnings,
         num_classes=num_classes if num_classes is not None and num_classes <= MAX_CLASSES else None,
     )

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import make_group
-from runner.errors import InputError, nearest
+from runner.errors import InputError
+from runner.training.names import first_match, listed, names_of, near
 
 DEFAULT = "default"  # what the group is called whose parameters no pattern matches
 
@@ -63,13 +64,10 @@ class OptimizerFactory:
         trial = OptimizerTrial(node, choices)
         self._make, self._module = trial.make, module
         self._options = [trial.default, *trial.of_groups]
-        names: dict[nn.Parameter, list[str]] = {}  # several, where modules share a parameter
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                names.setdefault(parameter, []).append(name)
+        names = names_of([(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad])
         if not names:
             raise InputError("model: no parameter has requires_grad, so that nothing can be trained; leave some on")
-        found = {aliases[0]: _first_match(trial.patterns, aliases) for aliases in names.values()}
+        found = {aliases[0]: first_match(trial.patterns, aliases) for aliases in names.values()}
         self._group_of = {name: 0 if match is None else match + 1 for name, match in found.items()}
         frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         _check_matches(trial.patterns, found, list(names.values()), frozen)
@@ -117,12 +115,6 @@ def _options_of(optimizer: torch.optim.Optimizer) -> Options:
     return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
 
 
-def _first_match(patterns: Sequence[str], names: Sequence[str]) -> int | None:
-    """Which pattern is the first to match one of the parameter's names."""
-    matching = (n for n, pattern in enumerate(patterns) if any(re.search(pattern, name) for name in names))
-    return next(matching, None)
-
-
 def _label(index: int, pattern: str) -> str:
     return f"{index} ({pattern})"
 
@@ -140,24 +132,9 @@ def _check_matches(
         if matched:
             earlier = found[matched[0]]
             raise InputError(
-                f"{typed}: all that it matches ({_listed(matched)}) is in an earlier group already, by "
+                f"{typed}: all that it matches ({listed(matched)}) is in an earlier group already, by "
                 f"optimizer.groups.{earlier}.match={patterns[earlier or 0]}; put it before that one, or leave it out"
             )
         if still := [name for name in frozen if re.search(pattern, name)]:
-            raise InputError(
-                f"{typed} matches only parameters that are not trained ({_listed(still)}: requires_grad=False); "
-                "leave it out"
-            )
-        raise InputError(f"{typed} matches no parameter's name; {_near(pattern, known)}")
-
-
-def _near(pattern: str, known: Sequence[str]) -> str:
-    """The end of a message: names that look like what was typed."""
-    pieces = dict.fromkeys(piece for name in known for piece in (name, *name.split(".")))
-    near = nearest(re.sub(r"[\^$\\*+?()]", "", pattern), list(pieces))
-    alike = [name for name in known if near is not None and near in (name, *name.split("."))]
-    return f"near it: {_listed(alike)}" if alike else f"the names are {_listed(known)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise InputError(f"{typed} matches only parameters that are not trained ({listed(still)}); leave it out")
+        raise InputError(f"{typed} matches no parameter's name; {near(pattern, known)}")

@@ -23,14 +23,15 @@ def check_optimizer_groups(node: Mapping[str, Any], provided: Collection[str]) -
             messages.append(f"{key}={show_quoted(group)} must be a mapping of match and options; for example {_FORM}")
         elif "match" not in group:
             messages.append(f"{key}={show(group)} must have match, a regular expression on names; for example {_FORM}")
-        elif message := _wrong_pattern(group["match"]):
+        elif message := wrong_pattern(group["match"]):
             messages.append(f"{key}.match={show_quoted(group['match'])} {message}")
         else:
             messages += _check_group(key, optimizer, group, provided)
     return messages
 
 
-def _wrong_pattern(pattern: Any) -> str | None:
+def wrong_pattern(pattern: Any) -> str | None:
+    """What follows key and value where it is no regular expression."""
     if not isinstance(pattern, str) or not pattern:
         return "must be a regular expression, as text; for example bias$"
     try:

@@ -1,0 +1,227 @@
+"""What of a file of weights goes where, what is refused and why; and what freezing leaves alone."""
+
+import argparse
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from worlds import run
+
+from runner.config.schema import InitFrom
+from runner.distributed.sync_batch_norm import synchronize_batch_norm
+from runner.errors import InputError
+from runner.training.freeze import freeze
+from runner.training.initial_weights import InitialWeights
+
+TOY = ("model=toy", "data=toy", "logger=none", "max_steps=1")
+
+
+class Net(nn.Module):
+    def __init__(self, num_outputs: int = 3):
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(2, num_outputs)
+        self.tied = nn.Linear(2, 4, bias=False)
+        self.tied.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+
+def weights(seed: int = 7) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: t.clone() if t.dim() == 0 else torch.rand_like(t) for name, t in Net().state_dict().items()}
+
+
+def load(held: Mapping[str, Any], path: Path, *entries: str, strict: bool = True, into: nn.Module | None = None) -> Any:
+    """What a file that holds this gives a model of other weights, and the lines that tell of it."""
+    if path.suffix == ".safetensors":
+        save_file(dict(held), path)
+    elif not path.exists():
+        torch.save(held, path)
+    module = into or Net()
+    initial = InitialWeights(InitFrom(str(path), list(entries), strict), path, module)
+    initial.fill(module)
+    assert initial._file is None  # let go, when all is copied
+    return module.state_dict(), "\n".join(initial.describe())
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], tensor) for name, tensor in other.items())
+
+
+def test_what_a_file_may_hold(tmp_path: Path) -> None:
+    """A state dict plain, nested or in the form of older torch; less than it where nothing is lost."""
+    held = weights()
+    held["tied.weight"] = held["embed.weight"]
+    legacy = tmp_path / "legacy.pth"
+    torch.save(held, legacy, _use_new_zipfile_serialization=False)
+    for path, value in ((tmp_path / "plain.pt", held), (tmp_path / "nested.ckpt", {"state_dict": held, "epoch": 3})):
+        assert equal(load(value, path)[0], held)
+    assert equal(load(held, legacy)[0], held)
+    average = {"model": held, "optimizer": {}, "average": {"head.bias": torch.full((3,), 5.0)}}
+    assert load(average, tmp_path / "run.pt")[0]["head.bias"].tolist() == [5, 5, 5]
+    # safetensors keep what is shared once; torch of before 0.4 counted no batches; a convolution's layout is kept
+    less = {name: t for name, t in held.items() if name not in ("embed.weight", "norm.num_batches_tracked")}
+    found, told = load(less, tmp_path / "less.safetensors")
+    assert equal(found, held)
+    assert told == (
+        f"init     {tmp_path}/less.safetensors, 8 of 9 weights: embed.weight, norm.weight, norm.bias, "
+        "head.weight, head.bias, tied.weight, norm.running_mean, norm.running_var\n"
+        "         not in the file, and as initialised: norm.num_batches_tracked"
+    )
+    convolution = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last, dtype=torch.float64)
+    values = {name: torch.rand_like(t).float().contiguous() for name, t in convolution.state_dict().items()}
+    assert load(values, tmp_path / "conv.safetensors", into=convolution)[0]["weight"].dtype == torch.float64
+    assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(convolution.weight.float(), values["weight"])
+
+
+def test_names_are_mapped_in_turn(tmp_path: Path) -> None:
+    held = weights()
+    held["tied.weight"] = held["embed.weight"].clone()
+    theirs = {f"module.{n.replace('head', 'fc')}": t for n, t in held.items()} | {"module.teacher.w": torch.zeros(1)}
+    entries = (r"^module\.->", "^(f)c[.]->head.", "^teacher[.].*->")
+    assert equal(load(theirs, tmp_path / "1.safetensors", *entries)[0], held)
+    for more, message in (
+        (("^hed[.]->x.",), r"init_from.map.3=^hed[.]->x. matches no name in the file; near it: head.bias, head.weight"),
+        (("^norm[.](bias)->head.bias",), "gives module.fc.bias and module.norm.bias one name, head.bias"),
+        ((r"^norm[.]->\2",), r"init_from.map.3=^norm[.]->\2: invalid group reference 2"),
+    ):
+        with pytest.raises(InputError) as refused:
+            load(theirs, tmp_path / "2.safetensors", *entries, *more)
+        assert message in str(refused.value), message
+
+
+def test_what_does_not_fit_is_told_with_the_fix(tmp_path: Path) -> None:
+    held = weights()
+    del held["tied.weight"]
+    one = tmp_path / "1.safetensors"
+
+    def refuse(held: Mapping[str, Any], path: Path = one, **options: Any) -> list[str]:
+        with pytest.raises(InputError) as refused:
+            load(held, path, **options)
+        assert len(refused.value.messages) <= 3
+        return [message.replace(f"init_from.path={path}", "") for message in refused.value.messages]
+
+    other = Net(5)
+    assert refuse(held, into=other) == [
+        ": 2 weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the file, "
+        "[5] in the model; init_from.strict=false leaves the model's as initialised"
+    ]
+    before = other.head.weight.clone()
+    found, told = load(held, one, strict=False, into=other)
+    assert torch.equal(found["head.weight"], before)
+    assert torch.equal(found["norm.weight"], held["norm.weight"])
+    assert "of another shape, and as initialised: head.weight [3, 2] in the file, [5, 2] in the model; head" in told
+    renamed = {f"model.net.{name}": t for name, t in held.items()}
+    for line in refuse(renamed):
+        assert "; try init_from.map='[\"^model[.]net[.]->\"]'; or " in line
+    assert "; try init_from.map='[\"^->0.\"]'" in refuse(held, into=nn.Sequential(Net()))[0]
+    assert "none of its 1 weight has the name and shape" in refuse({"x": torch.zeros(1)}, strict=False)[0]
+    whole = held | {"head.bias": torch.ones(3, dtype=torch.int64)}
+    assert "head.bias [3] of integers in the file, [3] in the model" in refuse(whole)[0]
+    twice = held | {"tied.weight": held["embed.weight"] + 1}
+    assert "different values of embed.weight and tied.weight, which are one weight" in refuse(twice)[0]
+    assert equal(load(twice, one, "^tied[.]weight->")[0], held)
+
+
+class Touch:
+    """What a pickle can be: a command that runs when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_no_file_of_weights_is_refused_unread(tmp_path: Path) -> None:
+    sound = {"weight": torch.zeros(2)}
+    save_file(sound, tmp_path / "sound.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "sound.safetensors").read_bytes()[:-1])
+    (tmp_path / "text.pt").write_text("no weights\n" * 9)
+    (tmp_path / "empty.pth").write_bytes(b"")
+    torch.save({"model": sound, "args": argparse.Namespace()}, tmp_path / "args.pth")
+    torch.save({"weight": Touch(tmp_path / "touched")}, tmp_path / "code.pt")
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
+    torch.save({"model": sound, "state_dict": sound}, tmp_path / "both.pt")
+    torch.save({"weight": 3}, tmp_path / "number.pt")
+    torch.save([1], tmp_path / "list.pt")
+    (tmp_path / "notes.md").write_text("")
+    for name, message in {
+        "cut.safetensors": "it cannot be read as safetensors (",
+        "text.pt": "it is no file of torch.save (",
+        "empty.pth": "it is no file of torch.save (EOFError), or cut short",
+        "args.pth": "it holds argparse.Namespace, which is code and is not run; save the weights alone",
+        "code.pt": "it holds posix.system, which is code and is not run; save the weights alone",
+        "module.pt": "it holds torch.nn.modules.linear.Linear, which is code",
+        "both.pt": "it holds state dicts under both model and state_dict; save the state dict alone",
+        "number.pt": "it holds no state dict at its top or under model or state_dict, names with a tensor each: ",
+        "list.pt": "it holds a list and no state dict",
+        "notes.md": "no file of weights by its name; they end in .safetensors, .pt, ",
+    }.items():
+        path = tmp_path / name
+        with pytest.raises(InputError) as refused:
+            InitialWeights(InitFrom(str(path)), path, Net())
+        assert str(refused.value).startswith(f"init_from.path={path}: {message}")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_what_is_refused_writes_nothing(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    torch.save({"weight": Touch(tmp_path / "touched")}, files / "code.pt")
+    for words, message in (
+        (("init_from.strict=false",), "init_from.strict=false has no effect without init_from.path"),
+        (("init_from=x.pt", "init_from.map=[abc]"), "init_from.map.0=abc must be a PATTERN->REPLACEMENT; for example"),
+        (("init_from=x.pt", "init_from.map=['(->x']"), "init_from.map.0=(->x: what stands before -> must be a regular"),
+        (("freeze=['(']",), "freeze.0=( must be a regular expression, but"),
+    ):
+        with pytest.raises(InputError) as wrong:
+            run(tmp_path / "outputs", 1, *TOY, *words)
+        assert message in str(wrong.value)
+    for words, message in (
+        ((f"init_from={files}/cod.pt",), f"{files}/cod.pt: there is no such file or directory; did you mean code.pt?"),
+        ((f"init_from={files}/code.pt",), "code.pt: it holds posix.system, which is code and is not run"),
+        (("freeze=[weight,bias]",), "freeze=['weight', 'bias'] leaves no parameter to train"),
+    ):
+        with pytest.raises(RankError) as refused:
+            run(tmp_path / "outputs", 2, *TOY, *words, "parallel=ddp")
+        assert "InputError: " in str(refused.value) and message in str(refused.value)
+    assert not list(tmp_path.glob("outputs/run/*")) and not (tmp_path / "touched").exists()
+
+
+def test_frozen_layers_keep_their_statistics() -> None:
+    """Those whose parameters are all frozen, under any class and in a copy, whatever train() asks for."""
+    module = nn.Sequential(
+        nn.BatchNorm1d(2),
+        nn.BatchNorm1d(2),
+        nn.BatchNorm1d(2, affine=False),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Linear(2, 2),
+    )
+    found = freeze(["^[02][.]", "^1[.]weight", "^3[.]"], module)
+    assert found.names == ["0.weight", "0.bias", "1.weight", "3.weight", "3.bias"] and found.num_layers == 3
+    assert found.describe()[0].startswith(
+        "frozen   5 of 8 parameters and the statistics of 3 normalisation layers: 0.w"
+    )
+    synchronize_batch_norm(module)
+    for each in (module, copy.deepcopy(module)):
+        each.eval().train()
+        before = {name: tensor.clone() for name, tensor in each.state_dict().items()}
+        assert [part.training for part in each] == [False, True, False, False, True]
+        features = torch.rand(4, 2, 3)
+        for part in each[:4]:
+            part(features)
+        moved = {name for name, tensor in each.state_dict().items() if not torch.equal(tensor, before[name])}
+        assert moved == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert freeze([], module).describe() == []
+    with pytest.raises(InputError, match=r"freeze.0=\^bais\$ matches no parameter's name; near it: 0.bias, 1.bias, 3"):
+        freeze(["^bais$"], module)
