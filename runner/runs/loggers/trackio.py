@@ -75,8 +75,10 @@ class Trackio:
         """It writes within a second; what a kill left unwritten is made up when the run is resumed."""
 
     def close(self, finished: Ending) -> None:
+        import trackio
+
         with _silently():
-            self._run.finish()
+            trackio.finish()
 
 
 def _free_name(trackio: Any, project: str, facts: RunFacts) -> str:
