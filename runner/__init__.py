@@ -2,15 +2,38 @@
 
 Importing it binds the names `models` and `data` to this installation, whatever the working directory holds. What they
 lack is looked for in modules of the same name elsewhere on sys.path, such as a user's own `models.py`.
+
+For scripts and notebooks it has what `__all__` names (docs/python.md): `runner.train(["model=mlp"])`.
 """
 
+import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
+
+if TYPE_CHECKING:
+    from runner.api.experiments import compose, sweep, train
+    from runner.api.past import Run, open_run, runs, table
+    from runner.config.schema import Config
+    from runner.errors import InputError, JobFailed, Preempted
+
+__all__ = [
+    "Config",
+    "InputError",
+    "JobFailed",
+    "Preempted",
+    "Run",
+    "compose",
+    "open_run",
+    "runs",
+    "sweep",
+    "table",
+    "train",
+]
 
 __version__ = "0.1.0"
 
@@ -20,6 +43,12 @@ ROOT = _SHIPPED if _SHIPPED.is_dir() else _HERE.parent
 CONF = ROOT / "conf"
 CLAIMED = ("models", "data")
 
+_OFFERED = {
+    **dict.fromkeys(("compose", "sweep", "train"), "runner.api.experiments"),
+    **dict.fromkeys(("Run", "open_run", "table"), "runner.api.past"),
+    **dict.fromkeys(("InputError", "JobFailed", "Preempted"), "runner.errors"),
+    "Config": "runner.config.schema",
+}
 _others: dict[str, ModuleType] = {}  # modules of a claimed name that are not ours, by file
 
 
@@ -98,6 +127,26 @@ def _beside(module: ModuleType) -> list[ModuleType]:
                 raise
         found.append(_others[file])
     return found
+
+
+def forget_beside(folders: Collection[Path]) -> None:
+    """Other modules of a claimed name that lie in these folders are read again when they are asked for."""
+    for file in [file for file in _others if {Path(file).parent, Path(file).parent.parent} & set(folders)]:
+        del _others[file]
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: what is for scripts and notebooks is imported when it is used, and torch with it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "runs":
+        return importlib.import_module("runner.runs")  # which can be called
+    globals()[name] = found = getattr(importlib.import_module(_OFFERED[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 for _name in CLAIMED:

@@ -16,15 +16,22 @@ class InputError(ValueError):
 
 
 class JobFailed(Exception):
-    """The job ended with an error, which the user has been told and result.json keeps; status: to exit with."""
+    """The job ended with an error, which the user has been told and result.json keeps.
 
-    def __init__(self, text: str, status: int = 1):
+    status: to exit with. directory: of the run or sweep, where that is known to who catches it.
+    """
+
+    def __init__(self, text: str, status: int = 1, directory: str | None = None):
         super().__init__(text)
-        self.status = status
+        self.status, self.directory = status, directory
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; it has saved what its last step made."""
+    """A signal asked the run to stop; it has saved what its last step made. directory: as of JobFailed."""
+
+    def __init__(self, text: str = "", directory: str | None = None):
+        super().__init__(text)
+        self.directory = directory
 
 
 def tell(messages: Sequence[str]) -> None:

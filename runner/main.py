@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser  # Hydra's own flags, whatever its version has
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 
 from runner import CONF
-from runner.config.compose import checked, compose
-from runner.config.diagnostics.overrides import given_twice, refuse_overrides
+from runner.command import composing, prepare
+from runner.config.compose import compose
 from runner.config.help.topics import render_help
-from runner.config.own_folders import absolute, add_to_path, searching
-from runner.config.resume import Typed, with_recorded
+from runner.config.own_folders import absolute, add_to_path
+from runner.config.resume import Typed
 from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
-from runner.errors import InputError, tell
-from runner.runs.run_directory import Request
+from runner.errors import InputError, Preempted, tell
 
 FINISHED, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 143
 
@@ -44,21 +41,14 @@ def main() -> int:
             print(render_help(folders, args.overrides), end="", flush=True)
             return FINISHED
         rank_info = started_by_launch(find_rank_info(init), local_rank)
-        refuse = refuse_overrides(args.overrides) + given_twice(args.overrides)
-        if refuse:
-            raise InputError(*refuse)
-        typed = with_recorded(args.overrides, args.config_dirs, args.multirun)
-        add_to_path(typed.config_dirs)
-        _register_plugins()
-        with (
-            searching(typed.config_dirs),
-            initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"),
-        ):
+        with composing(args.overrides, args.config_dirs, args.multirun) as typed:
             if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
                 return _ask_hydra(args, typed)
             return _run(typed, args.multirun, rank_info)
     except InputError as error:
         return _refuse_everywhere(error.messages, init)
+    except Preempted:
+        return PREEMPTED
     except BrokenPipeError:  # whoever read what is printed, as `head` does, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
         return FINISHED
@@ -102,35 +92,13 @@ def _read_flags() -> tuple[Namespace, int | None]:
 
 def _run(typed: Typed, multirun: bool, rank_info: RankInfo) -> int:
     if multirun:
-        from runner.sweeps.sweep import run_sweep
+        from runner.sweeps.start import run_sweep
 
-        return run_sweep(typed, rank_info)
-    cfg = compose(typed.overrides)
-    config = checked(cfg, typed.overrides)
-    request = Request(
-        overrides=tuple(typed.recorded),
-        words=tuple(typed.words),
-        config_dirs=tuple(typed.config_dirs),
-        command=tuple(sys.orig_argv),
-        directory=typed.directory or rank_info.directory,
-        choices=dict(cfg.hydra.runtime.choices),
-    )
+        return run_sweep(typed, rank_info, sys.orig_argv).status
+    config, request = prepare(typed, rank_info, sys.orig_argv)
     from runner.launchers.launch import launch_and_tell
 
     return launch_and_tell(config, request, rank_info)
-
-
-def _register_plugins() -> None:
-    """Hydra finds plugins by walking their namespace, which an editable install does not let it."""
-    plugins = Plugins.instance()
-    # Only now: its scan executes Hydra's own plugins a second time, and what derives from them must come after.
-    from hydra_plugins.runner.grid_sweeper import GridSweeper
-    from hydra_plugins.runner.optuna_sweeper import OptunaSweeper
-    from hydra_plugins.runner.own_folders import OwnFolder, OwnFolders
-    from hydra_plugins.runner.slots_launcher import SlotsLauncher
-
-    for plugin in (GridSweeper, OptunaSweeper, SlotsLauncher, OwnFolder, OwnFolders):
-        plugins.register(plugin)
 
 
 def _ask_hydra(args: Namespace, typed: Typed) -> int:

@@ -4,19 +4,56 @@ They are kept in the order in which they were typed, and of two that hold the sa
 of one's own hides the built-in of its name, as a later override replaces an earlier one.
 """
 
+import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
-from runner import CONF
+from runner import CONF, forget_beside
 
 _searched: list[str] = []  # what Hydra's search path begins with, by hydra_plugins.runner.own_folders
+_imported: dict[str, ModuleType] = {}  # what calls of Python have imported from folders that they put on sys.path
 
 
 def add_to_path(folders: Sequence[str]) -> None:
     """A user's own model lies beside its YAML file; behind everything else, so that it hides nothing."""
     sys.path.extend(folder for folder in reversed(folders) if folder not in sys.path)
+
+
+@contextmanager
+def importing_anew() -> Iterator[None]:
+    """What is put on sys.path meanwhile leaves it again, and modules are read from there as a new command reads them.
+
+    They stay imported until the next time, for the sake of what was made of them.
+    """
+    for name in [name for name, module in _imported.items() if sys.modules.get(name) is module]:
+        parent, _, leaf = name.rpartition(".")
+        if parent in sys.modules:
+            vars(sys.modules[parent]).pop(leaf, None)
+        del sys.modules[name]
+    _imported.clear()
+    importlib.invalidate_caches()
+    path, known = list(sys.path), set(sys.modules)
+    try:
+        yield
+    finally:
+        added = {Path(folder).resolve() for folder in sys.path if folder not in path}
+        sys.path[:] = path
+        new = {name: module for name, module in sys.modules.items() if name not in known}
+        _imported.update({name: module for name, module in new.items() if _root(name, module) in added})
+        forget_beside(added)
+
+
+def _root(name: str, module: ModuleType) -> Path | None:
+    """The folder of sys.path that the module was found in."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return None
+    path = Path(file).resolve()
+    depth = name.count(".") + (path.stem == "__init__")
+    return path.parents[depth] if depth < len(path.parents) else None
 
 
 @contextmanager

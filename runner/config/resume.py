@@ -17,7 +17,7 @@ from runner.config.schema import Config
 from runner.config.shorthands import expand
 from runner.errors import InputError
 from runner.runs.ledger import LEDGER, is_sweep, read_sweep
-from runner.runs.records import last_of
+from runner.runs.records import last_of, last_trained
 from runner.runs.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, read_result
 from runner.runs.train_state import BEST, LAST, STEP, available, named, read_train_state
 
@@ -226,11 +226,10 @@ def _find(key: str, value: str, typed: list[Override]) -> Path:
             raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
         return path
     folder = _runs_folder(typed)
-    runs = [path.parent for path in folder.glob(f"*/{OVERRIDES}")]
-    trained = [(path.stat().st_ctime, path) for path in runs if (read_result(path) or {}).get("task") == "train"]
-    if not trained:
+    newest = last_trained(folder)
+    if newest is None:
         raise InputError(f"{key}=last: there is no run under {folder}; set name= or outputs=, or name the directory")
-    return max(trained)[1]
+    return newest
 
 
 def _runs_folder(typed: list[Override]) -> Path:

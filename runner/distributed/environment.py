@@ -30,6 +30,7 @@ class RankInfo:
     directory: str | None = None  # given to a run whose job Slurm may start again
     guessed: tuple[str, ...] = ()  # of these fields, what the ranks count at their rendezvous
     has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
+    is_guest: bool = False  # the process is a script's or a notebook's, and goes on after the run
 
     @property
     def may_start_processes(self) -> bool:

@@ -13,6 +13,7 @@ from runner.config.validate import AUTO, check_fit
 from runner.distributed.backend import as_backend
 from runner.distributed.cpu_affinity import take_cores
 from runner.distributed.devices import choose_devices
+from runner.distributed.occupied import occupied
 from runner.distributed.peer_failure import misses_peer
 from runner.distributed.signals import unhurried
 from runner.distributed.world import World
@@ -33,9 +34,10 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
 
     Raises InputError (nothing was written), Preempted (it has saved) or JobFailed.
     """
-    if config.micro_batches != AUTO:
-        return _run_once(config, request, world)
-    return run_until_it_fits(_run_once, config, request, world)
+    with occupied():
+        if config.micro_batches != AUTO:
+            return _run_once(config, request, world)
+        return run_until_it_fits(_run_once, config, request, world)
 
 
 def _run_once(config: Config, request: Request, world: World, may_double: bool = False) -> dict[str, float]:
@@ -160,10 +162,11 @@ def _build(
 
 
 def _make_directory(config: Config, request: Request) -> str:
-    if request.directory is None:
-        return str(new_directory(config.outputs, config.name))
-    os.makedirs(request.directory, exist_ok=True)
-    return request.directory
+    directory = request.directory or str(new_directory(config.outputs, config.name))
+    os.makedirs(directory, exist_ok=True)
+    if request.tells is not None:
+        Path(request.tells).write_text(directory)
+    return directory
 
 
 def _traceback(error: BaseException) -> str:

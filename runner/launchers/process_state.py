@@ -18,7 +18,7 @@ _first: list[Callable[[], Any]] = []  # what sets the process back to how it was
 def reset_process(seed: int) -> None:
     """Seed every generator, and undo what an earlier job has set for the whole process."""
     if not _first:
-        _first.extend(_keep())
+        _first.extend(keep_settings())
     else:
         for set_back in _first:
             set_back()
@@ -43,7 +43,18 @@ def _set_imports_aside() -> None:
     atexit.register(gc.unfreeze)  # some of it complains when it is not cleared away itself
 
 
-def _keep() -> list[Callable[[], Any]]:
+def use_default_settings() -> None:
+    """Set all that `keep_settings` keeps to what torch begins with."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+    for hooks in _global_hooks():
+        hooks.clear()
+
+
+def keep_settings() -> list[Callable[[], Any]]:
     """What sets back all that a model or a data set may have set for the whole process."""
     deterministic, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
@@ -57,10 +68,13 @@ def _keep() -> list[Callable[[], Any]]:
     ]
     cudnn = torch.backends.cudnn
     kept += [partial(setattr, cudnn, name, getattr(cudnn, name)) for name in ("benchmark", "deterministic")]
-    for name, hooks in vars(torch.nn.modules.module).items():
-        if name.startswith("_global_") and isinstance(hooks, dict):
-            kept.append(partial(_refill, hooks, dict(hooks)))
-    return kept
+    return kept + [partial(_refill, hooks, dict(hooks)) for hooks in _global_hooks()]
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """Those of all modules of the process."""
+    of_torch = vars(torch.nn.modules.module).items()
+    return [hooks for name, hooks in of_torch if name.startswith("_global_") and isinstance(hooks, dict)]
 
 
 def _refill(hooks: dict[int, Any], before: dict[int, Any]) -> None:

@@ -1,5 +1,6 @@
 """What the launchers that start processes share: a rank's part, and how it ends for the process that started it."""
 
+import _thread
 import multiprocessing
 import os
 import signal
@@ -74,17 +75,20 @@ def how_it_died(rank: int, exit_code: int) -> str:
 
 
 @contextmanager
-def passing_signals_on(processes: Callable[[], Sequence[Any]] = multiprocessing.active_children) -> Iterator[list[str]]:
+def passing_signals_on(
+    processes: Callable[[], Sequence[Any]] = multiprocessing.active_children, is_guest: bool = False
+) -> Iterator[list[str]]:
     """Pass signals that ask to stop on to the ranks; after a Ctrl-C they have 9 s. Without ranks this one ends.
 
-    Yields the names of the signals that came.
+    is_guest: it does not end, but has a KeyboardInterrupt. Yields the names of the signals that came.
     """
     received: list[str] = []
+    given_up = threading.Event()
 
     def pass_on(number: int, frame: object) -> None:
         received.append(signal.Signals(number).name)
         alive = [process for process in processes() if process.is_alive() and process.pid]
-        if not alive:
+        if not alive or given_up.is_set():
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         for process in alive:
             # A terminal's Ctrl-C has reached the ranks by itself; as a SIGTERM it is not counted as a second one.
@@ -96,7 +100,10 @@ def passing_signals_on(processes: Callable[[], Sequence[Any]] = multiprocessing.
         for process in processes():
             process.kill()
         print("the ranks did not end in time after a Ctrl-C", file=sys.stderr, flush=True)
-        os._exit(130)  # an agent would start them again
+        if not is_guest:
+            os._exit(130)  # an agent would start them again
+        given_up.set()
+        _thread.interrupt_main()
 
     late = threading.Timer(CTRL_C_GRACE_S, kill)
     late.daemon = True

@@ -97,7 +97,7 @@ class Spawn:
             )
             for rank_info in ranks
         ]
-        with passing_signals_on(lambda: processes) as received:
+        with passing_signals_on(lambda: processes, rank_info.is_guest) as received:
             for process in processes:
                 process.start()
             theirs.close()

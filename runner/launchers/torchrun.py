@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -103,7 +103,8 @@ class Torchrun:
         outcomes: dict[int, Outcome] = {}
         died, received, had_ranks = None, list[str](), threading.Event()
         try:
-            with passing_signals_on() as received, self._ending_when_cut_off(had_ranks):
+            watching = nullcontext() if rank_info.is_guest else self._ending_when_cut_off(had_ranks)
+            with passing_signals_on(is_guest=rank_info.is_guest) as received, watching:
                 outcomes = elastic_launch(launch_config, _run_rank)(config, request, self.join_timeout_s)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()

@@ -33,7 +33,7 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     Rank 0 tells the user everything; another rank keeps warnings and errors in logs/rank_R.txt, which is made when
     the first one comes.
     """
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, force_jupyter=False)  # a notebook gets its lines as text too
     handlers: list[logging.Handler]
     if rank == 0:
         handlers = [logging.FileHandler(directory / "log.txt")]
@@ -52,11 +52,14 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     for logger in loggers:
         logger.propagate = False
     show = warnings.showwarning
-    logging.captureWarnings(True)
+    is_captured = getattr(show, "__module__", "") == "logging"  # by whoever has called
+    if not is_captured:
+        logging.captureWarnings(True)
     try:
         yield console
     finally:
-        logging.captureWarnings(False)
+        if not is_captured:
+            logging.captureWarnings(False)
         warnings.showwarning = show
         for handler in handlers:
             for logger in loggers:

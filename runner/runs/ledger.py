@@ -30,6 +30,8 @@ from runner.runs.run_directory import RESULT, read_result
 LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
 DONE = ("finished", "pruned")
 
+_held: dict[Path, int] = {}  # the open lock of each sweep that this process runs
+
 
 @dataclass
 class JobRecord:
@@ -122,11 +124,11 @@ def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
 
 
 def hold(directory: Path) -> None:
-    """Make this process the one that runs the sweep, for as long as it lives; a holder that died is replaced.
+    """Make this process the one that runs the sweep, until it lets go or ends; a holder that died is replaced.
 
     Raises InputError that names the holder where another process is one.
     """
-    # Never closed before the process ends: closing any descriptor of the file would give the lock up.
+    # Open until then: closing any descriptor of the file would give the lock up.
     file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by data loaders that outlive a kill
@@ -138,6 +140,13 @@ def hold(directory: Path) -> None:
         pass  # a file system without locks: there one has to take care oneself
     os.ftruncate(file, 0)
     os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _held[directory] = file
+
+
+def let_go(directory: Path) -> None:
+    """Let another process run the sweep, where this one holds it."""
+    if directory in _held:
+        os.close(_held.pop(directory))
 
 
 def _lines(directory: Path) -> Iterator[dict[str, Any]]:

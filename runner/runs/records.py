@@ -61,7 +61,7 @@ class RunRecord:
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """The metric by step, the last value of a step that a restart has made twice."""
         points: dict[int, float] = {}
-        for line in _lines(self.directory / METRICS):
+        for line in lines_of(self.directory):
             value = line.get(metric)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 points[int(line["step"])] = float(value)
@@ -78,9 +78,14 @@ def read_jobs(
     if is_sweep(path):
         return [_read(job.directory, job.overrides, job.label, job) for job in read_sweep_jobs(path)]
     if (path / OVERRIDES).is_file():
-        return [_read(path, _overrides(path), path.name)]
+        return [read_run(path)]
     what = f"no sweep or run (it has neither {LEDGER} nor {OVERRIDES})" if path.is_dir() else "no directory"
     raise InputError(f"{key}={path} is {what}; name one under outputs/, or run=last")
+
+
+def read_run(path: Path) -> RunRecord:
+    """A run by itself, or a job without what the ledger of its sweep says."""
+    return _read(path, _overrides(path), path.name)
 
 
 def varied_keys(jobs: Sequence[RunRecord]) -> list[str]:
@@ -122,6 +127,13 @@ def last_of(folder: Path) -> Path | None:
     """The newest sweep or run in a folder of them."""
     found = [path for name in (LEDGER, OVERRIDES) for path in folder.glob(f"*/{name}")]
     return max(found, key=lambda path: path.stat().st_ctime).parent if found else None
+
+
+def last_trained(folder: Path) -> Path | None:
+    """The newest run in a folder of them whose task was to train."""
+    found = [path.parent for path in folder.glob(f"*/{OVERRIDES}")]
+    trained = [(path.stat().st_ctime, path) for path in found if (read_result(path) or {}).get("task") == "train"]
+    return max(trained)[1] if trained else None
 
 
 def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None = None) -> RunRecord:
@@ -169,9 +181,10 @@ def _settings(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def lines_of(directory: Path) -> Iterator[dict[str, Any]]:
+    """What a run has logged, a line at a time."""
     try:
-        text = path.read_text()
+        text = (directory / METRICS).read_text()
     except OSError:
         return
     for line in text.splitlines():

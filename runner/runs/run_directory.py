@@ -33,6 +33,7 @@ class Request:
     choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
     pruner: Callable[[int, dict[str, float]], bool] | None = None  # given step and metrics: whether to give the run up
     words: tuple[str, ...] = ()  # what another process has to type for it, where that is not what is recorded
+    tells: str | None = None  # a file that is given the run's directory, as soon as there is one
 
 
 @dataclass

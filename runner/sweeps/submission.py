@@ -43,6 +43,8 @@ def check_launchers(
     if not queued:
         return False, False
     named = f"launcher={queued[0][1]['launcher']}"
+    if rank_info.is_guest:
+        raise InputError(f"{named} queues jobs, and runner.sweep waits for what runs here; type the sweep in a shell")
     if not rank_info.may_start_processes:
         raise InputError(
             f"{named} queues jobs, but {rank_info.found} has started this process as rank {rank_info.rank} of "

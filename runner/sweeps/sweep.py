@@ -1,22 +1,19 @@
-"""A sweep: its jobs checked, its directory, each job's run, the table at its end."""
+"""A sweep: its jobs checked, its directory, each job's run."""
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig, open_dict
 
 from runner.config.own_folders import add_to_path
 from runner.config.renamed_targets import rename_keys, rename_shared
-from runner.config.resume import Typed
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -29,14 +26,12 @@ from runner.sweeps.plan import (
     Job,
     check_shared,
     composed_words,
-    first_job,
     make_label,
     number_jobs,
     shared_values,
 )
 from runner.sweeps.pruner import TrialPruner
-from runner.sweeps.submission import PartlyQueued, check_launchers, submit
-from runner.sweeps.summary import conclude
+from runner.sweeps.submission import check_launchers, submit
 
 _current: list["Sweep"] = []
 
@@ -251,45 +246,11 @@ def current() -> Sweep:
     return _current[-1]
 
 
-def run_sweep(typed: Typed, rank_info: RankInfo) -> int:
-    """Run the sweep that was typed. Returns the exit status. Raises InputError with nothing written."""
-    from runner.config.compose import compose
-
-    owner = GlobalHydra.instance().hydra
-    assert owner is not None
-    # Hydra's own look at a sweep leaves out what has several values, and then does not know the keys of a swept choice.
-    first = first_job(typed.overrides, GlobalHydra.instance().config_loader())
-    base = compose(first)
-    launcher = str(base.hydra.runtime.choices["hydra/launcher"])
-    if not rank_info.may_start_processes and launcher != "basic":
-        raise InputError(
-            f"hydra/launcher={launcher} starts jobs itself, but {rank_info.found} has started this process as rank "
-            f"{rank_info.rank} of {rank_info.world_size}; leave one of the two out"
-        )
-    record = SweepRecord(list(typed.recorded), list(typed.config_dirs), list(sys.orig_argv), {})
-    arguments = [word for word in typed.overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    sweep = Sweep(rank_info, record, typed.directory, dict(base.backend), arguments)
+@contextmanager
+def being_current(sweep: Sweep) -> Iterator[None]:
+    """Meanwhile it is the one that `current` returns."""
     _current.append(sweep)
     try:
-        owner.multirun("config", sweep, first, with_log_configuration=False)
-    except InstantiationException as error:  # of the sweeper or the launcher; a job's own is that job's failure
-        key = str(error).rpartition("full_key: ")[2].strip()
-        raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
+        yield
     finally:
         _current.pop()
-    try:
-        waiting = sweep.submit()
-    except PartlyQueued as error:
-        tell(str(error).splitlines())
-        return 1
-    if sweep.shows:
-        return 0
-    if waiting:
-        print(f"\n`python -m runner task=report run={sweep.directory}` says how they stand", flush=True)
-        return 0
-    failed = json.loads(sweep.share("failed", lambda: json.dumps(conclude(Path(str(sweep.directory))))))
-    if rank_info.world_size > 1:
-        from runner.distributed.rendezvous import join
-
-        join(rank_info, as_backend(dict(base.backend))).ending.close()
-    return 1 if failed else 0
