@@ -214,7 +214,10 @@ def check_values(config: Config) -> list[str]:
 def _check_average(ema: Averaging) -> list[str]:
     if ema.decay is None:
         if ema.warmup_steps:
-            return [f"ema.warmup_steps={ema.warmup_steps} has no effect without ema.decay; add ema.decay=0.999, say"]
+            return [
+                f"ema.warmup_steps={ema.warmup_steps} has no effect without ema.decay; add ema.decay=0.999, or "
+                "ema.warmup_steps=0"
+            ]
         return []
     if not 0 < ema.decay < 1:
         return [f"ema.decay={ema.decay:g} must be above 0 and below 1, or null; try 0.999"]

@@ -63,7 +63,7 @@ class LocalSGD:
         if config.ema.decay is not None:
             return [
                 f"ema.decay={config.ema.decay:g}: under parallel=local_sgd no rank has the weights between two "
-                "averagings, of which a mean over the steps could be kept; try parallel=ddp, or leave ema.decay out"
+                "averagings, of which a mean over the steps could be kept; try parallel=ddp, or ema.decay=null"
             ]
         if config.sync_batchnorm is True:
             return [

@@ -211,7 +211,10 @@ def test_a_run_that_is_stopped_in_an_evaluation_saves_the_weights_themselves(
     ("words", "message"),
     [
         (("ema.decay=1",), "ema.decay=1 must be above 0 and below 1, or null; try 0.999"),
-        (("ema.warmup_steps=10",), "ema.warmup_steps=10 has no effect without ema.decay; add ema.decay=0.999, say"),
+        (
+            ("ema.warmup_steps=10",),
+            "ema.warmup_steps=10 has no effect without ema.decay; add ema.decay=0.999, or ema.warmup_steps=0",
+        ),
         (("ema.decay=0.5", "ema.warmup_steps=3"), "ema.warmup_steps=3 has no effect: the decay of its first step"),
         (("ema.decay=0.9", "parallel=local_sgd"), "ema.decay=0.9: under parallel=local_sgd no rank has the weights"),
     ],
