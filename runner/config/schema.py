@@ -65,6 +65,15 @@ class Reporting:
 
 
 @dataclass
+class Exporting:
+    """What task=export writes, and how far its outputs may be from the model's."""
+
+    format: str = "safetensors"
+    output: str | None = None
+    tolerance: float | None = None
+
+
+@dataclass
 class Config:
     """One experiment. The groups are nodes with a `_target_`, whose constructor's signature types them."""
 
@@ -113,6 +122,7 @@ class Config:
     debug: bool = False
     compare: Comparison = field(default_factory=Comparison)
     report: Reporting = field(default_factory=Reporting)
+    export: Exporting = field(default_factory=Exporting)
     resume: str | None = None
     run: str | None = None
     split: str = "val"
@@ -124,7 +134,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
-OF_TASKS = ("compare", "report")  # sections that are of one task, and named as it
+OF_TASKS = ("compare", "report", "export")  # sections that are of one task, and named as it
 # Mappings of names: of one option, and of several.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 

@@ -19,6 +19,7 @@ from runner.runs.train_state import BEST, LAST, STEP
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
+EXPORT_FORMATS = ("safetensors", "torch_export", "onnx")
 AUTO = "auto"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -157,6 +158,7 @@ def check_values(config: Config) -> list[str]:
         "checkpoint.keep_best": 0,
         "early_stop.patience": 1,
         "early_stop.min_delta": 0,
+        "export.tolerance": 0,
     }
     messages = []
     if config.micro_batches == AUTO:
@@ -181,6 +183,7 @@ def check_values(config: Config) -> list[str]:
         messages.append(f"transform_targets={value} has no effect without transforms; add transforms=flip_crop, say")
     messages += _choice("precision", config.precision, PRECISIONS)
     messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
+    messages += _choice("export.format", config.export.format, EXPORT_FORMATS)
     for key in ("report.direction", "monitor_direction"):
         if (direction := _get(config, key)) is not None:
             messages += _choice(key, direction, ("max", "min"))

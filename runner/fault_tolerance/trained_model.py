@@ -57,7 +57,8 @@ def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpo
     path = choose(run / CHECKPOINTS, checkpoint)
     model = make_model(config, choices)
     state, progress = load(path)
-    _load(model, evaluated_weights(state), f"model={choices.get('model', config.model['_target_'])}", path)
+    weights = state["model"] if config.ema.decay is None else evaluated_weights(state)  # as task=evaluate
+    _load(model, weights, f"model={choices.get('model', config.model['_target_'])}", path)
     return Trained(model.eval(), path, progress)
 
 
