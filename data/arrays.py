@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_sizes
+from data.checks import check_rows, check_sizes
 
 
 class Arrays(Dataset[tuple[Tensor, Tensor]]):
@@ -62,9 +62,7 @@ class Arrays(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch: (len(indices), *sample_shape) inputs, and their targets, collated."""
-        rows = np.asarray(indices, dtype=np.int64)
-        if ((rows < 0) | (rows >= len(self))).any():
-            raise IndexError(f"indices must be in 0 .. {len(self) - 1}")
+        rows = check_rows(indices, len(self)).numpy()
         inputs = _as_tensor(self.inputs.array[rows]).reshape(len(rows), *self.sample_shape)
         if self.divisor is not None:
             inputs = inputs.to(torch.float32) / self.divisor

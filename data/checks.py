@@ -1,6 +1,9 @@
-"""The rules that a data set checks before it makes or reads anything."""
+"""The rules that a data set checks before it makes or reads anything, and the rows that it is asked for."""
 
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 
 def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
@@ -28,3 +31,11 @@ def check_images(sample_shape: Sequence[int], num_outputs: int, images: Sequence
         )
     if num_outputs != num_classes:
         raise ValueError(f"num_outputs={num_outputs} must be {num_classes}, the number of classes")
+
+
+def check_rows(indices: Sequence[int], num_samples: int) -> Tensor:
+    """The indices, (N,) int64. Raises IndexError for one outside 0 .. num_samples - 1, at which iterating ends too."""
+    rows = torch.as_tensor(indices, dtype=torch.int64)
+    if bool(((rows < 0) | (rows >= num_samples)).any()):
+        raise IndexError(f"indices must be in 0 .. {num_samples - 1}")
+    return rows

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_counts, check_sizes
+from data.checks import check_counts, check_rows, check_sizes
 from data.hashing import MASK, hash_numbers
 
 
@@ -60,9 +60,7 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
 
         It is collated already: a DataLoader needs a collate_fn that hands it on.
         """
-        rows = torch.as_tensor(indices, dtype=torch.int64)
-        if bool(((rows < 0) | (rows >= self.num_samples)).any()):
-            raise IndexError(f"indices must be in 0 .. {self.num_samples - 1}")
+        rows = check_rows(indices, self.num_samples)
         bits = hash_numbers(hash_numbers(rows + self.start)[:, None] ^ self.keys)  # (N,) -> (N, F)
         # 24 bits are what a float32 holds exactly: the values are the same on every machine.
         features = (bits >> 8).to(torch.float32).div_(2**23).sub_(1)

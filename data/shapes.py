@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_counts, check_sizes
+from data.checks import check_counts, check_rows, check_sizes
 from data.hashing import MASK, hash_numbers
 
 BACKGROUND, DISC, SQUARE = range(3)
@@ -70,9 +70,7 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch: (len(indices), C, H, W) images and (len(indices), H, W) classes, collated."""
-        rows = torch.as_tensor(indices, dtype=torch.int64)
-        if bool(((rows < 0) | (rows >= self.num_samples)).any()):
-            raise IndexError(f"indices must be in 0 .. {self.num_samples - 1}")
+        rows = check_rows(indices, self.num_samples)
         bits = hash_numbers(hash_numbers(rows + self.start)[:, None] ^ self.keys)  # (N,) -> (N, keys)
         # 24 bits are what a float32 holds exactly: the values are the same on every machine.
         uniform = (bits >> 8).to(torch.float32).div_(2**24)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_sizes
+from data.checks import check_rows, check_sizes
 from data.paths import find_files
 
 PARTS = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # of the text, by position
@@ -73,9 +73,7 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch: (len(indices), block) tokens and the tokens that follow them, collated."""
-        rows = np.asarray(indices, dtype=np.int64)
-        if ((rows < 0) | (rows >= len(self))).any():
-            raise IndexError(f"indices must be in 0 .. {len(self) - 1}")
+        rows = check_rows(indices, len(self)).numpy()
         places = rows[:, None] * self.block + np.arange(self.block + 1)  # (N, block + 1)
         tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
