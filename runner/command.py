@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from hydra import initialize_config_dir, version
 from hydra.core.global_hydra import GlobalHydra
@@ -19,6 +20,7 @@ from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.distributed.occupied import occupied
 from runner.errors import InputError
+from runner.runs.code_state import read_state
 from runner.runs.run_directory import Request
 
 
@@ -53,6 +55,7 @@ def prepare(typed: Typed, rank_info: RankInfo, command: Sequence[str]) -> tuple[
         command=tuple(command),
         directory=typed.directory or rank_info.directory,
         choices=dict(cfg.hydra.runtime.choices),
+        submitted=read_state(Path(rank_info.submitted)) if rank_info.submitted else None,
     )
     return config, request
 

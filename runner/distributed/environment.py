@@ -28,6 +28,7 @@ class RankInfo:
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
     on_one_machine: bool = True  # as far as is known
     directory: str | None = None  # given to a run whose job Slurm may start again
+    submitted: str | None = None  # the file of the code's state then, of a job that runs what there is when it starts
     guessed: tuple[str, ...] = ()  # of these fields, what the ranks count at their rendezvous
     has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
     is_guest: bool = False  # the process is a script's or a notebook's, and goes on after the run
@@ -74,6 +75,7 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         master_port=integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and not agent,
         directory=environ.get("RUNNER_DIRECTORY"),
+        submitted=environ.get("RUNNER_SUBMITTED"),
         guessed=tuple(name for name, key in local.items() if not environ.get(key)),
         has_parent="TORCHELASTIC_RUN_ID" in environ,
         on_one_machine=(counted or master_addr.startswith("127.")) and local_world_size == world_size,

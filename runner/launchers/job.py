@@ -22,6 +22,7 @@ from runner.fault_tolerance.initial_weights import find_initial_weights
 from runner.launchers.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
 from runner.launchers.process_state import reset_process
 from runner.launchers.task import JobTask, check_size, make_job_task
+from runner.runs.code_state import told
 from runner.runs.console import logging_to
 from runner.runs.run_directory import Request, RunDirectory, new_directory
 from runner.training.build import Experiment, build, check_compiler
@@ -88,6 +89,8 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
         )
         if line := hiding(request.config_dirs, request.choices):
             log.info("%s", line)
+        if (code := directory.result.code) and (line := told(code)):
+            log.log(logging.WARNING if code["changed"] else logging.INFO, "%s", line)
         state, text, lost, too_large = "failed", "", False, False
         failure: BaseException | None = None
         try:

@@ -140,7 +140,9 @@ class Pipelined:
         share = loss.share(self._num_samples)
         self._loss_share += share.detach()
         self._weight += loss.weight
-        return share
+        return share.to(
+            self._precision.parameter_dtype
+        )  # as `_gives`, which torch 2.11 checks; no samples have another
 
     def _reduce(self) -> None:
         """Sum the gradients over the replicas, each of which has its share of the mean, then over copies of one."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from runner import ROOT, __version__
+from runner.runs.code_state import FACTS, copy_that_runs, read_state
 
+DIFF = "git.diff"
 MAX_DIFF_BYTES = 1 << 20
 TIMEOUT_S = 10
 # Whatever the user's own settings are, this is what `git apply` takes.
@@ -45,7 +47,12 @@ def machine() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and state of the repository that the runner's code is in, or else the working directory."""
+    """Commit and state of the repository that the runner's code is in, or else the working directory.
+
+    Of code that was kept for a job, those at the time.
+    """
+    if copy := copy_that_runs():
+        return read_state(copy / FACTS).git
     for folder in (ROOT, Path.cwd()):
         try:
             commit = _git_says(folder, "rev-parse", "HEAD").strip()
@@ -57,6 +64,8 @@ def git_state() -> dict[str, Any]:
 
 def git_diff() -> str:
     """What `git apply` makes of the commit; new files are named above it, and a very long one is cut."""
+    if copy := copy_that_runs():
+        return (copy / DIFF).read_text() if (copy / DIFF).exists() else ""
     for folder in (ROOT, Path.cwd()):
         try:
             new = _git_says(folder, "ls-files", "--others", "--exclude-standard").splitlines()

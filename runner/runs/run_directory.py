@@ -10,15 +10,15 @@ from typing import Any
 
 import yaml
 
-from runner.runs.provenance import git_diff, git_state, machine, versions
+from runner.runs.code_state import CodeState, facts_of_job, where_it_was
+from runner.runs.provenance import DIFF, git_diff, git_state, machine, versions
 
-RESULT, METRICS, CONFIG, OVERRIDES, CHECKPOINTS, DIFF = (
+RESULT, METRICS, CONFIG, OVERRIDES, CHECKPOINTS = (
     "result.json",
     "metrics.jsonl",
     "config.yaml",
     "overrides.yaml",
     "checkpoints",
-    "git.diff",
 )
 
 
@@ -32,6 +32,7 @@ class Request:
     directory: str | None = None  # given to a job of a sweep and to a run that is resumed; otherwise a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the option taken of each group
     pruner: Callable[[int, dict[str, float]], bool] | None = None  # given step and metrics: whether to give the run up
+    submitted: CodeState | None = None  # the code when the job was, where it may be another when it starts
     words: tuple[str, ...] = ()  # what another process has to type for it, where that is not what is recorded
     tells: str | None = None  # a file that is given the run's directory, as soon as there is one
 
@@ -59,6 +60,7 @@ class Result:
     git: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, Any] | None = None  # of a job that has waited, frozen or live: runner.runs.code_state.facts_of_job
     command: list[str] = field(default_factory=list)
     error: str | None = None
 
@@ -84,10 +86,11 @@ class RunDirectory:
         if not self.writes:
             return
         self.result.git = git_state()
+        self.result.code = facts_of_job(request.submitted)
         (self.path / DIFF).unlink(missing_ok=True)
         if self.result.git["dirty"]:
             write_whole(self.path / DIFF, git_diff())
-        typed = [f"--config-dir={folder}" for folder in request.config_dirs]
+        typed = [f"--config-dir={where_it_was(folder)}" for folder in request.config_dirs]
         write_whole(self.path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
         write_whole(self.path / OVERRIDES, yaml.safe_dump([*typed, *request.overrides]))
         self.save_result()

@@ -1,6 +1,7 @@
 """A sweep: its jobs checked, its directory, each job's run."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, tell
 from runner.launchers.slurm.queue import ended
+from runner.runs.code_state import CodeState
+from runner.runs.frozen_code import take_state
 from runner.runs.ledger import DONE, SweepRecord, hold, read_ledger, read_sweep, write_lines, write_state
 from runner.runs.run_directory import Request, new_directory, read_result
 from runner.sweeps.plan import (
@@ -50,6 +53,8 @@ class Sweep:
     queues: bool = False  # all jobs are for a queue
     shows: bool = False  # and are only shown: nothing is written
     is_new: bool = False  # this command has made the directory
+    code: CodeState | None = None  # as the jobs were checked, which processes that start later import as it is then
+    process: int = field(default_factory=os.getpid)  # of the command, whose own jobs run what it has imported
     pruners: dict[int, TrialPruner] = field(default_factory=dict)  # by job number, where a study asks for the jobs
 
     def open(
@@ -74,6 +79,8 @@ class Sweep:
         self.queues, self.shows = check_launchers(configs, choices, self.rank_info, asks)
         if self.shows:
             return self._show(jobs, configs[0], composer)
+        if not self.queues and self.rank_info.may_start_processes:
+            self.code = take_state(self.record.config_dirs)
         if self.rank_info.world_size > 1:
             from runner.distributed.rendezvous import join
 
@@ -124,6 +131,8 @@ class Sweep:
             if launcher.queues:
                 self.queued.append((job, config, request))
                 return {}
+            if self.process == os.getpid() and not launcher.starts_processes:
+                request = replace(request, submitted=None)
             self.tell(job, "running")
             metrics = launch(config, request, self.rank_info, launcher)
         except InputError as error:
@@ -165,6 +174,7 @@ class Sweep:
             directory=str(self.path(job)),
             choices=choices,
             pruner=self.pruners.get(job.number),
+            submitted=self.code,
         )
 
     def words(self) -> list[list[str]]:

@@ -11,8 +11,9 @@ from rich.console import Console
 from runner.config.renamed_targets import rename_targets
 from runner.config.schema import Config
 from runner.distributed.world import World
+from runner.runs.provenance import DIFF
 from runner.runs.records import dotted
-from runner.runs.run_directory import CONFIG, DIFF, RunDirectory, read_result
+from runner.runs.run_directory import CONFIG, RunDirectory, read_result
 from runner.tasks.train import Train
 from runner.training.build import Experiment
 

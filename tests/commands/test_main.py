@@ -38,6 +38,7 @@ RESULT = {
     "git": dict,
     "versions": dict,
     "machine": dict,
+    "code": type(None),
     "command": list,
     "error": type(None),
 }

@@ -105,13 +105,17 @@ def test_wrong_input_is_told_once_under_srun(cluster: Cluster, commands: Command
 
 
 def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    """Twice: by its time limit, and for a job of more priority. It ends with the weights of a run left alone."""
+    """Twice: by its time limit, and for a job of more priority. It ends with the weights of a run left alone.
+
+    The model that it was submitted with is gone by then.
+    """
     whole = run(tmp_path / "here", 4, *TINY, *LONG, "backend=gloo")
     limit = ("launcher.time=1", "launcher.signal_s=5", "launcher.cpus_per_node=8")
     process = commands.start("-m", "runner", *slow_model(tmp_path), *LONG, *TWO_BY_TWO, *limit, env=cluster.env)
     job, one = submitted(commands.finish(process))
     requeued = one.path / "slurm" / "requeued.json"
     wait_until(requeued.exists, timeout_s=300)
+    (tmp_path / "slow" / "slow.py").write_text("raise ImportError('not of this job')\n")
     by_limit = json.loads(requeued.read_text())["step"]
     wait_until(lambda: newest(one) > by_limit, timeout_s=300)
     # The nodes are wanted: Slurm tells the ranks, and not the script.
@@ -126,6 +130,43 @@ def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands
     assert [path.name for path in (tmp_path / "outputs" / "job").iterdir()] == [one.path.name]
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
     assert sorted(one.losses) == list(range(1, one.result["step"] + 1))
+
+
+def test_a_queued_job_runs_the_code_of_its_submission_or_says_that_it_is_another(
+    cluster: Cluster, commands: Commands, tmp_path: Path
+) -> None:
+    """Three jobs wait while the user's model is changed: one keeps the code, one does not, and one has lost it."""
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    code = (
+        "from models.mlp import MLP\n\n\nclass Own(MLP):\n    def forward(self, x):\n        return super().forward(x)"
+    )
+    (tmp_path / "mine" / "own.py").write_text(f"{code}\n")
+    (tmp_path / "mine" / "model" / "own.yaml").write_text(OPTIONS.replace("slow.Slow", "own.Own"))
+    words = ("-m", "runner", "--config-dir", "mine", "model=own", "threads=1", "logger=none", "max_steps=5", "epochs=1")
+    held = ("launcher=slurm", "launcher.nproc_per_node=1", "launcher.sbatch={hold:true}")
+    options = {"frozen": (), "live": ("launcher.code=live",), "damaged": ()}
+    started = {
+        name: commands.start(*words, *held, *own, f"name={name}", env=cluster.env) for name, own in options.items()
+    }
+    jobs = {name: submitted(commands.finish(process)) for name, process in started.items()}
+    (tmp_path / "mine" / "own.py").write_text(f"{code} * 2\n")
+    (jobs["damaged"][1].path / "code" / "own" / "0-mine" / "own.py").write_text(f"{code} * 3\n")
+    for job, _ in jobs.values():
+        cluster.ask("scontrol", "release", job)
+    ends = {name: cluster.wait_for(job, ["COMPLETED", "FAILED"]) for name, (job, _) in jobs.items()}
+    assert ends == {"frozen": "COMPLETED", "live": "COMPLETED", "damaged": "FAILED"}, [
+        log_of(one) for _, one in jobs.values()
+    ]
+
+    plain = run(tmp_path / "here", 1, "model=mlp", "threads=1", "logger=none", "max_steps=5", "epochs=1")
+    frozen, live, damaged = (jobs[name][1] for name in options)
+    assert frozen.result["weights_sha256"] == plain.result["weights_sha256"] != live.result["weights_sha256"]
+    assert frozen.result["code"]["code"] == "frozen" and f"kept in {frozen.path}/code\n" in log_of(frozen)
+    assert live.result["code"] | {"code": "live", "changed": ["mine/own.py"]} == live.result["code"]
+    assert re.search(r"^warning: the code is another than when .*: mine/own.py$", log_of(live), re.MULTILINE)
+    assert "own/0-mine/own.py: FAILED" in damaged.result["error"] and damaged.result["state"] == "failed"
+    for one in (frozen, live):  # which is what a later command composes
+        assert f"--config-dir={tmp_path}/mine" in (one.path / "overrides.yaml").read_text()
 
 
 def test_a_task_of_an_array_that_cannot_save_in_time_goes_on_from_its_checkpoint(

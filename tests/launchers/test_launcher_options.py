@@ -47,6 +47,7 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
         (Slurm, {"sbatch": {"job_name": "x"}}, "launcher.sbatch.job_name: the launcher sets it itself"),
         (Slurm, {"conda": "a", "venv": "b"}, "one environment at a time"),
+        (Slurm, {"code": "new"}, "launcher.code=new must be frozen (as it is when the job is submitted) or live (when"),
     ],
 )
 def test_options_that_cannot_be_are_refused(kind: type, options: dict[str, Any], said: str) -> None:

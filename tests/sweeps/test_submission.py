@@ -171,6 +171,34 @@ def test_a_job_that_slurm_has_lost_has_failed_and_is_queued_again(
     assert [job.queued_as for job in read_ledger(sweep)] == ["8_0", "8_1", "8_2", "7_3", "7_4", "7_5"]
 
 
+def test_what_is_submitted_later_runs_the_code_of_the_first_submission(
+    here: Here, slurm: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "mine" / "model").mkdir(parents=True)
+    (slurm / "mine" / "model" / "own.yaml").write_text("defaults:\n  - toy\nhidden: 3\n")
+    own = ("-m", "--config-dir", "mine", "model=own", *TINY[2:])
+    assert here(*own, "seed=0,1") == 0
+    sweep = sweep_of(slurm)
+    assert capfd.readouterr().out.splitlines()[1:2] == [f"sweep directory: {sweep}"]
+    (slurm / "mine" / "model" / "new.yaml").write_text("")
+    assert here("-m", "resume=last", "seed=2") == 0
+    said = capfd.readouterr().out
+    assert re.search(r"\ncode: as of [-:T0-9]+, since when these have changed: mine/model/new.yaml\n", said), said
+    scripts = [path.read_text() for path in sorted((slurm / "scripts").iterdir())]
+    for script in scripts:
+        assert f"code={sweep}/code\n" in script and f"--config-dir={sweep}/code/own/0-mine" in script
+    assert not list(sweep.glob("*/code")) and (sweep / "code" / "own" / "0-mine" / "model" / "own.yaml").exists()
+
+    (sweep / "code" / "SHA256SUMS").unlink()
+    assert here("-m", "resume=last", "seed=3") == 2
+    assert f"{sweep}/code/SHA256SUMS is not what was kept" in capfd.readouterr().err
+    assert here(*own, "seed=0,1", "name=live", "launcher.code=live") == 0
+    (live,) = (slurm / "outputs" / "live").iterdir()
+    (state,) = (live / "slurm").glob("code-*.json")
+    assert f"export RUNNER_SUBMITTED={state}\n" in (live / "slurm" / "jobs-0.sh").read_text()
+    assert not (live / "code").exists()
+
+
 def test_without_slurm_or_its_answer_the_ledger_stands(
     here: Here, slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

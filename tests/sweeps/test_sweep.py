@@ -281,3 +281,18 @@ def test_an_errors_text_is_no_markup_to_the_table(tmp_path: Path) -> None:
     lines = table([JobRecord(0, "0-seed-0", [], tmp_path, state="failed", error=error)]).splitlines()
     assert lines[1].split(maxsplit=2)[:2] == ["0-seed-0", "failed"]
     assert lines[1].rstrip().endswith("RuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]")
+
+
+@pytest.mark.thorough
+def test_a_job_whose_process_starts_later_says_that_the_code_has_changed(here: Here, own: Path) -> None:
+    """Here while the first job runs. Jobs of the sweep's own process run what that has imported."""
+    late = "        if list(Path('outputs').glob('*/*/0-*/config.yaml')):\n            Path('own/late.py').touch()\n"
+    forward = "    def forward(self, samples):\n"
+    (own / "own" / "own.py").write_text(f"from pathlib import Path\n{MODULE.replace(forward, forward + late)}")
+    for name, launcher, changed in (
+        ("other", ("launcher=spawn", "launcher.nproc_per_node=1"), [[], ["own/late.py"]]),
+        ("same", (), [None, None]),
+    ):
+        assert here("-m", *OWN, *launcher, "max_steps=1", "seed=0,1", f"name={name}") == 0
+        results = [json.loads(path.read_text()) for path in sorted(own.glob(f"outputs/{name}/*/*/result.json"))]
+        assert [(result["code"] or {}).get("changed") for result in results] == changed

@@ -17,7 +17,9 @@ from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed
 from runner.launchers.env import checked_timeout
 from runner.launchers.slurm.queue import OVER, ended, state_of
-from runner.launchers.slurm.script import Environment, Resources, Work, render
+from runner.launchers.slurm.script import Code, Environment, Resources, Work, render
+from runner.runs.code_state import listed
+from runner.runs.frozen_code import freeze, remember, take_state
 from runner.runs.run_directory import Request, new_directory, read_result
 
 # What the launcher's own options say, or the script relies on.
@@ -56,6 +58,7 @@ class Slurm:
         prefix: str | None = None,
         signal_s: int = 120,
         parallel_jobs: int | None = None,
+        code: str = "frozen",
         dry_run: bool = False,
         wait: bool = False,
         join_timeout_s: float = 120.0,
@@ -81,7 +84,11 @@ class Slurm:
                 raise ValueError(f"launcher.sbatch.{key}: the launcher sets it itself, see --help for its own options")
         if conda and venv:
             raise ValueError(f"launcher.conda={conda} and launcher.venv={venv}: one environment at a time")
-        self.nproc_per_node = nproc_per_node
+        if code not in ("frozen", "live"):
+            raise ValueError(
+                f"launcher.code={code} must be frozen (as it is when the job is submitted) or live (when it starts)"
+            )
+        self.nproc_per_node, self.code = nproc_per_node, code
         self._submitted: list[str] = []
         self.name, self.dry_run, self.wait = job_name, dry_run, wait
         self.join_timeout_s = checked_timeout(join_timeout_s)
@@ -110,7 +117,7 @@ class Slurm:
         directory = Path(request.directory) if request.directory else None
         if self.dry_run:
             directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
-            print(self._script(config, [self._work(directory, request)], directory / "slurm" / "%j.log"), end="")
+            print(self._script(config, directory, [(directory, request)], directory / "slurm" / "%j.log")[0], end="")
             return {}
         _check_commands()
         made = directory is None
@@ -120,13 +127,13 @@ class Slurm:
                 f"{directory} is that of job {earlier}, which is in the queue; `scancel {earlier}` ends it"
             )
         try:
-            script = self._script(config, [self._work(directory, request)], directory / "slurm" / "%j.log")
+            script, note = self._script(config, directory, [(directory, request)], directory / "slurm" / "%j.log")
             job = submit(script, directory)
         except InputError:
             if made:
                 shutil.rmtree(directory)
             raise
-        print(f"submitted job {job}\nrun directory: {directory}", flush=True)
+        print(f"submitted job {job}\nrun directory: {directory}{note}", flush=True)
         return follow(job, directory) if self.wait else {}
 
     def max_jobs(self) -> int:
@@ -145,15 +152,15 @@ class Slurm:
             # The limit is of one array: this one begins when the last has ended.
             after = {"dependency": f"afterany:{self._submitted[-1].partition('_')[0]}"}
             self.resources = replace(self.resources, options={**self.resources.options, **after})
-        works = [self._work(Path(str(request.directory)), request) for _, request in jobs]
+        works = [(Path(str(request.directory)), request) for _, request in jobs]
         log = directory / "slurm" / ("%A_%a.log" if len(works) > 1 else "%j.log")
-        script = self._script(jobs[0][0], works, log)
+        script, note = self._script(jobs[0][0], directory, works, log)
         if self.dry_run:
             print(script, end="")
             return []
         _check_commands()
-        job = submit(script, directory, name=f"jobs-{min(_number(work) for work in works)}.sh")
-        print(f"submitted {len(works)} jobs as job {job}\nsweep directory: {directory}", flush=True)
+        job = submit(script, directory, name=f"jobs-{min(_number(work) for work, _ in works)}.sh")
+        print(f"submitted {len(works)} jobs as job {job}\nsweep directory: {directory}{note}", flush=True)
         names = [f"{job}_{number}" for number in range(len(works))] if len(works) > 1 else [job]
         self._submitted += names
         return names
@@ -168,21 +175,38 @@ class Slurm:
             _leave(*dict.fromkeys(job.partition("_")[0] for job in left))
         return self.wait
 
-    def _work(self, directory: Path, request: Request) -> Work:
-        """The words of the run inside the job, where runner.launch finds itself in the job and queues no other."""
-        kept = [word for word in request.overrides if not word.lstrip("+").startswith("launcher.dry_run=")]
-        folders = [f"--config-dir={folder}" for folder in request.config_dirs]
-        return Work(directory, [*folders, *kept])
+    def _script(
+        self, config: Config, directory: Path, runs: Sequence[tuple[Path, Request]], log: Path
+    ) -> tuple[str, str]:
+        """The script that does the runs, and what to tell of their code, which is kept in the directory.
 
-    def _script(self, config: Config, works: Sequence[Work], log: Path) -> str:
+        Raises InputError where it cannot be kept.
+        """
+        code, folders, note = Code(), list(runs[0][1].config_dirs), ""
+        if self.code == "frozen":
+            frozen = freeze(directory, folders, write=not self.dry_run)
+            code, folders = Code(frozen=frozen.folder), frozen.config_dirs
+            if frozen.changed:
+                note = f"\ncode: as of {frozen.since}, since when these have changed: {listed(frozen.changed)}"
+        elif self.dry_run:
+            code = Code(submitted=directory / "slurm" / "code.json")
+        else:
+            code = Code(submitted=remember(directory, take_state(folders)))
         options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.resources.options}
         resources = replace(self.resources, options=options)
-        return render(resources, self.environment, works, log, self.python, self.nproc_per_node)
+        works = [_work(path, request, folders) for path, request in runs]
+        return render(resources, self.environment, works, log, self.python, self.nproc_per_node, code), note
 
 
-def _number(work: Work) -> int:
+def _work(directory: Path, request: Request, config_dirs: Sequence[str]) -> Work:
+    """The words of the run inside the job, where runner.launch finds itself in the job and queues no other."""
+    kept = [word for word in request.overrides if not word.lstrip("+").startswith("launcher.dry_run=")]
+    return Work(directory, [*(f"--config-dir={folder}" for folder in config_dirs), *kept])
+
+
+def _number(directory: Path) -> int:
     """Of a job of a sweep, whose directory begins with it."""
-    return int(work.directory.name.partition("-")[0])
+    return int(directory.name.partition("-")[0])
 
 
 def submit(script: str, directory: Path, name: str = "job.sh") -> str:

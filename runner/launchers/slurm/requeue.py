@@ -1,6 +1,8 @@
 """How a Slurm job ends, near the end of its script: whether a run that was told to stop goes back into the queue.
 
-usage: python -m runner.launchers.slurm.requeue RUN_DIR STATUS SIGNAL, where SIGNAL is empty if the script received none
+usage: python -m runner.launchers.slurm.requeue RUN_DIR STATUS SIGNAL [WHY]
+
+SIGNAL is empty if the script received none, and WHY says why the run was not started
 """
 
 import json
@@ -19,6 +21,8 @@ AGAIN = 143
 def main() -> int:
     """The job's exit status; AGAIN where it was told to stop and has got on since the last time."""
     directory, status, signalled = Path(sys.argv[1]), int(sys.argv[2]), bool(sys.argv[3])
+    if why := " ".join(sys.argv[4:]):
+        return _fail(directory, why, status)
     signalled = signalled or (directory / TOLD).exists()
     state = _state_of_this_start(directory)
     if state == "finished":

@@ -42,22 +42,38 @@ class Work:
     overrides: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Code:
+    """Which code the job runs."""
+
+    frozen: Path | None = None  # the folder in which it is kept; None: what there is when the job starts
+    submitted: Path | None = None  # the file that says what it was when the job was submitted
+
+
 def render(
-    resources: Resources, environment: Environment, works: Sequence[Work], log: Path, python: str, nproc_per_node: int
+    resources: Resources,
+    environment: Environment,
+    works: Sequence[Work],
+    log: Path,
+    python: str,
+    nproc_per_node: int,
+    code: Code,
 ) -> str:
     """The script. Several works are the tasks of a job array; their log's path may hold sbatch's own %A and %a."""
     lines = ["#!/bin/bash", *_directives(resources, log, len(works)), "", _TRAP]
     lines += _prepare(environment)
     lines += _choose(works)
-    passed = [
-        f'{name}="${name}"' for name in ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *environment.variables)
-    ]
+    of_code = ("PYTHONPATH", "PYTHONSAFEPATH") if code.frozen else ("RUNNER_SUBMITTED",)
+    names = ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *environment.variables, *of_code)
+    passed = [f'{name}="${name}"' for name in names]
     command = [*([environment.prefix] if environment.prefix else []), "env", *passed, _VISIBLE, shlex.quote(python)]
     lines += [
         _FUNCTIONS.format(
             command=" ".join(command), nproc=nproc_per_node, join_s=resources.join_timeout_s, signals=SIGNALS
         ),
-        _RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=_grace_s(resources.signal_s)),
+        _RUN.format(
+            ports=len(PORTS), first_port=PORTS[0], grace_s=_grace_s(resources.signal_s), take_code=_take_code(code)
+        ),
     ]
     return "\n".join(lines)
 
@@ -93,6 +109,12 @@ def _prepare(environment: Environment) -> list[str]:
 def _expanding(text: str) -> str:
     """One word of bash, with the values of the node's variables: $HOME, $SLURM_TMPDIR."""
     return '"' + re.sub(r'(["`\\])', r"\\\1", text) + '"'
+
+
+def _take_code(code: Code) -> str:
+    if code.frozen is None:
+        return f"export RUNNER_SUBMITTED={shlex.quote(str(code.submitted))}"
+    return _FROZEN.format(folder=shlex.quote(str(code.frozen)))
 
 
 def _choose(works: Sequence[Work]) -> list[str]:
@@ -143,6 +165,19 @@ patiently() {{
 }}
 """
 
+# Python puts the working directory before PYTHONPATH for -m, and a checkout may be there, unless it is told not to; the
+# runner itself puts it behind everything else.
+_FROZEN = """\
+# The code as it was when the job was submitted, and no other.
+code={folder}
+if ! damaged=$(cd "$code" && sha256sum --check --quiet SHA256SUMS 2>&1); then
+    echo "$damaged"
+    why="launcher.code=frozen: the code in $code is not what was kept when the job was submitted: ${{damaged%%$'\\n'*}}"
+    (inside -m runner.launchers.slurm.requeue "$RUNNER_DIRECTORY" 1 "" "$why")
+    exit 1
+fi
+export PYTHONPATH="$code/installed:$code/imported${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1"""
+
 _RUN = """\
 master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
 port=$(({first_port} + SLURM_JOB_ID % {ports}))  # one that no other job on the node has
@@ -150,6 +185,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
 export master port
 export -f address inside agent
 mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -f "$RUNNER_DIRECTORY/slurm/told" && touch "$RUNNER_DIRECTORY/slurm/started"
+{take_code}
 srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
     bash -c 'agent "$@"' agent "${{overrides[@]}}" &
 step=$!
