@@ -27,7 +27,7 @@ from runner.training.datasets import load_data
 from runner.training.deferred_init import build_deferred
 from runner.training.device_map import place_parts
 from runner.training.fit import fit, read_sample
-from runner.training.freeze import freeze
+from runner.training.freeze import freeze, moving_batch_norm
 from runner.training.initial_weights import InitialWeights
 from runner.training.loader import Loader
 from runner.training.metric_sums import MetricSums
@@ -253,6 +253,11 @@ def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
 def _synchronizes(config: Config, module: nn.Module, axes: Axes) -> bool:
     if config.sync_batchnorm is True and not has_batch_norm(module):
         raise InputError("sync_batchnorm=true has no effect on a model without BatchNorm; try sync_batchnorm=auto")
+    if config.sync_batchnorm is True and not moving_batch_norm(module):
+        raise InputError(
+            "sync_batchnorm=true has no effect where all BatchNorm layers keep their statistics, as frozen ones do; "
+            "try sync_batchnorm=auto"
+        )
     return config.sync_batchnorm is not False and axes.data_ranks > 1 and has_batch_norm(module)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from runner.errors import InputError
 from runner.training.names import counted, names_of, near
@@ -67,6 +67,11 @@ def freeze(patterns: Sequence[str], module: nn.Module) -> Frozen:
         layer.train = functools.partial(_stay, layer)  # type: ignore[method-assign, assignment]
         layer.train()
     return Frozen([aliases[0] for aliases in frozen.values()], len(names), len(still))
+
+
+def moving_batch_norm(module: nn.Module) -> bool:
+    """Whether a layer of BatchNorm normalises by batches while the module trains."""
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in module.modules())
 
 
 def _matches(patterns: Sequence[str], names: Sequence[str]) -> bool:

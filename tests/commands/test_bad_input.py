@@ -70,6 +70,17 @@ TABLE = {
     "--epochs=3": "--epochs=3: no such flag; type epochs=3",
     "--cfg=jobb": "--cfg ... jobb ... job",
     "--config-name=mine": "--config-name=mine: the runner has one configuration of its own; type --config-dir=DIR",
+    # weights to begin with, and frozen ones
+    "init_from=nothing.pt": "init_from.path=nothing.pt: there is no such file or directory",
+    "init_from=mine": "init_from.path=mine: it is a folder, but neither a run directory nor a checkpoint of one",
+    "init_from=mine/mine_net.py": "init_from.path=mine/mine_net.py: no file of weights by its name; they end in .",
+    "init_from.strict=false": "init_from.strict=false has no effect without init_from.path; name a file",
+    "init_from=x.pt init_from.map=[abc]": "init_from.map.0=abc must be a PATTERN->REPLACEMENT; for example",
+    "init_from=x.pt 'init_from.map=[\"(->x\"]'": "init_from.map.0=(->x: what stands before -> must be a regular",
+    "'freeze=[\"(\"]'": "freeze.0=( must be a regular expression, but",
+    "freeze=[hed]": "freeze.0=hed matches no parameter's name; near it: head.weight, head.bias",
+    "freeze=[weight,bias]": "freeze=['weight', 'bias'] leaves no parameter to train; let one be matched by no pattern",
+    "freeze=[block] sync_batchnorm=true": "sync_batchnorm=true has no effect where all BatchNorm layers keep their",
     # a value of the wrong type, or out of range
     "epochs=abc": "epochs=abc must be an integer (int); for example 10",
     "epochs=1.5": "epochs=1.5 must be an integer",
