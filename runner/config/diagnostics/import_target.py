@@ -3,14 +3,13 @@
 import functools
 import importlib
 import pkgutil
-import sysconfig
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from runner import CLAIMED, files_of
+from runner.config.diagnostics.own_line import deepest_line, first_line
 from runner.errors import near_hint, nearest
 
 EXTRAS = {"torchmetrics": "metrics"}  # what an extra of this project installs
@@ -76,15 +75,8 @@ def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
 
 def _broken(path: str, error: BaseException) -> str:
     """Names the deepest line of the user's own code: one inside a library would tell them little."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    frames = [frame for frame in frames if frame[0] != __file__ and not frame[0].startswith("<frozen")]
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append((error.filename, error.lineno))
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
-    where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
-    reason = (str(error).splitlines() or [""])[0]
-    return f"importing {path} failed{where}: {type(error).__name__}: {reason}"
+    line = deepest_line(error)
+    return f"importing {path} failed{f' at {line}' if line else ''}: {first_line(error)}"
 
 
 def _names(holder: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -10,9 +11,24 @@ _RUNNER = f"{Path(__file__).parents[2]}/"
 
 def own_line(error: BaseException) -> str | None:
     """`FILE:LINE` of the deepest line that is neither the runner's nor a library's; None where there is none."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, _RUNNER, "<frozen"))]
-    return f"{own[-1][0]}:{own[-1][1]}" if own else None
+    return _last([place for place in _places(error) if not place[0].startswith(_LIBRARIES)])
+
+
+def deepest_line(error: BaseException) -> str | None:
+    """As `own_line`; where there is none, a library's."""
+    return own_line(error) or _last(_places(error))
+
+
+def _places(error: BaseException) -> list[tuple[str, int | None]]:
+    """Files and lines that the error came through but for the runner's, and at the end where the syntax is wrong."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        places.append((error.filename, error.lineno))
+    return [place for place in places if not place[0].startswith((_RUNNER, "<frozen"))]
+
+
+def _last(places: Sequence[tuple[str, int | None]]) -> str | None:
+    return f"{places[-1][0]}:{places[-1][1]}" if places else None
 
 
 def first_line(error: BaseException) -> str:
