@@ -8,6 +8,7 @@ from torch import nn
 
 from runner.training.batch import MicroBatch
 from runner.training.losses import CLASSES, ELEMENTWISE, NOTHING, Auto, Loss, MeanLoss, Summing, counts_samples, no_loss
+from runner.training.metrics.class_dim import find_class_dim, fits
 from runner.training.objective import Objective, Prediction
 from runner.training.pytree import num_rows
 
@@ -36,7 +37,7 @@ class Supervised(Objective):
         if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
             self._squeezes = isinstance(self.function, ELEMENTWISE) and outputs.shape == (*targets.shape, 1)
             if isinstance(self.function, CLASSES) and not targets.is_floating_point():
-                self._class_dim = getattr(self.function, "class_dim", None) or find_class_dim(outputs, targets)
+                self._class_dim = getattr(self.function, "class_dim", None) or settle_class_dim(outputs, targets)
                 if targets.dim() == 1 and not getattr(self.function, "ignores_any", True):
                     self.function.ignore_index = NOTHING  # -100 would otherwise be one that counts nothing
         self.counts_samples = counts_samples(self.function, targets, ragged)
@@ -84,15 +85,12 @@ def call(model: Any, inputs: Any) -> Any:
     return model(inputs)
 
 
-def find_class_dim(outputs: torch.Tensor, targets: torch.Tensor) -> int:
-    """Where outputs have the classes of such targets: 1 as (N, C, ...), or -1 as (N, ..., C). Raises ValueError."""
-    if targets.dim() == 1 or outputs.dim() != targets.dim() + 1:
-        return 1
-    first = (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
-    last = tuple(outputs.shape[:-1]) == tuple(targets.shape)
-    if first and last:
+def settle_class_dim(outputs: torch.Tensor, targets: torch.Tensor) -> int:
+    """Where outputs have the classes of such targets: 1 as (N, C, ...), or -1 as (N, ..., C). Raises ValueError where
+    both fit; where neither does, it is 1, and torch's loss tells what is wrong."""
+    if targets.dim() > 1 and fits(1, outputs, targets) and fits(-1, outputs, targets):
         raise ValueError(
             f"class_dim=null: outputs {list(outputs.shape[1:])} for targets {list(targets.shape[1:])} may have the "
             "classes first or last; set loss.class_dim=1 or -1"
         )
-    return -1 if last else 1
+    return find_class_dim(outputs, targets) or 1

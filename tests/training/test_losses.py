@@ -10,7 +10,7 @@ from torch import nn
 
 from runner.training.batch import MicroBatch
 from runner.training.losses import BCE, NLL, Auto, CrossEntropy
-from runner.training.supervised import Supervised, find_class_dim
+from runner.training.supervised import Supervised, settle_class_dim
 
 CUTS = ([0, 12], [0, 5, 12], [0, 1, 2, 11, 12])  # where the 12 samples are cut
 
@@ -132,12 +132,12 @@ def test_one_output_per_sample_is_compared_with_one_number() -> None:
     [((2, 3), (2,), 1), ((2, 3, 7), (2, 7), 1), ((2, 7, 3), (2, 7), -1), ((2, 4, 5, 3), (2, 4, 5), -1)],
 )
 def test_the_dim_of_the_classes_is_found(given: tuple[int, ...], targets: tuple[int, ...], dim: int) -> None:
-    assert find_class_dim(outputs(*given), classes(*targets)) == dim
+    assert settle_class_dim(outputs(*given), classes(*targets)) == dim
 
 
 def test_the_dim_of_the_classes_is_asked_for_where_both_fit() -> None:
     with pytest.raises(ValueError, match=r"set loss.class_dim=1 or -1"):
-        find_class_dim(outputs(2, 3, 3), classes(2, 3))
+        settle_class_dim(outputs(2, 3, 3), classes(2, 3))
     objective = Supervised(CrossEntropy(class_dim=-1))
     objective.settle(outputs(2, 3, 3), classes(2, 3), ragged=False)
     expected = nn.functional.cross_entropy(outputs(2, 3, 3).movedim(-1, 1), classes(2, 3)).item()
