@@ -74,6 +74,15 @@ class Exporting:
 
 
 @dataclass
+class Predicting:
+    """What task=predict writes, and how many samples a rank computes at a time."""
+
+    format: str = "csv"
+    output: str | None = None
+    batch_size: int = 64
+
+
+@dataclass
 class Config:
     """One experiment. The groups are nodes with a `_target_`, whose constructor's signature types them."""
 
@@ -123,6 +132,7 @@ class Config:
     compare: Comparison = field(default_factory=Comparison)
     report: Reporting = field(default_factory=Reporting)
     export: Exporting = field(default_factory=Exporting)
+    predict: Predicting = field(default_factory=Predicting)
     resume: str | None = None
     run: str | None = None
     split: str = "val"
@@ -134,7 +144,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
-OF_TASKS = ("compare", "report", "export")  # sections that are of one task, and named as it
+OF_TASKS = ("compare", "report", "export", "predict")  # sections that are of one task, and named as it
 # Mappings of names: of one option, and of several.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 

@@ -20,6 +20,7 @@ from runner.runs.train_state import BEST, LAST, STEP
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 EXPORT_FORMATS = ("safetensors", "torch_export", "onnx")
+PREDICT_FORMATS = ("csv", "parquet", "npy")
 AUTO = "auto"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -159,6 +160,7 @@ def check_values(config: Config) -> list[str]:
         "early_stop.patience": 1,
         "early_stop.min_delta": 0,
         "export.tolerance": 0,
+        "predict.batch_size": 1,
     }
     messages = []
     if config.micro_batches == AUTO:
@@ -184,6 +186,7 @@ def check_values(config: Config) -> list[str]:
     messages += _choice("precision", config.precision, PRECISIONS)
     messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
     messages += _choice("export.format", config.export.format, EXPORT_FORMATS)
+    messages += _choice("predict.format", config.predict.format, PREDICT_FORMATS)
     for key in ("report.direction", "monitor_direction"):
         if (direction := _get(config, key)) is not None:
             messages += _choice(key, direction, ("max", "min"))

@@ -1,6 +1,7 @@
 """The collectives of a step: what is summed over all ranks, and the vote. In a world of one each is the identity."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,14 @@ class Collectives:
         dist.all_gather(gathered, padded)
         parts = [part[: count * row_bytes] for part, count in zip(gathered, counts, strict=True)]
         return torch.cat(parts).view(rows.dtype).reshape(sum(counts), *rows.shape[1:])
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """What each rank gave, by rank, on rank 0; None on the others. All ranks must call it."""
+        if self._world_size == 1:
+            return [value]
+        collected: list[Any] | None = [None] * self._world_size if dist.get_rank() == 0 else None
+        dist.gather_object(value, collected, dst=0)
+        return collected
 
     def any_later(self, flag: bool) -> Callable[[], bool]:
         """Start asking whether the flag is set on any rank; call the result for the answer. All ranks must call it.

@@ -80,6 +80,10 @@ class Loader:
             micro_batches = [self._to_device(next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
             yield StepBatch(micro_batches, self.sampler.step_size(step), time.perf_counter() - start)
 
+    def read_by(self, sampler: Sampler) -> None:
+        """Read what another sampler of this data says, from the next call of `steps` on."""
+        self.sampler = sampler
+
     def close(self) -> None:
         """End the workers. They ignore the signal by which Python would end them when it exits, and it would wait."""
         # By hand: where a worker has failed, the iterator is in a cycle with the error, and the garbage collector would

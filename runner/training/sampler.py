@@ -58,6 +58,25 @@ class Sampler:
         return torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
 
 
+@dataclass(frozen=True)
+class Pieces(Sampler):
+    """The data in its own order, in pieces of the same samples for every number of data ranks, dealt to them in turn.
+
+    So the shape of what a model computes at a time, and with it the last bit of a number, is that of one process. A
+    step is a piece on each data rank, `batch_size` samples over all of them; where there are no more pieces, a share is
+    empty.
+    """
+
+    def shares(self, epoch: int, first_step: int = 0) -> Iterator[list[int]]:
+        size = self.batch_size // self.data_ranks
+        for step in range(first_step, self.steps_per_epoch):
+            if self.data_rank is None:
+                yield []
+                continue
+            start = min(step * self.batch_size + self.data_rank * size, self.num_samples)
+            yield list(range(start, min(start + size, self.num_samples)))
+
+
 def cut(items: torch.Tensor, part: int, num_parts: int) -> torch.Tensor:
     """The part-th of num_parts contiguous pieces whose lengths differ by at most one."""
     return items[part * len(items) // num_parts : (part + 1) * len(items) // num_parts]

@@ -1,0 +1,168 @@
+"""task=predict: the same file from any number of ranks and any mode, each sample once, in the order of the data."""
+
+import csv
+import hashlib
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from worlds import Run, run
+
+from runner.errors import InputError
+from runner.fault_tolerance.trained_model import load_trained
+from runner.tasks import predict, prediction_files
+from runner.tasks.prediction_columns import columns_of
+from runner.training.sampler import Pieces
+
+TESTS = Path(__file__).parents[1]
+CONVNET = ("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=350", "precision=fp64")
+HEADS = (f"--config-dir={TESTS}/parallel/own", "data=figures", "model=two_heads", "loss=both_heads", "batch_size=20")
+
+
+def train(folder: Path, *words: str, ranks: int = 1) -> Run:
+    return run(folder, ranks, *words, "logger=none", "max_steps=3", "optimizer.lr=0.01")
+
+
+def predicted(done: Run, folder: Path, ranks: int, *words: str) -> Run:
+    return run(folder, ranks, f"run={done.path}", "task=predict", f"outputs={folder}", *words)
+
+
+def sha256(run: Run, kind: str) -> str:
+    name = {"csv": "predictions.csv", "parquet": "predictions.parquet", "npy": "predictions/output.npy"}[kind]
+    return hashlib.sha256((run.path / name).read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def convnet(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("convnet"), *CONVNET)
+
+
+@pytest.fixture(scope="module")
+def alone(convnet: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The hash of each format's file as one process writes it."""
+    return {
+        kind: sha256(predicted(convnet, tmp_path_factory.mktemp(kind), 1, f"predict.format={kind}"), kind)
+        for kind in ("csv", "parquet", "npy")
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "kind"), [("ddp", 3, "csv"), ("fsdp", 4, "npy"), ("pipeline", 4, "parquet"), ("ps", 3, "csv")]
+)
+def test_any_number_of_ranks_writes_the_same_file(
+    mode: str, ranks: int, kind: str, convnet: Run, alone: dict[str, str], tmp_path: Path
+) -> None:
+    words = (f"parallel={mode}", f"predict.format={kind}", *["parallel.stages=2"] * (mode == "pipeline"))
+    there = predicted(convnet, tmp_path, ranks, *words)
+    assert sha256(there, kind) == alone[kind]
+    assert not [path for path in there.path.iterdir() if path.name.startswith(".")]
+
+
+def test_it_is_what_the_model_says(convnet: Run, tmp_path: Path) -> None:
+    """In the order of the data, and in the numbers of the trained model by itself."""
+    there = predicted(convnet, tmp_path, 2, "parallel=ddp", "split=train", "predict.batch_size=100")
+    with (there.path / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [*rows[0]] == ["index", "target", "prediction", "probability", *(f"output_{n}" for n in range(10))]
+    assert [int(row["index"]) for row in rows] == list(range(1437))
+    from data.digits import Digits
+
+    data = Digits(True, [1, 8, 8], 10)
+    with torch.no_grad():
+        outputs = load_trained(convnet.path)(torch.stack([sample for sample, _ in data]).double())
+    written = torch.tensor([[float(row[f"output_{n}"]) for n in range(10)] for row in rows], dtype=torch.float64)
+    assert (written - outputs).abs().max() < 1e-12
+    assert [int(row["prediction"]) for row in rows] == outputs.argmax(1).tolist()
+    assert [int(row["target"]) for row in rows] == [int(target) for _, target in data]
+    assert float(rows[7]["probability"]) == pytest.approx(outputs.softmax(1).max(1).values[7].item(), rel=1e-12)
+    assert there.result["state"] == "finished" and there.result["step"] == 3
+
+
+def test_mappings_and_sequences_have_names(tmp_path: Path) -> None:
+    done = train(tmp_path, *HEADS)
+    there = predicted(done, tmp_path / "csv", 2, "parallel=ddp")
+    with (there.path / "predictions.csv").open() as file:
+        names, *rows = csv.reader(file)
+    kinds = ["output.kind_0", "output.kind_1", "output.kind_2"]
+    assert names == [
+        "index",
+        "target.kind",
+        "target.size",
+        "prediction.kind",
+        "probability.kind",
+        *kinds,
+        "output.size",
+    ]
+    assert len(rows) == 47
+    of_size = np.array([np.float32(row[-1]) for row in rows])  # a text is the very float32
+    there = predicted(done, tmp_path / "npy", 1, "predict.format=npy", f"predict.output={tmp_path}/arrays")
+    assert np.array_equal(np.load(tmp_path / "arrays" / "output.size.npy"), of_size)
+    assert np.load(tmp_path / "arrays" / "output.kind.npy").shape == (47, 3)
+    pair = columns_of((torch.zeros(2, 3), {"a": torch.zeros(2)}), torch.tensor([1.0, 2.0]), [4, 5])
+    assert list(pair) == ["index", "target", "output.0", "output.1.a"]
+
+
+def test_samples_with_many_numbers_or_of_many_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyarrow import parquet
+
+    monkeypatch.setattr(prediction_files, "MAX_NUMBERS", 10)
+    words = (f"--config-dir={TESTS}/experiments/segmentation", "experiment=segmentation", "batch_size=10")
+    done = train(tmp_path / "whole", *words)
+    with pytest.raises(Exception, match=r"numbers for a sample, and a table ends at 10; try predict.format=npy"):
+        predicted(done, tmp_path / "csv", 1)
+    (left,) = (tmp_path / "csv" / "run").iterdir()
+    assert json.loads((left / "result.json").read_text())["state"] == "failed"
+    assert not [path for path in left.iterdir() if "predictions" in path.name]
+    table = parquet.read_table(
+        predicted(done, tmp_path / "list", 1, "predict.format=parquet").path / "predictions.parquet"
+    )
+    arrays = predicted(done, tmp_path / "npy", 1, "predict.format=npy").path / "predictions"
+    output = np.load(arrays / "output.npy", mmap_mode="r")
+    assert table["output_shape"][0].as_py() == list(output.shape[1:])
+    assert np.array_equal(np.array(table["output"][3].as_py(), output.dtype), output[3].ravel())
+    assert np.load(arrays / "prediction.npy").shape == np.load(arrays / "target.npy").shape
+
+
+def test_what_cannot_be_is_told_before_anything_is_written(
+    here: Callable[..., int],
+    convnet: Run,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "there").mkdir()
+    for words, told in (
+        (("predict.format=json",), "predict.format=json must be one of csv, parquet, npy"),
+        (("predict.output=a.parquet",), "must be a file that ends in .csv, as predict.format=csv writes"),
+        (("predict.format=npy", "predict.output=there"), "is a folder that is there already"),
+        (("split=test",), "split"),
+        (("checkpoint=step_9",), "holds no checkpoint step_9"),
+    ):
+        capfd.readouterr()
+        assert here("task=predict", f"run={convnet.path}", *words) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert told in line
+    monkeypatch.setattr(predict, "find_spec", lambda name: None)
+    assert here("task=predict", f"run={convnet.path}", "predict.format=parquet") == 2
+    assert "pip install 'experiment-runner[table]'" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    with pytest.raises(ValueError, match=r"outputs.a is of shape \[3\] for 2 samples, and must have a row for each"):
+        columns_of({"a": torch.zeros(3)}, torch.zeros(2), [0, 1])
+    with pytest.raises(InputError, match="no effect without task=predict"):
+        run(tmp_path, 1, "predict.format=npy")
+
+
+def test_pieces_are_the_same_for_any_number_of_ranks() -> None:
+    for num_samples in (1, 4, 5, 23):
+        whole = list(Pieces(num_samples, 4).shares(0))
+        for ranks in (2, 3, 7):
+            dealt = [
+                list(Pieces(num_samples, 4 * ranks, data_rank=rank, data_ranks=ranks).shares(0))
+                for rank in range(ranks)
+            ]
+            assert [piece for step in zip(*dealt, strict=True) for piece in step if piece] == whole
+        assert [*itertools.chain.from_iterable(whole)] == list(range(num_samples))
