@@ -11,12 +11,10 @@ from runner.config.validate import check_batch
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
 from runner.runs.run_directory import Request
-from runner.training.build import Experiment
+from runner.training.build import Experiment, make_parallel
+from runner.training.modes import modes_that, take
 
 RAN_OUT = "ran out of memory:"  # in the first line of what a rank says of its failure, which all ranks are told
-# Where a rank that fails frees the others at once. What holds the groups of a mesh, or RPC, lets them wait for it
-# until backend.timeout_s.
-MODES = ("none", "dp", "ddp", "allreduce", "zero", "local_sgd")
 _CPU_SAYS = "DefaultCPUAllocator"  # torch raises a plain RuntimeError there
 
 
@@ -50,10 +48,11 @@ def run_until_it_fits(
     InputError, before anything is written, for a mode that cannot begin again on several ranks.
     """
     mode = request.choices["parallel"]
-    if world.world_size > 1 and mode not in MODES:
+    if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:
+        others = modes_that(lambda other: other.fails_at_once and take(other, world.world_size))
         raise InputError(
             f"micro_batches=auto: under parallel={mode} ranks would wait for one that is out of memory; type a number, "
-            f"or choose among parallel={', '.join(MODES[2:])}"
+            f"or choose among {others}"
         )
     count = 1
     while True:

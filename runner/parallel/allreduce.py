@@ -21,6 +21,7 @@ class AllReduce:
     meta_init = False
     spans_devices = False
     carries: Carries = "several_losses"
+    fails_at_once = True
 
     def axes(self, world_size: int) -> Axes:
         return Axes(replicate=world_size)

@@ -30,6 +30,7 @@ class DDP:
     meta_init = False
     spans_devices = True
     carries: Carries = "several_losses"
+    fails_at_once = True
 
     def __init__(
         self,

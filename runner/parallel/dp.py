@@ -21,6 +21,7 @@ class DP:
     meta_init = False
     spans_devices = False
     carries: Carries = "supervised"  # what it splits over the GPUs is the inputs of a forward
+    fails_at_once = True
 
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:

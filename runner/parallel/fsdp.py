@@ -36,6 +36,7 @@ class FSDP:
     needs_group = True
     spans_devices = False
     carries: Carries = "several_losses"
+    fails_at_once = False
 
     def __init__(
         self,

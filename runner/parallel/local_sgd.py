@@ -34,6 +34,7 @@ class LocalSGD:
     meta_init = False
     spans_devices = False
     carries: Carries = "one_loss"
+    fails_at_once = True
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ class NoParallel:
     meta_init = False
     spans_devices = True
     carries: Carries = "several_losses"
+    fails_at_once = True
 
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:

@@ -54,6 +54,7 @@ class Pipeline:
     meta_init = True  # no rank holds the whole model, at the start neither
     spans_devices = False
     carries: Carries = "supervised"
+    fails_at_once = False
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class ParameterServer:
     needs_group = True
     meta_init = False
     spans_devices = False
+    fails_at_once = False
 
     @property
     def carries(self) -> Carries:

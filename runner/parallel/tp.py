@@ -36,6 +36,7 @@ class TP:
     meta_init = False
     spans_devices = False
     carries: Carries = "one_loss"
+    fails_at_once = False
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
         if tensor is not None and tensor < 1:

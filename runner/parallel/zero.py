@@ -24,6 +24,7 @@ class Zero:
     meta_init = False
     spans_devices = False
     carries: Carries = "several_losses"
+    fails_at_once = True
 
     def __init__(self, parameters_as_bucket_view: bool = False):
         self.parameters_as_bucket_view = parameters_as_bucket_view

@@ -10,14 +10,11 @@ from runner.config.instantiate import make_group
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.training.losses import Auto
+from runner.training.modes import modes_that
 from runner.training.objective import Objective, check_names
 from runner.training.parts import attach_part
 from runner.training.strategy import Parallel
 from runner.training.supervised import Supervised
-
-# What carries which objectives, for whoever chose another mode.
-SEVERAL_LOSSES = tuple(f"parallel={mode}" for mode in ("none", "ddp", "allreduce", "zero", "fsdp"))
-ONE_LOSS = (*SEVERAL_LOSSES, "parallel=tp")
 
 
 def make_objective(config: Config, choices: Mapping[str, str], parallel: Parallel) -> Objective:
@@ -37,14 +34,16 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     check_names(objective)
     several, mode = len(objective.losses) > 1, choices["parallel"]
     if parallel.carries == "supervised" and not isinstance(objective, Supervised):
+        others = modes_that(lambda mode: mode.carries != "supervised")
         raise InputError(
             f"objective={choices['objective']} calls the model itself, and parallel={mode} carries a loss of outputs "
-            f"and targets alone; try {', '.join(ONE_LOSS)}"
+            f"and targets alone; try {others}"
         )
     if parallel.carries != "several_losses" and several:
+        others = modes_that(lambda mode: mode.carries == "several_losses")
         raise InputError(
             f"objective={choices['objective']} has {len(objective.losses)} losses, and parallel={mode} carries one; "
-            f"try {', '.join(SEVERAL_LOSSES)}"
+            f"try {others}"
         )
     return objective
 

@@ -105,6 +105,9 @@ class Parallel(Protocol):
     meta_init: bool  # the model is built without memory, see Recipe.materialize
     spans_devices: bool  # a model may be on several devices of one rank
     carries: Carries
+    # A rank that fails frees the others at once. Where groups of a mesh, or RPC, let them wait for it until
+    # backend.timeout_s, a job that is out of memory cannot begin again with more micro-batches.
+    fails_at_once: bool
 
     def axes(self, world_size: int) -> Axes:
         """The mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit.

@@ -32,7 +32,7 @@ class Facts:
         (
             "parallel",
             "Empty",
-            "needs_group, meta_init, spans_devices, carries, axes, check, prepare, which runner",
+            "needs_group, meta_init, spans_devices, carries, fails_at_once, axes, check, prepare, which",
         ),
         ("logger", "Empty", "wants_predictions, open, scalars, predictions, text, flush, close, which runner.runs"),
     ],

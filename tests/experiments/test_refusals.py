@@ -53,7 +53,7 @@ TABLE = {
     "objective=one_pattern 'objective.pattern=\"^third\"'": "losses['loss']='^third' matches no trained parameter",
     # modes
     "objective=fine parallel=pipeline": "calls the model itself ... parallel=pipeline ... try ... ddp ... fsdp ... tp",
-    "objective=patterns parallel=tp": "has 2 losses, and parallel=tp carries one; try ... ddp ... zero ... fsdp",
+    "objective=patterns parallel=tp": "has 2 losses, and parallel=tp carries one; try ... ddp ... fsdp ... zero",
 }
 
 

@@ -87,6 +87,6 @@ def test_mode_that_does_not_carry_it_names_those_that_do(name: str, mode: str, t
         pytest.skip(f"{mode} carries it")
     words = (*COMMON, *EXPERIMENTS[name], f"parallel={mode}", f"outputs={tmp_path}")
     config, request = configure(*words)
-    with pytest.raises(InputError, match=rf"parallel={mode}.*(try parallel=none, parallel=ddp|tensor_plan)"):
+    with pytest.raises(InputError, match=rf"parallel={mode}.*(try parallel=allreduce, parallel=ddp|tensor_plan)"):
         size = 1 if mode == "dp" else 2
         build(config, request.choices, World(RankInfo(0, 0, size, size), None, Backend()))
