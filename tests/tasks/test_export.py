@@ -1,15 +1,23 @@
 """task=export: what is written is the trained model, and where it is not, nothing is written."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from commands import Commands
 from worlds import Run, run
 
+from data.digits import Digits
+from runner import ROOT
 from runner.tasks import exported
 
 OWN = Path(__file__).parents[1] / "parallel" / "own"
@@ -115,6 +123,49 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(
     )
     assert here("task=export", f"run={differs.path}", *gone, "model.num_outputs=5") == 0
     assert "inputs   not described: data" in capfd.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("fp64", 1e-12)])
+def test_plain_torch_loads_it_as_the_page_says(
+    precision: str, tolerance: float, here: Callable[..., int], tmp_path: Path
+) -> None:
+    """The best average of four shards, by ten lines that import the class's own file, says what the shards say."""
+    words = ("model=convnet", "model.channels=[4,8]", "batch_size=200", "parallel=fsdp", f"precision={precision}")
+    done = run(tmp_path, 4, *words, "ema.decay=0.9", "checkpoint.keep_best=1", "epochs=3", "logger=none")
+    read = (f"run={done.path}", "checkpoint=best")
+    arrays = tmp_path / "arrays"
+    run(
+        tmp_path / "of",
+        4,
+        *read,
+        "task=predict",
+        "predict.format=npy",
+        f"predict.output={arrays}",
+        f"outputs={arrays}.of",
+    )
+    assert here("task=export", *read, "export.output=digits.safetensors") == 0
+    (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)
+    assert len([line for line in page.splitlines() if line]) <= 10
+    shutil.copytree(ROOT / "models", tmp_path / "models")
+    data = Digits(False, [1, 28, 28], 10)
+    np.save(tmp_path / "inputs.npy", torch.stack([sample for sample, _ in data]).numpy())
+    checked = """
+import sys, numpy
+inputs = torch.from_numpy(numpy.load("inputs.npy")).to(next(model.parameters()).dtype)
+numpy.save("outputs.npy", model(inputs).detach().numpy())
+assert not {"runner", "hydra", "data", "conf"} & sys.modules.keys()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", page + checked]
+    went = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert went.returncode == 0, went.stderr
+    outputs, predicted = np.load(tmp_path / "outputs.npy"), np.load(arrays / "output.npy")
+    assert np.abs(outputs - predicted).max() < tolerance and np.abs(predicted).max() > 0.1
+    state = torch.load(done.path / "checkpoints" / "best" / "state.pt", weights_only=True)
+    assert not torch.equal(state["average"]["head.weight"], state["model"]["head.weight"])
 
 
 @pytest.mark.thorough
