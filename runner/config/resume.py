@@ -22,6 +22,7 @@ from runner.runs.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, read_resul
 from runner.runs.train_state import BEST, LAST, STEP, available, named, read_train_state
 
 READ_ALONE = ("report",)  # tasks that read directories as they are: nothing recorded there is composed
+OF_TRAINING = ("profile", "debug")  # how a run was watched, which is refused where nothing is trained
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def with_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bo
     folders = _on_top(f"{key}={override.value()}", folders, config_dirs)
     own = [o for o in typed if o is not override]
     kept = _without(OverridesParser.create().parse_overrides(recorded), own)
+    if key == "run" and _task(typed) != "rerun":
+        kept = [o for o in kept if o.key_or_group not in OF_TRAINING]
     words = [str(o.input_line) for o in (*kept, *own)]
     pointing = f"{key}='{path}'"
     if _task(typed) == "rerun" and key == "run":

@@ -69,7 +69,7 @@ def test_a_program_takes_the_model_s_own_inputs(
 def test_one_memory_is_in_the_file_once(here: Callable[..., int], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    done = odd(tmp_path, "TiedTwice")
+    done = train(tmp_path, *TOY, "model=linear", "model._target_=odd_model.TiedTwice", "debug=true")
     file = tmp_path / "elsewhere" / "tied.safetensors"
     assert here("task=export", f"run={done.path}", "checkpoint=best", f"export.output={file}") == 0
     facts, weights = json.loads(file.with_name(f"{file.name}.json").read_text()), load_file(file)
