@@ -33,7 +33,7 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     Rank 0 tells the user everything; another rank keeps warnings and errors in logs/rank_R.txt, which is made when
     the first one comes.
     """
-    console = Console(file=sys.stdout, force_jupyter=False)  # a notebook gets its lines as text too
+    console = Console(file=sys.stdout, force_terminal=is_terminal(), force_jupyter=False)
     handlers: list[logging.Handler]
     if rank == 0:
         handlers = [logging.FileHandler(directory / "log.txt")]
@@ -89,7 +89,8 @@ def draw_table(table: Table, width: int | None) -> str:
 
     width: in characters; None is the terminal's.
     """
-    console = Console(file=sys.stdout, no_color=True, markup=False, emoji=False, width=width)
+    shape: dict[str, Any] = {"width": width, "force_terminal": is_terminal(), "force_jupyter": False}
+    console = Console(file=sys.stdout, no_color=True, markup=False, emoji=False, **shape)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
@@ -97,4 +98,10 @@ def draw_table(table: Table, width: int | None) -> str:
 
 def width_of_terminal() -> int | None:
     """For `draw_table`: the terminal's, or enough for a table that goes into a file."""
-    return None if sys.stdout.isatty() else WIDTH
+    return None if is_terminal() else WIDTH
+
+
+def is_terminal() -> bool:
+    """Whether what is printed goes to one; a notebook's output says so too, and shows a bar as a page of lines."""
+    own = sys.__stdout__
+    return own is not None and sys.stdout is own and own.isatty()

@@ -102,7 +102,7 @@ def test_every_file_is_installed_and_none_over_anothers(installed: Path, wheels:
     assert os.access(installed / "bin" / "runner", os.X_OK)
 
 
-def test_a_users_own_callback_is_checked_against_its_types(wheels: list[Path], tmp_path: Path) -> None:
+def test_a_users_own_code_is_checked_against_the_types(wheels: list[Path], tmp_path: Path) -> None:
     """By mypy, which reads the annotations of what is installed only where a py.typed says that they are meant."""
     environment = tmp_path / "environment"
     venv.create(environment)
@@ -110,10 +110,16 @@ def test_a_users_own_callback_is_checked_against_its_types(wheels: list[Path], t
     shutil.unpack_archive(wheels[0], packages, format="zip")
     (tmp_path / "mine.py").write_text(
         "from runner.training.callback import Callback, RunInfo\n\n"
-        "class Mine(Callback):\n    def on_start(self, run: RunInfo) -> None:\n        run.world_size.upper()\n"
+        "class Mine(Callback):\n    def on_start(self, run: RunInfo) -> None:\n        run.world_size.upper()\n\n"
+        "import runner\n\ndone: list[runner.Run] = runner.sweep(['seed=0,1'])\n"
+        "try:\n    runner.train('seed=0').metrics['step'].sum(), runner.runs()[-1].state.upper()\n"
+        "except runner.JobFailed as error:\n    runner.open_run(error.directory)\n"
     )
     # What stands in for the libraries, which are not in that environment, and would take mypy half a minute.
     (tmp_path / "mypy.ini").write_text("[mypy]\nignore_missing_imports = true\n")
     words = ("-m", "mypy", "--python-executable", environment / "bin" / "python", "--cache-dir", os.devnull, "mine.py")
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[:-1] == ['mine.py:5: error: "int" has no attribute "upper"  [attr-defined]']
+    assert done.stdout.splitlines()[:-1] == [
+        'mine.py:5: error: "int" has no attribute "upper"  [attr-defined]',
+        'mine.py:13: error: Argument 1 to "open_run" has incompatible type "str | None"; expected "str | Path"  [arg-type]',
+    ]
