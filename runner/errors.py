@@ -18,10 +18,10 @@ class InputError(ValueError):
 class JobFailed(Exception):
     """The job ended with an error, which the user has been told and result.json keeps.
 
-    status: to exit with. directory: of the run or sweep, where that is known to who catches it.
+    status: to exit with. directory: of the run or sweep, for who has called it from Python.
     """
 
-    def __init__(self, text: str, status: int = 1, directory: str | None = None):
+    def __init__(self, text: str, status: int = 1, directory: str = ""):
         super().__init__(text)
         self.status, self.directory = status, directory
 
@@ -29,7 +29,7 @@ class JobFailed(Exception):
 class Preempted(Exception):
     """A signal asked the run to stop; it has saved what its last step made. directory: as of JobFailed."""
 
-    def __init__(self, text: str = "", directory: str | None = None):
+    def __init__(self, text: str = "", directory: str = ""):
         super().__init__(text)
         self.directory = directory
 

@@ -76,7 +76,7 @@ def train(words: Iterable[str] = (), config_dirs: Folders = ()) -> Run:
                     )
                 launch(config, replace(request, tells=str(told)), GUEST, launcher)
         except (JobFailed, Preempted) as error:
-            error.directory = told.read_text() if told.exists() else None
+            error.directory = told.read_text() if told.exists() else ""
             raise
         return open_run(told.read_text())
 

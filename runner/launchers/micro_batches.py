@@ -21,7 +21,7 @@ _CPU_SAYS = "DefaultCPUAllocator"  # torch raises a plain RuntimeError there
 class TooLarge(JobFailed):
     """A rank was out of memory, and smaller micro-batches may not be; directory: the run's."""
 
-    def __init__(self, text: str, directory: str | None):
+    def __init__(self, text: str, directory: str):
         super().__init__(text, directory=directory)
 
 

@@ -59,7 +59,7 @@ def run_sweep(typed: Typed, rank_info: RankInfo, command: Sequence[str]) -> Swep
     except SystemExit as error:
         if error.code != STOPPED:
             raise
-        raise Preempted(f"{sweep.directory} was stopped", sweep.directory) from None
+        raise Preempted(f"{sweep.directory} was stopped", str(sweep.directory)) from None
     finally:
         if sweep.directory is not None:
             let_go(Path(sweep.directory))

@@ -155,10 +155,10 @@ def test_no_run_starts_where_there_is_one_or_where_no_signal_comes(
 def test_a_call_reads_ones_own_files_anew_and_raises_what_became_of_the_run(mine: Callable[[str], list[str]]) -> None:
     with pytest.raises(runner.JobFailed, match="lost") as failed:
         runner.train(mine("raise ArithmeticError('lost')"), config_dirs="mine")
-    assert runner.open_run(str(failed.value.directory)).state == "failed"
+    assert runner.open_run(failed.value.directory).state == "failed"
     with pytest.raises(runner.Preempted) as stopped:
         runner.train(mine(ONCE), config_dirs="mine")
-    saved = runner.open_run(str(stopped.value.directory))
+    saved = runner.open_run(stopped.value.directory)
     assert saved.state == "preempted" and saved.result["step"] < 4
     mine("pass")
     resumed = runner.train([f"resume={saved.path}"])
@@ -187,10 +187,10 @@ def test_a_sweep_is_its_jobs_runs(tmp_path: Path, mine: Callable[[str], list[str
         runner.JobFailed, match=r"2 of 2 jobs are not done \(0-seed-0 failed, 1-seed-1 failed\)"
     ) as found:
         runner.sweep([*mine("raise ArithmeticError('lost')"), "seed=0,1"], config_dirs="mine")
-    assert [run.state for run in runner.runs(str(found.value.directory))] == ["failed"] * 2
+    assert [run.state for run in runner.runs(found.value.directory)] == ["failed"] * 2
     with pytest.raises(runner.Preempted) as stopped:
         runner.sweep([*mine("signal.raise_signal(signal.SIGTERM)"), "seed=0,1"], config_dirs="mine")
-    assert [run.state for run in runner.runs(str(stopped.value.directory))] == ["preempted"]
+    assert [run.state for run in runner.runs(stopped.value.directory)] == ["preempted"]
 
 
 def test_the_model_of_any_mode_comes_back_whole(tmp_path: Path) -> None:
