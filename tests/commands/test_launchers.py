@@ -1,8 +1,10 @@
 """Launchers on one machine: the same numbers by each, and no process that outlives its parent or a Ctrl-C."""
 
 import os
+import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,11 +110,15 @@ def rank_1(commands: Commands, process: "subprocess.Popen[str]") -> int:
     return max(pid for pid, parent in parents.items() if parent == server)
 
 
-def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Commands, tmp_path: Path) -> None:
-    env = {"PATH": "/nowhere"}
-    done = commands.finish(commands.start("-m", "runner", *TINY, "launcher=slurm", env=env))
-    assert done.returncode == 2
-    assert done.stderr.startswith("launcher=slurm needs sbatch, which is not on this machine; launcher.dry_run=true")
+def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(
+    here: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bash = shutil.which("bash")
+    assert bash
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert here(*TINY, "launcher=slurm") == 2
+    missed = "launcher=slurm needs sbatch, which is not on this machine; launcher.dry_run=true"
+    assert capfd.readouterr().err.startswith(missed)
     asked = ("launcher=slurm", "launcher.nodes=2", "launcher.dry_run=true", "launcher.time='1:00:00'")
     asked += (
         "launcher.sbatch={constraint:h100,overcommit:true}",
@@ -124,8 +130,8 @@ def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Co
         "launcher.env={NAME:'$HOME/a \"b'}",
         "launcher.prefix='apptainer exec --bind $SCRATCH:/scratch i.sif'",
     )
-    shown = commands.finish(commands.start("-m", "runner", *TINY, *asked, env=env))
-    assert shown.returncode == 0, shown.stderr
+    assert here(*TINY, *asked) == 0
+    shown = capfd.readouterr().out
     for line in (
         "#SBATCH --nodes=2",
         "#SBATCH --time=1:00:00",
@@ -136,11 +142,11 @@ def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(commands: Co
         'export NAME="$HOME/a \\"b"',
         "ulimit -n 4096",
     ):
-        assert f"{line}\n" in shown.stdout, shown.stdout
+        assert f"{line}\n" in shown, shown
     inside = '    exec apptainer exec --bind $SCRATCH:/scratch i.sif env RUNNER_DIRECTORY="$RUNNER_DIRECTORY" '
-    assert inside in shown.stdout and ' NAME="$NAME" ' in shown.stdout
-    (words,) = (line for line in shown.stdout.splitlines() if line.startswith("overrides=("))
+    assert inside in shown and ' NAME="$NAME" ' in shown
+    (words,) = (line for line in shown.splitlines() if line.startswith("overrides=("))
     assert "launcher.dry_run" not in words and "launcher=slurm launcher.nodes=2" in words
-    assert "127.0.0.1" not in shown.stdout and "cpus-per-task" not in shown.stdout
-    subprocess.run(["bash", "-n"], input=shown.stdout, text=True, check=True, timeout=120)
+    assert "127.0.0.1" not in shown and "cpus-per-task" not in shown
+    subprocess.run([bash, "-n"], input=shown, text=True, check=True, timeout=120)
     assert not (tmp_path / "outputs").exists()

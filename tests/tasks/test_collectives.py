@@ -1,11 +1,13 @@
 """task=collectives: right values, wrong ones noticed, bandwidths as nccl-tests define them, and the files it leaves."""
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import Commands
 from ranks import RankError, run_ranks
 from worlds import run
 
@@ -151,17 +153,22 @@ def test_run_leaves_table_and_plot(world_size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_command(commands) -> None:
+def test_command(commands: Commands) -> None:
     done = commands.runner(*SMALL, "launcher=spawn", "launcher.nproc_per_node=2", "task.operations=[all_reduce]")
     assert done.returncode == 0, done.stderr
     assert "all_reduce is right" in done.stdout and "bus_gb_s" in done.stdout
-    alone = commands.runner("task=collectives", "name=alone")
-    assert alone.returncode == 2
-    assert alone.stderr == "task=collectives needs at least 2 ranks, and this world has 1; try launcher=spawn\n"
-    refused = commands.runner("task=collectives", "task.operations=[all_redcue]")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("task.operations=[all_redcue]: there is no all_redcue; choose among broadcast,")
-    assert [path.name for path in (commands.folder / "outputs").iterdir()] == ["run"]
+
+
+def test_what_it_cannot_do_is_refused(
+    here: Callable[..., int], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert here("task=collectives", "name=alone") == 2
+    alone = "task=collectives needs at least 2 ranks, and this world has 1; try launcher=spawn\n"
+    assert capfd.readouterr().err == alone
+    assert here("task=collectives", "task.operations=[all_redcue]") == 2
+    refused = "task.operations=[all_redcue]: there is no all_redcue; choose among broadcast,"
+    assert capfd.readouterr().err.startswith(refused)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
