@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path
 
 from runner.training.pytree import known
-from runner.training.supervised import find_class_dim
+from runner.training.supervised import settle_class_dim
 
 Columns = dict[str, np.ndarray[Any, Any]]  # by name: (number of samples, ...) each
 
@@ -58,7 +58,7 @@ def _classify(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
     if target.is_floating_point() or not output.is_floating_point() or output.dim() != target.dim() + 1:
         return None
     try:
-        dim = find_class_dim(output, target)
+        dim = settle_class_dim(output, target)
     except ValueError:  # it may be either dim, and the loss was told which
         return None
     if output.movedim(dim, -1).shape[:-1] != target.shape or output.shape[dim] == 1:
