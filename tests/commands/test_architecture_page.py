@@ -44,5 +44,5 @@ def test_the_command_runs(line: str, mine: Path, commands: Commands) -> None:
     assert done.returncode == 0, done.stderr
     newest = max((mine.parent / "outputs" / "run").iterdir(), key=lambda path: path.stat().st_mtime)
     for name, made in (("plot", "loss.png"), ("csv_file", "scalars.csv")):
-        if any(word.partition("=")[2] == name for word in line.split()):
+        if any(name in word.partition("=")[2].strip("[]'").split(",") for word in line.split()):
             assert (newest / made).stat().st_size > 0

@@ -59,7 +59,10 @@ class Held:
 def read_mlflow(uri: str) -> list[Held]:
     """All runs of a store, by MLflow's client."""
     (line,) = _said(MLFLOW, uri)
-    return [Held(*found) for found in json.loads(line)]
+    held = [Held(*found) for found in json.loads(line)]
+    for run in held:
+        run.points = {name: [(step, value) for step, value in points] for name, points in run.points.items()}
+    return held
 
 
 def read_wandb(run: Path) -> Held:

@@ -3,7 +3,6 @@
 import fcntl
 import functools
 import logging
-import os
 import re
 import socket
 import time
@@ -22,7 +21,7 @@ from runner.runs.loggers.pictures import draw_confusion
 from runner.runs.loggers.protocol import Ending, Predictions
 from runner.runs.records import Trial, dotted
 
-STORE, ARTIFACTS = "mlflow.db", "mlflow-artifacts"  # in the folder of all runs
+STORE, ARTIFACTS, LOCK = "mlflow.db", "mlflow-artifacts", ".mlflow.lock"  # in the folder of all runs
 STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 EVERY_S = 2.0  # between two batches of numbers
 MAX_NUMBERS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # of a batch, and of a value: MLflow's own limits
@@ -58,7 +57,7 @@ class MLflow:
             uri = self._uri or MLFLOW_TRACKING_URI.get() or f"sqlite:///{facts.outputs / STORE}"
             _check_answers(uri)
             try:
-                with _alone(facts.outputs):  # SQLite: of two jobs that begin together one makes the tables
+                with _alone(uri, facts.outputs):  # of two jobs that begin together one makes the tables
                     self._client = MlflowClient(tracking_uri=uri)
                     experiment = self._find_experiment(self._experiment or facts.experiment, uri, facts.outputs)
                 self._run_id, last = self._find_run(read_ids(path, "mlflow").get(uri), experiment, facts)
@@ -201,14 +200,14 @@ def _check_answers(uri: str) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other run is in here meanwhile."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
+def _alone(uri: str, folder: Path) -> Iterator[None]:
+    """No other run of the folder opens a SQLite file meanwhile; a server looks after itself."""
+    if not uri.startswith("sqlite:"):
+        yield
+        return
+    with (folder / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(file)
 
 
 @contextmanager
