@@ -1,6 +1,5 @@
 """What the launchers that start processes share: a rank's part, and how it ends for the process that started it."""
 
-import _thread
 import multiprocessing
 import os
 import signal
@@ -83,7 +82,7 @@ def passing_signals_on(
     is_guest: it does not end, but has a KeyboardInterrupt. Yields the names of the signals that came.
     """
     received: list[str] = []
-    given_up = threading.Event()
+    given_up, main = threading.Event(), threading.get_ident()
 
     def pass_on(number: int, frame: object) -> None:
         received.append(signal.Signals(number).name)
@@ -103,7 +102,7 @@ def passing_signals_on(
         if not is_guest:
             os._exit(130)  # an agent would start them again
         given_up.set()
-        _thread.interrupt_main()
+        signal.pthread_kill(main, signal.SIGINT)
 
     late = threading.Timer(CTRL_C_GRACE_S, kill)
     late.daemon = True
