@@ -57,6 +57,12 @@ class Examples:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    @property
+    def classes(self) -> list[str] | None:
+        """Their names in order, where the data set has numbered them itself."""
+        found = getattr(self._dataset, "classes", None)
+        return [str(name) for name in found] if isinstance(found, (list, tuple)) else None
+
     def of(self, num_samples: int) -> Example:
         """The call for that many samples. Raises InputError where the objective makes none that could be one."""
         try:

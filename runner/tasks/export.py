@@ -126,6 +126,7 @@ def _write(config: Config, request: Request, trained: Trained, path: Path) -> li
         facts |= {
             "inputs": describe_call(model, example),
             "outputs": describe_tensors(example.run(model), example.num_samples),
+            "classes": examples.classes,
         }
     except InputError as error:
         if exported != "safetensors":

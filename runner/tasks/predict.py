@@ -1,7 +1,9 @@
 """task=predict: what a trained model says of each sample of a split, on any number of ranks and in any mode."""
 
+import contextlib
 import itertools
 import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,10 +13,12 @@ from rich.console import Console
 from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config
 from runner.distributed.world import World
+from runner.errors import JobFailed
 from runner.fault_tolerance.checkpoint import restore_evaluated
 from runner.runs.run_directory import CHECKPOINTS, RunDirectory
 from runner.tasks.prediction_columns import Columns, columns_of
 from runner.tasks.prediction_files import SUFFIXES, File
+from runner.tasks.train import name_classes
 from runner.training.build import Experiment
 from runner.training.objective import Objective
 from runner.training.sampler import Pieces
@@ -63,7 +67,7 @@ class Predict:
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
-        """Raises ValueError for outputs that the format has no place for; then there is no file."""
+        """Raises JobFailed for outputs that the format has no place for; then there is no file."""
         assert config.run is not None
         if config.precision == "fp64" and config.memory_format == "auto":
             # fsdp has weights in this format whatever the model's is, and by another one the last bit is another.
@@ -79,14 +83,15 @@ class Predict:
         file = File(config.predict.format, path, num_samples) if directory.writes else None
         try:
             names = _predict(experiment, spread, world, config.predict.batch_size, file)
+            if file is not None:
+                with _told():
+                    file.keep()
         except BaseException:
             if file is not None:
                 file.drop()
             raise
-        if file is not None:
-            file.keep()
         log.info("%s after step %d, %s split: %d samples", config.run, progress.step, config.split, num_samples)
-        log.info("columns  %s", ", ".join(names))
+        log.info("columns  %s%s", ", ".join(names), name_classes(experiment.train_loader.dataset))
         log.info("written  %s", path)
         log.info("run directory: %s", directory.path)
         return {}
@@ -108,12 +113,23 @@ def _predict(experiment: Experiment, spread: Spread, world: World, size: int, fi
             (micro_batch,) = batch.micro_batches
             prediction = spread.predict(micro_batch)  # all ranks must call it equally often
             if prediction is not None and counts and micro_batch.num_samples:
-                columns = columns_of(prediction.outputs, prediction.targets, micro_batch.indices)
+                with _told():
+                    columns = columns_of(prediction.outputs, prediction.targets, micro_batch.indices)
                 pieces.append((micro_batch.indices[0], columns))
         collected = world.collectives.collect(pieces)
         if file is None or collected is None:
             continue
         for _, columns in sorted(itertools.chain.from_iterable(collected), key=lambda piece: piece[0]):
-            file.writer.add(columns)
+            with _told():
+                file.writer.add(columns)
             names = list(columns)
     return names
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What a format or a table has no place for is told in its one line, without where in the runner that was found."""
+    try:
+        yield
+    except ValueError as error:
+        raise JobFailed(str(error)) from None

@@ -1,5 +1,6 @@
 """The files of task=predict, written piece by piece beside their place and renamed when all is there."""
 
+import contextlib
 import csv
 import os
 import shutil
@@ -38,7 +39,8 @@ class File:
         self._partial.replace(self._path)
 
     def drop(self) -> None:
-        self.writer.close()
+        with contextlib.suppress(Exception):  # it has been told what is wrong
+            self.writer.close()
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.unlink(missing_ok=True)
 

@@ -178,7 +178,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         *([f"groups   {', '.join(groups)} parameters"] if len(groups) > 1 or not groups[0].startswith(DEFAULT) else []),
         *experiment.beginning,
         f"data     {result.data}, {train.sampler.num_samples:,} training and {val.sampler.num_samples:,} validation "
-        f"samples{_name_classes(train.dataset)}",
+        f"samples{name_classes(train.dataset)}",
         f"world    {ranks} ({world.rank_info.found}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
         *([_describe_average(config.ema)] if config.ema.decay is not None else []),
@@ -194,7 +194,7 @@ def _describe_average(ema: Averaging) -> str:
     return f"ema      decay {ema.decay:g}{warmup}: evaluations are of the weights averaged over the steps"
 
 
-def _name_classes(dataset: Any) -> str:
+def name_classes(dataset: Any) -> str:
     """Which label is which class, where the data set has numbered them itself, as torchvision's do."""
     classes = getattr(dataset, "classes", None)
     if not isinstance(classes, (list, tuple)) or not classes:

@@ -112,7 +112,8 @@ def test_samples_with_many_numbers_or_of_many_lengths(tmp_path: Path, monkeypatc
     monkeypatch.setattr(prediction_files, "MAX_NUMBERS", 10)
     words = (f"--config-dir={TESTS}/experiments/segmentation", "experiment=segmentation", "batch_size=10")
     done = train(tmp_path / "whole", *words)
-    with pytest.raises(Exception, match=r"numbers for a sample, and a table ends at 10; try predict.format=npy"):
+    told = "predict.format=csv: target has 144 numbers for a sample, and a table ends at 10"
+    with pytest.raises(Exception, match=rf"JobFailed: .*\n{told}"):
         predicted(done, tmp_path / "csv", 1)
     (left,) = (tmp_path / "csv" / "run").iterdir()
     assert json.loads((left / "result.json").read_text())["state"] == "failed"
