@@ -42,7 +42,7 @@ def save(folder: Path, state: dict[str, Any], train_state: TrainState) -> Path:
     (partial / MANIFEST).write_text(json.dumps(hashes, indent=1))
     for path in (*partial.iterdir(), partial):
         _flush(path)
-    if final.exists():  # a damaged one of the same step, which the run was not resumed from
+    if final.exists():  # a damaged one of the same step, which the run was not resumed from and no link names
         shutil.rmtree(final)
     partial.rename(final)
     point(folder, LAST, final)
@@ -62,12 +62,13 @@ def point(folder: Path, name: str, path: Path | None) -> None:
     _flush(folder)
 
 
-def retain(folder: Path, keep: int, best: Sequence[int]) -> None:
+def retain(folder: Path, keep: int, best: Sequence[int], newest: int) -> None:
     """Drop all checkpoints but the newest `keep` and those of the best steps; the link `best` names the first of these.
 
-    best: the best first, each with a checkpoint.
+    best: the best first, each with a checkpoint. newest: the step of the newest sound one; a later one is damaged, as
+    the run goes on from before it, and is left to be replaced.
     """
-    there = available(folder)
+    there = [path for path in available(folder) if step_of(path) <= newest]
     kept = {path for path in there if step_of(path) in best} | {*there[-keep:]}
     point(folder, BEST, folder / f"step_{best[0]}" if best else None)
     for old in set(there) - kept:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from runner.config.schema import Checkpoints
-from runner.fault_tolerance.checkpoint import path_of, retain, save, weights_sha256
+from runner.fault_tolerance.checkpoint import load, path_of, point, retain, save, weights_sha256
 from runner.runs.monitor import Monitor
 from runner.runs.run_directory import RunDirectory
-from runner.runs.train_state import TrainState
+from runner.runs.train_state import LAST, TrainState
 from runner.training.callback import Callback, Callbacks, Moment, Outcome, RunInfo
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter
@@ -38,10 +38,19 @@ class Checkpointing(Callback):
         self._monitor = monitor
         self._best = {step: best[step] for step in monitor.best(best)[: options.keep_best]}
         self._average = average
-        self._saved_step: int | None = None  # the last one that this process has taken a checkpoint of
+        self._saved_step: int | None = None  # the last one of which there is a checkpoint, taken or read
 
     def on_start(self, run: RunInfo) -> None:
+        """What the run is resumed from is not taken again: a crash meanwhile would lose it.
+
+        The links name no later one, which is damaged.
+        """
         self._tell_best()
+        if run.first_step:
+            self._saved_step = run.first_step
+            if self._directory.writes:
+                point(self._directory.checkpoints, LAST, self._directory.checkpoints / f"step_{run.first_step}")
+                self._retain()
 
     def after_step(self, now: Moment) -> None:
         if self._options.every_steps and now.step % self._options.every_steps == 0:
@@ -65,6 +74,9 @@ class Checkpointing(Callback):
     def on_end(self, now: Moment, outcome: Outcome) -> None:
         if outcome != "failed":
             self._save(now.state)
+            if self._directory.writes and self._directory.result.weights_sha256 is None:  # resumed, and no step made
+                state, _ = load(path_of(self._directory.checkpoints, now.state))
+                self._directory.result.weights_sha256 = weights_sha256(state["model"])
 
     def _save(self, state: TrainState) -> None:
         """Once per step: the end of an epoch may be the end of the run."""
@@ -83,7 +95,8 @@ class Checkpointing(Callback):
 
     def _retain(self) -> None:
         if self._directory.writes:
-            retain(self._directory.checkpoints, self._options.keep, list(self._best))
+            assert self._saved_step is not None
+            retain(self._directory.checkpoints, self._options.keep, list(self._best), self._saved_step)
 
     def _tell_best(self) -> None:
         """The first of them: they are in order."""

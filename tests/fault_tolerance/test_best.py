@@ -100,6 +100,25 @@ def test_a_damaged_one_that_is_named_is_not_passed_over(tmp_path: Path) -> None:
         run(tmp_path, 1, f"run={done.path}", "task=evaluate", "checkpoint=best", f"outputs={tmp_path}")
 
 
+def test_a_damaged_newest_one_costs_no_other_and_the_one_resumed_from_stays(tmp_path: Path) -> None:
+    """A damaged one counts for nothing; that from which the run goes on is not written again, which a crash may end."""
+    words = (*WORDS, "checkpoint.every_steps=5", "checkpoint.keep=1", "eval_every_steps=5")
+    done = run(tmp_path, 1, *words, "max_steps=5")
+    folder = done.path / "checkpoints"
+    sound = (folder / "step_5").stat().st_ino
+    shutil.copytree(folder / "step_5", folder / "step_13")
+    (folder / "step_13" / "manifest.json").unlink()
+    for link in ("last", "best"):
+        (folder / link).unlink()
+        (folder / link).symlink_to("step_13")
+    again = run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=5")
+    assert (folder / "step_5").stat().st_ino == sound
+    assert again.result["weights_sha256"] == done.result["weights_sha256"] is not None
+    assert [(folder / link).readlink() for link in ("last", "best")] == [Path("step_5")] * 2
+    run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=12", "checkpoint.keep_best=0")
+    assert (folder / "last").readlink() == Path("step_12") and (folder / "step_12" / "state.pt").is_file()
+
+
 def test_a_link_is_never_without_its_checkpoint(tmp_path: Path) -> None:
     """Where a run goes on before its best checkpoint was taken, the values of what is gone do not count."""
     words = (*UNSTEADY, "checkpoint.keep=9", "max_steps=42")

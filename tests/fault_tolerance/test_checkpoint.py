@@ -26,10 +26,10 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_newest_stay_and_order_is_by_number(tmp_path: Path) -> None:
     for step in (8, 9, 10, 100):
         checkpoint.save(tmp_path, STATE, progress(step))
-    checkpoint.retain(tmp_path, keep=2, best=[8])
+    checkpoint.retain(tmp_path, keep=2, best=[8], newest=100)
     assert [path.name for path in available(tmp_path)] == ["step_8", "step_10", "step_100"]
     assert (tmp_path / "last").resolve().name == "step_100" and (tmp_path / "best").resolve().name == "step_8"
-    checkpoint.retain(tmp_path, keep=1, best=[])
+    checkpoint.retain(tmp_path, keep=1, best=[], newest=100)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step_100"]
 
 
