@@ -121,12 +121,12 @@ class RunDirectory:
         """
         path = self.path / METRICS
         lines = path.read_text().splitlines() if path.exists() else []
-        measured = [json.loads(line) for line in lines if '"val/' in line]
-        return {
-            found["step"]: float(found.get(monitor, "nan"))
-            for found in measured
-            if any(key.startswith("val/") for key in found)
-        }
+        values: dict[int, float] = {}
+        for line in lines:
+            found = json.loads(line) if '"val/' in line else {}
+            if any(key.startswith("val/") for key in found):  # a line may be a callback's, with other numbers of the step
+                values[found["step"]] = float(found.get(monitor, values.get(found["step"], "nan")))
+        return values
 
 
 def new_directory(outputs: str, name: str, prefix: str = "") -> Path:

@@ -93,6 +93,7 @@ def test_an_evaluation_is_any_line_with_a_metric_of_the_validation_data(tmp_path
     directory = RunDirectory(tmp_path)
     assert directory.evaluations("val/f1/macro") == {}
     directory.log_metrics(3, 1, {"val/f1/macro": 0.5})
+    directory.log_metrics(3, 1, {"val/mine": 1.0})  # a callback's own
     directory.log_metrics(4, 1, {"train/loss": 0.5})
     assert directory.evaluations("val/f1/macro") == {3: 0.5}
     assert [str(value) for value in directory.evaluations("val/loss").values()] == ["nan"]
