@@ -25,6 +25,8 @@ RESULT = {
     "task": str,
     "metrics": dict,
     "monitor": dict,
+    "best": dict,
+    "stopped": type(None),
     "step": int,
     "epoch": int,
     "world_size": int,
