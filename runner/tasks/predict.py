@@ -54,8 +54,9 @@ class Predict:
                 f"predict.output={output} must be {what}, as predict.format={kind} writes; "
                 f"try predict.output={Path(output).stem or 'predictions'}{SUFFIXES[kind]}"
             )
-        elif output is not None and Path(output).is_dir():
-            messages.append(f"predict.output={output} is a folder that is there already; name one that is not")
+        elif output is not None and (Path(output).exists() if kind == "npy" else Path(output).is_dir()):
+            found = "folder" if Path(output).is_dir() else "file"
+            messages.append(f"predict.output={output} is a {found} that is there already; name one that is not")
         objective = locate(config.objective["_target_"])
         if not issubclass(objective, Supervised) and objective.predict is Objective.predict:
             messages.append(

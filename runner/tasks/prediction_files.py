@@ -13,7 +13,7 @@ from runner.tasks.prediction_columns import Columns
 
 SUFFIXES = {"csv": ".csv", "parquet": ".parquet", "npy": ""}
 MAX_NUMBERS = 1000  # of a sample in one output, that a table has a column each for
-GROUP_ROWS = 8192  # of a row group of Parquet
+GROUP_ROWS, GROUP_NUMBERS = 8192, 1 << 24  # of a row group of Parquet, whichever comes first; it is in memory
 
 
 class Writer(Protocol):
@@ -69,14 +69,15 @@ class Parquet:
     """A column for each number, or a list where a sample has many, or not always as many; then also its shape."""
 
     def __init__(self, path: Path, num_samples: int):
-        self._path, self._kept, self._rows = path, list[Columns](), 0
+        self._path, self._kept, self._rows, self._numbers = path, list[Columns](), 0, 0
         self._writer: Any = None
-        self._ragged: set[str] = set()
+        self._lists: set[str] = set()  # columns of lists, which later samples of one length have too
 
     def add(self, columns: Columns) -> None:
         self._kept.append(columns)
         self._rows += len(next(iter(columns.values())))
-        if self._rows >= GROUP_ROWS:
+        self._numbers += sum(values.size for values in columns.values())
+        if self._rows >= GROUP_ROWS or self._numbers >= GROUP_NUMBERS:
             self._write()
 
     def _write(self) -> None:
@@ -86,9 +87,11 @@ class Parquet:
         arrays: dict[str, Any] = {}
         for name in self._kept[0]:
             parts = [columns[name] for columns in self._kept]
-            if parts[0][0].size <= MAX_NUMBERS and parts[0].ndim <= 2 and len({part.shape[1:] for part in parts}) == 1:
+            few = parts[0][0].size <= MAX_NUMBERS and parts[0].ndim <= 2 and len({part.shape[1:] for part in parts}) == 1
+            if few and name not in self._lists:
                 arrays |= {key: pyarrow.array(values) for key, values in flatten({name: np.concatenate(parts)}).items()}
                 continue
+            self._lists.add(name)
             numbers = pyarrow.array(np.concatenate([part.ravel() for part in parts]))
             sizes = np.concatenate([np.full(len(part), part[0].size) for part in parts])
             arrays[name] = pyarrow.ListArray.from_arrays(pyarrow.array(_offsets(sizes), pyarrow.int32()), numbers)
@@ -99,11 +102,11 @@ class Parquet:
             self._writer = ParquetWriter(self._path, table.schema)
         if table.schema != self._writer.schema:
             raise ValueError(
-                "predict.format=parquet: samples further on have outputs of other shapes than the first "
-                f"{GROUP_ROWS:,}; make collate pad all batches to one length"
+                "predict.format=parquet: samples further on have outputs of other shapes than the first ones; make "
+                "collate pad all batches to one length"
             )
         self._writer.write_table(table)
-        self._kept, self._rows = [], 0
+        self._kept, self._rows, self._numbers = [], 0, 0
 
     def close(self) -> None:
         if self._kept:

@@ -128,6 +128,22 @@ def test_samples_with_many_numbers_or_of_many_lengths(tmp_path: Path, monkeypatc
     assert np.load(arrays / "prediction.npy").shape == np.load(arrays / "target.npy").shape
 
 
+def test_a_table_of_lists_stays_one_where_samples_are_of_one_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyarrow import parquet
+
+    monkeypatch.setattr(prediction_files, "GROUP_NUMBERS", 20)  # the first two pieces; the third makes a group alone
+    file = prediction_files.File("parquet", tmp_path / "a.parquet", 6)
+    for start, length in ((0, 3), (2, 5), (4, 3)):
+        file.writer.add({"index": np.arange(start, start + 2), "output": np.full((2, length), float(start))})
+    file.keep()
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert [len(numbers) for numbers in table["output"].to_pylist()] == [3, 3, 5, 5, 3, 3]
+    assert table["index"].to_pylist() == [*range(6)]
+    assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 2
+
+
 def test_what_cannot_be_is_told_before_anything_is_written(
     here: Callable[..., int],
     convnet: Run,
@@ -136,10 +152,12 @@ def test_what_cannot_be_is_told_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
     for words, told in (
         (("predict.format=json",), "predict.format=json must be one of csv, parquet, npy"),
         (("predict.output=a.parquet",), "must be a file that ends in .csv, as predict.format=csv writes"),
         (("predict.format=npy", "predict.output=there"), "is a folder that is there already"),
+        (("predict.format=npy", "predict.output=file"), "is a file that is there already"),
         (("split=test",), "split"),
         (("checkpoint=step_9",), "holds no checkpoint step_9"),
     ):
@@ -150,7 +168,7 @@ def test_what_cannot_be_is_told_before_anything_is_written(
     monkeypatch.setattr(predict, "find_spec", lambda name: None)
     assert here("task=predict", f"run={convnet.path}", "predict.format=parquet") == 2
     assert "pip install 'experiment-runner[table]'" in capfd.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
     with pytest.raises(ValueError, match=r"outputs.a is of shape \[3\] for 2 samples, and must have a row for each"):
         columns_of({"a": torch.zeros(3)}, torch.zeros(2), [0, 1])
     with pytest.raises(InputError, match="no effect without task=predict"):
