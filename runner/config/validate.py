@@ -187,6 +187,11 @@ def check_values(config: Config) -> list[str]:
     messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
     messages += _choice("export.format", config.export.format, EXPORT_FORMATS)
     messages += _choice("predict.format", config.predict.format, PREDICT_FORMATS)
+    if (tolerance := config.export.tolerance) is not None and config.export.format == "safetensors":
+        messages.append(
+            f"export.tolerance={tolerance:g} has no effect with export.format=safetensors, whose weights are compared "
+            "to the bit; leave it out"
+        )
     for key in ("report.direction", "monitor_direction"):
         if (direction := _get(config, key)) is not None:
             messages += _choice(key, direction, ("max", "min"))

@@ -77,8 +77,11 @@ def _export(config: Config, request: Request) -> Path:
     run = Path(config.run)
     trained = restore_model(config, request.choices, run, config.checkpoint.load)
     path = _path_of(config, request, run, trained)
-    made = not path.parent.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    made = [folder for folder in path.parents if not folder.exists()]  # the innermost first
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"export.output={path}: its folder cannot be made ({error}); name another") from None
     partial = path.parent / f".{path.name}.tmp-{os.getpid()}"
     try:
         partial.mkdir()
@@ -87,8 +90,8 @@ def _export(config: Config, request: Request) -> Path:
             file.replace(path.parent / file.name)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        if made:
-            path.parent.rmdir()
+        for folder in made:
+            folder.rmdir()
         raise
     partial.rmdir()
     size = sum(file.stat().st_size for file in (path, path.with_name(f"{path.name}.data")) if file.exists())

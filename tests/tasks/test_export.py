@@ -100,7 +100,7 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(
         (line,) = capfd.readouterr().err.splitlines()
         return line
 
-    said = refused(differs, "export.format=torch_export")
+    said = refused(differs, "export.format=torch_export", "export.output=new/folders/model.pt2")
     assert "differ from the model's by" in said and "export.tolerance=0.0001 is allowed; nothing was kept" in said
     assert "inputs[inputs > 0]" not in (said := refused(counts, "export.format=torch_export"))
     assert "the model cannot be exported so, with: " in said and "odd_model.py:" in said
@@ -108,6 +108,10 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(
         differs, "export.format=torch_export", "export.output=model.onnx"
     )
     assert "export.format=pt must be one of" in refused(differs, "export.format=pt")
+    (tmp_path / "file").touch()
+    assert "export.output=" in (said := refused(differs, "export.output=file/model.safetensors"))
+    assert "its folder cannot be made" in said
+    assert "export.tolerance=0.1 has no effect with" in refused(differs, "export.tolerance=0.1")
     assert "holds no checkpoint step_9" in refused(differs, "checkpoint=step_9")
     assert "other shapes: first.weight" in refused(differs, "data.num_outputs=4")
     monkeypatch.setattr(exported, "find_spec", lambda name: None if name == "onnxscript" else name)
