@@ -124,7 +124,8 @@ class RunDirectory:
         values: dict[int, float] = {}
         for line in lines:
             found = json.loads(line) if '"val/' in line else {}
-            if any(key.startswith("val/") for key in found):  # a line may be a callback's, with other numbers of the step
+            if any(key.startswith("val/") for key in found):
+                # A line of the same step may be a callback's, with numbers of its own.
                 values[found["step"]] = float(found.get(monitor, values.get(found["step"], "nan")))
         return values
 
