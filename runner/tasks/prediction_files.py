@@ -87,8 +87,8 @@ class Parquet:
         arrays: dict[str, Any] = {}
         for name in self._kept[0]:
             parts = [columns[name] for columns in self._kept]
-            few = parts[0][0].size <= MAX_NUMBERS and parts[0].ndim <= 2 and len({part.shape[1:] for part in parts}) == 1
-            if few and name not in self._lists:
+            alike = parts[0].ndim <= 2 and len({part.shape[1:] for part in parts}) == 1
+            if alike and parts[0][0].size <= MAX_NUMBERS and name not in self._lists:
                 arrays |= {key: pyarrow.array(values) for key, values in flatten({name: np.concatenate(parts)}).items()}
                 continue
             self._lists.add(name)
