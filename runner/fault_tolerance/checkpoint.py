@@ -34,7 +34,8 @@ def save(folder: Path, state: dict[str, Any], train_state: TrainState) -> Path:
     """
     final = path_of(folder, train_state)
     partial = final.with_name(final.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in folder.glob("step_*.tmp"):  # of a crash, which need not have been at this step
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     torch.save(state, partial / STATE)
     (partial / PROGRESS).write_text(json.dumps(asdict(train_state)))

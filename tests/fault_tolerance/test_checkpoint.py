@@ -29,8 +29,10 @@ def test_newest_stay_and_order_is_by_number(tmp_path: Path) -> None:
     checkpoint.retain(tmp_path, keep=2, best=[8], newest=100)
     assert [path.name for path in available(tmp_path)] == ["step_8", "step_10", "step_100"]
     assert (tmp_path / "last").resolve().name == "step_100" and (tmp_path / "best").resolve().name == "step_8"
-    checkpoint.retain(tmp_path, keep=1, best=[], newest=100)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step_100"]
+    (tmp_path / "step_11.tmp").mkdir()  # of a crash
+    checkpoint.save(tmp_path, STATE, progress(101))
+    checkpoint.retain(tmp_path, keep=1, best=[], newest=101)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step_101"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
