@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from runner.config.own_folders import importing_anew
 from runner.errors import InputError
 from runner.runs.ledger import is_sweep
 from runner.runs.monitor import Monitor
-from runner.runs.records import SAFE, last_trained, lines_of, read_run, varied_keys
+from runner.runs.records import SAFE, RunRecord, last_trained, lines_of, read_run, varied_keys
 from runner.runs.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, read_result
 from runner.runs.train_state import BEST, LAST, named
 
@@ -170,15 +171,27 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
         "state": [record.state for record in records],
     }
     for key in varied_keys(records):
-        columns[key] = [record.settings.get(key, record.value(key)) for record in records]
+        columns[key] = [_value(record, key) for record in records]
     for name in dict.fromkeys(name for record in records for name in record.metrics):
         columns[name] = [record.metrics.get(name, np.nan) for record in records]
     return {name: _as_column(values) for name, values in columns.items()}
 
 
+def _value(record: RunRecord, key: str) -> Any:
+    """As the run had it; where it has recorded no more, as it was typed. Empty where it has none."""
+    if key in record.settings:
+        return record.settings[key]
+    typed = record.value(key)
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(typed)
+    return typed
+
+
 def _as_column(values: list[Any]) -> Column:
-    if all(_is_number(value) for value in values):
-        return np.array(values)
+    there = [value for value in values if value != ""]
+    if there and all(map(_is_number, there)):
+        return np.array([np.nan if value == "" else value for value in values])
     return np.array([value if isinstance(value, str) else str(value) for value in values], dtype=object)
 
 

@@ -71,6 +71,18 @@ def test_runs_are_listed_as_they_were_started_and_compared_in_a_table(tmp_path: 
     ]
 
 
+def test_a_number_that_a_run_does_not_have_is_nan_in_the_table(tmp_path: Path) -> None:
+    for name, words in {"a": ["optimizer.lr=0.1", "name=x"], "b": ["optimizer.lr=0.2"]}.items():
+        write(tmp_path / name, words, {})
+    for name, world_size in {"a": 1, "b": 2}.items():
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        (tmp_path / name / "result.json").write_text(json.dumps(result | {"world_size": world_size}))
+    (tmp_path / "a" / "overrides.yaml").write_text(yaml.safe_dump(["optimizer.lr=0.1", "model.dropout=0.5"]))
+    table = runner.table([runner.open_run(tmp_path / name) for name in ("a", "b")])
+    assert table["model.dropout"][0] == 0.5 and np.isnan(table["model.dropout"][1])
+    assert table["world_size"].tolist() == [1, 2]
+
+
 def test_what_is_no_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path, text in {
