@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ from hydra.core.global_hydra import GlobalHydra
 from worlds import run
 
 from runner.config.renamed_targets import rename_keys, rename_shared
-from runner.runs.loggers import dashboard
+from runner.runs.loggers import dashboard, mlflow
 from runner.runs.loggers.background import Background
 from runner.runs.loggers.history import History, logged
-from runner.runs.loggers.mlflow import valid_name
+from runner.runs.loggers.mlflow import _check_answers, valid_name
 
 SMALL = ("model=toy", "data=toy", "batch_size=256", "backend=gloo")  # 4 steps an epoch
 FILES = {
@@ -254,3 +255,11 @@ def test_calls_in_the_background_are_made_in_order_and_their_error_is_raised_lat
         background.wait(60)
     with pytest.raises(ConnectionError, match="gone"):
         background.submit(fail)
+
+
+def test_a_server_that_takes_connections_and_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow, "ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # the system takes connections for it
+        uri = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"^{uri} does not answer"):
+            _check_answers(uri)
