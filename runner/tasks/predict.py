@@ -57,6 +57,10 @@ class Predict:
         elif output is not None and (Path(output).exists() if kind == "npy" else Path(output).is_dir()):
             found = "folder" if Path(output).is_dir() else "file"
             messages.append(f"predict.output={output} is a {found} that is there already; name one that is not")
+        elif output is not None:
+            there = next(folder for folder in Path(output).absolute().parents if folder.exists())
+            if not there.is_dir():
+                messages.append(f"predict.output={output}: {there} is a file and no folder; name another")
         objective = locate(config.objective["_target_"])
         if not issubclass(objective, Supervised) and objective.predict is Objective.predict:
             messages.append(

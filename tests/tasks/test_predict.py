@@ -158,6 +158,7 @@ def test_what_cannot_be_is_told_before_anything_is_written(
         (("predict.output=a.parquet",), "must be a file that ends in .csv, as predict.format=csv writes"),
         (("predict.format=npy", "predict.output=there"), "is a folder that is there already"),
         (("predict.format=npy", "predict.output=file"), "is a file that is there already"),
+        (("predict.output=file/a.csv",), "file is a file and no folder; name another"),
         (("split=test",), "split"),
         (("checkpoint=step_9",), "holds no checkpoint step_9"),
     ):
