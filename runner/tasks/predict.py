@@ -78,6 +78,9 @@ class Predict:
             # fsdp has weights in this format whatever the model's is, and by another one the last bit is another.
             experiment.recipe.module.to(memory_format=torch.contiguous_format)
             experiment.val_loader.memory_format = torch.contiguous_format
+        if config.precision == "fp64" and config.threads is None:
+            # Threads share a sum among them, and ranks on one machine share the threads.
+            torch.set_num_threads(1)
         spread = experiment.parallel.prepare(experiment.recipe, world)
         folder, own = Path(config.run) / CHECKPOINTS, config.ema.decay is None
         progress = restore_evaluated(folder, spread, world, config.checkpoint.load, own)

@@ -251,7 +251,8 @@ def test_configuration_states_every_option_and_its_default(name):
     lines = text.splitlines()
     assert lines[0].startswith("# ") and not lines[0].endswith(".")
     options = yaml.safe_load(text)
-    assert all("  # " in line for line in lines[lines.index(f"_target_: {options['_target_']}") + 1 :])
+    stated = [line for line in lines[lines.index(f"_target_: {options['_target_']}") + 1 :] if line[0] != "#"]
+    assert all("  # " in line for line in stated)
     module, _, attribute = options.pop("_target_").rpartition(".")
     kind = {**MODELS, "split": Split}[name]
     assert getattr(importlib.import_module(module), attribute) is kind

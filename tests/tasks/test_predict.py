@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import Commands
 from worlds import Run, run
 
 from runner.errors import InputError
@@ -60,6 +61,22 @@ def test_any_number_of_ranks_writes_the_same_file(
     there = predicted(convnet, tmp_path, ranks, *words)
     assert sha256(there, kind) == alone[kind]
     assert not [path for path in there.path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.thorough
+def test_the_threads_of_a_command_do_not_show_in_the_file(commands: Commands, tmp_path: Path) -> None:
+    """A sum that several threads share is another one in its last bits, where it is long enough to be shared."""
+    done = train(tmp_path, "model=convnet", "precision=fp64", "batch_size=100")
+    words = ("task=predict", f"run={done.path}")
+    wide = (f"outputs={tmp_path}", "threads=null")  # the run has recorded one thread
+    spawned = ("launcher=spawn", "launcher.nproc_per_node=3", "parallel=ddp")
+    hashes = []
+    for name, threads, more in (("alone", "2", ()), ("spawned", "1", spawned)):
+        said = commands.runner(*words, *wide, f"name={name}", *more, env={"OMP_NUM_THREADS": threads})
+        assert said.returncode == 0, said.stderr
+        (there,) = (tmp_path / name).iterdir()
+        hashes.append(sha256(Run(there), "csv"))
+    assert len({*hashes}) == 1
 
 
 def test_it_is_what_the_model_says(convnet: Run, tmp_path: Path) -> None:
