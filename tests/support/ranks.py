@@ -26,18 +26,22 @@ class RankError(Exception):
     """A rank raised, died or hung. The message names every such rank and has its own traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300, forms_group: bool = True
+) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank and return the results by rank.
 
     Ranks are forked: `function` may be a closure, and sees what the test has patched. Each has one torch thread and
-    the default group, gloo on loopback. Raises RankError as soon as a rank fails, and when `timeout_s` have passed; no
-    rank is left then. Where torch sees a GPU, autograd refuses to run in the fork of a process that has called
-    backward: there, let the ranks call it and not the test, or hide the GPU by CUDA_VISIBLE_DEVICES="".
+    the default group, gloo on loopback, unless forms_group is false. Raises RankError as soon as a rank fails, and when
+    `timeout_s` have passed; no rank is left then. Where torch sees a GPU, autograd refuses to run in the fork of a process
+    that has called backward: there, let the ranks call it and not the test, or hide the GPU by CUDA_VISIBLE_DEVICES="".
     """
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
-        arguments = [(function, rank, world_size, args, directory, timeout_s) for rank in range(world_size)]
+        arguments = [
+            (function, rank, world_size, args, directory, timeout_s, forms_group) for rank in range(world_size)
+        ]
         ranks = [multiprocessing.get_context("fork").Process(target=_run_rank, args=each) for each in arguments]
         try:
             with warnings.catch_warnings():
@@ -62,7 +66,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def _run_rank(
-    function: Callable[..., Any], rank: int, world_size: int, args: Any, path: Path, timeout_s: float
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: Any,
+    path: Path,
+    timeout_s: float,
+    forms_group: bool,
 ) -> None:
     gc.freeze()  # what the test's process holds is not searched: 0.2 s less in the collection below
     report = (path / f"{rank}.txt").open("w")
@@ -71,10 +81,11 @@ def _run_rank(
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        store = dist.FileStore(str(path / "store"), world_size)  # no port, so no other test can take it first
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        dist.barrier()  # init returns before the others are connected: a rank that is done first would fail them
+        if forms_group:
+            store = dist.FileStore(str(path / "store"), world_size)  # no port, so no other test can take it first
+            timeout = timedelta(seconds=timeout_s)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.barrier()  # init returns before the others are connected: a rank that is done first would fail them
         result = function(rank, world_size, *args)
         gc.collect()  # a DDP object in a cycle would keep the group alive, and the process could abort at its exit
         if dist.is_initialized():

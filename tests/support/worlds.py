@@ -79,7 +79,6 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
     before = _runs(Path(config.outputs) / config.name)
 
     def rank_of(rank: int, world_size: int) -> None:
-        dist.destroy_process_group()  # the job forms its own
         rank_info = RankInfo(rank, rank, world_size, world_size, found="test")
         store = dist.FileStore(str(agreement), world_size)
         world = World(rank_info, store if world_size > 1 else None, as_backend(config.backend))
@@ -91,7 +90,7 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
             )  # as the entry does: a rank that fails is not gone before rank 0 has told
 
     outputs.mkdir(exist_ok=True)
-    run_ranks(rank_of, world_size, timeout_s=timeout_s)
+    run_ranks(rank_of, world_size, timeout_s=timeout_s, forms_group=False)  # the job forms its own
     if request.directory:
         return Run(Path(request.directory))
     (made,) = _runs(Path(config.outputs) / config.name) - before
