@@ -33,8 +33,9 @@ def run_ranks(
 
     Ranks are forked: `function` may be a closure, and sees what the test has patched. Each has one torch thread and
     the default group, gloo on loopback, unless forms_group is false. Raises RankError as soon as a rank fails, and when
-    `timeout_s` have passed; no rank is left then. Where torch sees a GPU, autograd refuses to run in the fork of a process
-    that has called backward: there, let the ranks call it and not the test, or hide the GPU by CUDA_VISIBLE_DEVICES="".
+    `timeout_s` have passed; no rank is left then. Where torch sees a GPU, autograd refuses to run in the fork of a
+    process that has called backward: there, let the ranks call it and not the test, or hide the GPU by
+    CUDA_VISIBLE_DEVICES="".
     """
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
