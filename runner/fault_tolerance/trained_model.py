@@ -3,24 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.instantiate import make_group
 from runner.config.own_folders import add_to_path
-from runner.config.recorded import read_choices, read_config, read_folders
+from runner.config.recorded import read_choices, read_for_model
 from runner.config.schema import Config
 from runner.errors import InputError
-from runner.fault_tolerance.checkpoint import choose, evaluated_weights, load
+from runner.fault_tolerance.checkpoint import choose
 from runner.runs.run_directory import CHECKPOINTS
-from runner.runs.train_state import LAST, TrainState
+from runner.runs.train_state import LAST, TrainState, read_train_state
 from runner.training.precision import Precision
-
-NAMED = 5  # of the weights that do not fit
+from runner.training.saved_state import MODEL, SavedState, check_fits
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,16 @@ class Trained:
     progress: TrainState
 
 
-def load_trained(run: Path, checkpoint: str = LAST) -> nn.Module:
+def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False) -> nn.Module:
     """The model of a run directory with the weights that the run evaluated, on the CPU, in evaluation mode.
 
     checkpoint: last, best or step_N. Its class and options are those that the run recorded, and the run's own folders
     (--config-dir) are put on sys.path. It has the dtype of the run's parameters: float64 for precision=fp64, else
-    float32. Raises InputError where there is no such run or checkpoint, or the model does not fit it any more.
+    float32. Raises InputError where there is no such run or checkpoint, or the model does not fit it any more, and
+    where the directory is another user's, names Python of theirs, and is not to be trusted.
     """
-    config = read_config(run)
-    add_to_path(read_folders(run))
+    config, folders = read_for_model(run, trust)
+    add_to_path(folders)
     if messages := check_options("model", config.model, provided("model", config.model)):
         raise InputError(*(f"{run}: {message}" for message in messages))
     try:
@@ -56,10 +55,17 @@ def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpo
     """
     path = choose(run / CHECKPOINTS, checkpoint)
     model = make_model(config, choices)
-    state, progress = load(path)
-    weights = state["model"] if config.ema.decay is None else evaluated_weights(state)  # as task=evaluate
-    _load(model, weights, f"model={choices.get('model', config.model['_target_'])}", path)
-    return Trained(model.eval(), path, progress)
+    saved = SavedState.open(path)
+    if config.ema.decay is not None:  # as task=evaluate
+        saved = saved.evaluated()
+    weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    shapes = {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in weights.items()}
+    # What a loss or an objective trains is among the weights of a run, and is no part of its model.
+    ignored = ("loss.", "objective.")
+    typed = f"model={choices.get('model', config.model['_target_'])}"
+    check_fits(saved, shapes, typed, MODEL, shapes.keys(), ignored)
+    saved.read(weights)
+    return Trained(model.eval(), path, read_train_state(path))
 
 
 def make_model(config: Config, choices: Mapping[str, str]) -> nn.Module:
@@ -78,23 +84,3 @@ def make_model(config: Config, choices: Mapping[str, str]) -> nn.Module:
         torch.set_rng_state(random_state)
     cpu = torch.device("cpu")
     return model.to(device=cpu, dtype=Precision(config.precision, cpu).parameter_dtype)
-
-
-def _load(model: nn.Module, weights: Mapping[str, Tensor], named: str, path: Path) -> None:
-    """Raises ValueError where the weights are not the model's, with the first names."""
-    own: dict[str, Any] = model.state_dict()
-    # What a loss or an objective trains is among the weights of a run, and is no part of its model.
-    extra = [name for name in weights if name not in own and not name.startswith(("loss.", "objective."))]
-    missing = [name for name in own if name not in weights]
-    other = [
-        f"{name} {list(weights[name].shape)} there and {list(own[name].shape)} here"
-        for name in own
-        if name not in missing and weights[name].shape != own[name].shape
-    ]
-    for what, names in (("has no", missing), ("has besides", extra), ("has other shapes:", other)):
-        if names:
-            listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-            raise ValueError(
-                f"{named} is not what {path} was taken of, which {what} {listed}; use the code and options of the run"
-            )
-    model.load_state_dict({name: weights[name] for name in own})

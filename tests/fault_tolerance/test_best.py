@@ -14,7 +14,7 @@ from runner.runs.train_state import available
 
 # A learning rate that is too large: the loss of this model is best in the middle of the run, and then it gets worse.
 WORDS = ("model=mlp", "model.hidden=[16]", "batch_size=200", "logger=none", "precision=fp64", "monitor=val/loss")
-UNSTEADY = (*WORDS, "epochs=8", "optimizer.lr=0.5", "optimizer.momentum=0.9")
+UNSTEADY = (*WORDS, "seed=2", "epochs=8", "optimizer.lr=0.3", "optimizer.momentum=0.9")
 
 
 def values(of: Run, name: str = "val/loss") -> dict[int, float]:
@@ -91,6 +91,7 @@ def test_what_is_not_there_is_told_by_name(tmp_path: Path) -> None:
         assert told in str(refused.value) and len(refused.value.messages) == 1
 
 
+@pytest.mark.fault("one bit of a checkpoint flipped", outcome="refused")
 def test_a_damaged_one_that_is_named_is_not_passed_over(tmp_path: Path) -> None:
     done = run(tmp_path, 1, *WORDS, "max_steps=20")
     best = (done.path / "checkpoints" / "best").resolve()
@@ -100,6 +101,7 @@ def test_a_damaged_one_that_is_named_is_not_passed_over(tmp_path: Path) -> None:
         run(tmp_path, 1, f"run={done.path}", "task=evaluate", "checkpoint=best", f"outputs={tmp_path}")
 
 
+@pytest.mark.fault("retention beside a damaged newest checkpoint", outcome="survived")
 def test_a_damaged_newest_one_costs_no_other_and_the_one_resumed_from_stays(tmp_path: Path) -> None:
     """A damaged one counts for nothing; that from which the run goes on is not written again, which a crash may end."""
     words = (*WORDS, "checkpoint.every_steps=5", "checkpoint.keep=1", "eval_every_steps=5")
@@ -116,7 +118,7 @@ def test_a_damaged_newest_one_costs_no_other_and_the_one_resumed_from_stays(tmp_
     assert again.result["weights_sha256"] == done.result["weights_sha256"] is not None
     assert [(folder / link).readlink() for link in ("last", "best")] == [Path("step_5")] * 2
     run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=12", "checkpoint.keep_best=0")
-    assert (folder / "last").readlink() == Path("step_12") and (folder / "step_12" / "state.pt").is_file()
+    assert (folder / "last").readlink() == Path("step_12") and (folder / "step_12" / "rank_0.safetensors").is_file()
 
 
 def test_a_link_is_never_without_its_checkpoint(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ ON_FOUR = [
 ]
 
 
+@pytest.mark.fault("the end of all ranks, in every mode", outcome="survived")
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(("words", "world_size"), [*SLICE, *ON_FOUR])
 def test_it_ends_at_the_same_weights_to_the_bit(words: tuple[str, ...], world_size: int, tmp_path: Path) -> None:
@@ -55,6 +56,15 @@ def test_it_ends_at_the_same_weights_to_the_bit(words: tuple[str, ...], world_si
     assert resumed.result["weights_sha256"] == weights
 
 
+def test_a_run_that_is_resumed_at_its_end_has_the_metrics_of_one_left_alone(tmp_path: Path) -> None:
+    """As one that was killed between its last checkpoint and its last evaluation."""
+    whole = run(tmp_path, 1, *TINY, "epochs=1")
+    metrics = whole.result["metrics"]
+    assert "train/loss" in metrics
+    assert run(tmp_path, 1, f"resume={whole.path}").result["metrics"] == metrics
+
+
+@pytest.mark.fault("another number of ranks after each stop", outcome="survived")
 def test_resumed_on_another_number_of_ranks_it_reads_the_same_batches(tmp_path: Path) -> None:
     words = (*TINY, "precision=fp64", "optimizer.lr=0.01")
     whole = run(tmp_path / "whole", 1, *words, "max_steps=20")
@@ -74,21 +84,49 @@ def test_a_changed_learning_rate_holds_after_resuming(tmp_path: Path) -> None:
     assert part.state["optimizer"]["param_groups"][0]["momentum"] == 0.5
 
 
+@pytest.mark.fault("the newest checkpoint damaged", outcome="survived")
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     words = (*TINY, "epochs=2", "checkpoint.every_steps=5")
     whole = run(tmp_path / "whole", 1, *words)
-    hurt = run(tmp_path / "hurt", 1, *words)
-    older, newest = available(hurt.path / "checkpoints")
-    state = newest / "state.pt"
-    state.write_bytes(state.read_bytes()[:-100])
-    run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
-    assert hurt.result["weights_sha256"] == whole.result["weights_sha256"]
-    assert f"{newest.name}/state.pt is not what was saved" in (hurt.path / "log.txt").read_text()
-    for path in available(hurt.path / "checkpoints"):
-        (path / "manifest.json").unlink()
+    folder = whole.path / "checkpoints"
+    step_15 = (folder / "step_15").stat().st_ino
+
+    def hurt_progress(text: str) -> None:
+        (folder / "step_16" / "progress.json").write_text(text)
+
+    progress = (folder / "step_16" / "progress.json").read_text()
+    for named, hurt in {
+        "step_16/rank_0.safetensors": lambda: (folder / "step_16" / "rank_0.safetensors").write_bytes(b""),
+        "step_16/progress.json": lambda: hurt_progress(progress.replace('"batch_size": 200', '"batch_size": 300')),
+        "step_16/progress.json is": lambda: (folder / "step_16" / "progress.json").unlink(),
+        "step_99/manifest.json": lambda: (folder / "step_99").mkdir(),
+    }.items():
+        before = (whole.path / "log.txt").read_text()
+        hurt()
+        run(tmp_path / "whole", 1, f"resume={whole.path}", f"outputs={tmp_path / 'whole'}")
+        said = (whole.path / "log.txt").read_text().removeprefix(before)
+        assert named in said and "damaged; trying the one before it" in said
+        assert ("resuming after step 15" in said) == ("step_16" in named)
+        assert whole.result["state"] == "finished" and len(set(whole.losses)) == 16
+        shutil.rmtree(folder / "step_99", ignore_errors=True)
+        assert (folder / "step_15").stat().st_ino == step_15
+    (folder / "step_16" / "rank_0.safetensors").write_bytes(b"")
+    (folder / "step_15" / "rank_0.safetensors").unlink()
+    with pytest.raises(InputError, match=r"holds no sound checkpoint: .*step_16/rank_0.safetensors is not what was"):
+        configure(f"resume={whole.path}", f"outputs={tmp_path / 'whole'}")
+    assert (folder / "step_16").exists() and whole.result["state"] == "finished"
+
+
+def test_where_no_checkpoint_is_sound_the_run_does_not_start_afresh(tmp_path: Path) -> None:
+    """Of which a first look, at sizes alone, has not told."""
+    done = run(tmp_path, 1, *TINY, "max_steps=2")
+    file = done.path / "checkpoints" / "step_2" / "rank_0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     with pytest.raises(RankError, match="no sound checkpoint"):
-        run(tmp_path / "hurt", 1, f"resume={hurt.path}", f"outputs={tmp_path / 'hurt'}")
-    assert older.exists()
+        run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}")
+    assert [path.name for path in available(done.path / "checkpoints")] == ["step_2"]
 
 
 def test_resume_refuses_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
