@@ -1,5 +1,6 @@
 """How a command ends early, and how wrong input is told: in three lines at most, with the nearest right word."""
 
+import contextlib
 import difflib
 import sys
 from collections.abc import Collection, Sequence
@@ -18,12 +19,13 @@ class InputError(ValueError):
 class JobFailed(Exception):
     """The job ended with an error, which the user has been told and result.json keeps.
 
-    status: to exit with. directory: of the run or sweep, for who has called it from Python.
+    status: to exit with. directory: of the run or sweep, for who has called it from Python. follows: another rank may
+    be the cause, and speaks first.
     """
 
-    def __init__(self, text: str, status: int = 1, directory: str = ""):
+    def __init__(self, text: str, status: int = 1, directory: str = "", follows: bool = False):
         super().__init__(text)
-        self.status, self.directory = status, directory
+        self.status, self.directory, self.follows = status, directory, follows
 
 
 class Preempted(Exception):
@@ -37,7 +39,8 @@ class Preempted(Exception):
 def tell(messages: Sequence[str]) -> None:
     """Say what is wrong with the input, in three lines at most."""
     for line in three_lines(messages):
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(line, file=sys.stderr, flush=True)
 
 
 def three_lines(messages: Sequence[str]) -> list[str]:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from runner.config.own_folders import importing_anew
 from runner.errors import InputError
 from runner.runs.ledger import is_sweep
 from runner.runs.monitor import Monitor
-from runner.runs.records import SAFE, RunRecord, last_trained, lines_of, read_run, varied_keys
+from runner.runs.records import RunRecord, last_trained, lines_of, read_run, varied_keys
 from runner.runs.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, read_result
+from runner.runs.shapes import read_mapping
 from runner.runs.train_state import BEST, LAST, named
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ _STAMP = re.compile(r"(?:sweep-)?(\d{8})-(\d{6})(?:-(\d+))?")  # as runner.runs.
 class Run:
     """A run directory. Each of its properties is read when it is asked for, so those of a run in progress move on."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path).absolute()
+    def __init__(self, path: str | Path, trust: bool = False):
+        self.path, self._trust = Path(path).absolute(), trust
         self._loaded: tuple[tuple[Path, str], torch.nn.Module] | None = None
 
     def __repr__(self) -> str:
@@ -53,8 +53,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The whole configuration, resolved: nested, as in config.yaml."""
-        config: dict[str, Any] = yaml.load((self.path / CONFIG).read_text(), Loader=SAFE)
-        return config
+        return read_mapping(self.path / CONFIG)
 
     @property
     def monitor(self) -> Monitor | None:
@@ -92,7 +91,7 @@ class Run:
 
         name = self._checkpoint(checkpoint).name
         with importing_anew():
-            return load_trained(self.path, name).to(device)
+            return load_trained(self.path, name, self._trust).to(device)
 
     def predict(self, inputs: Any, checkpoint: str | None = None, device: "str | torch.device" = "cpu") -> Any:
         """The model's outputs for a batch of inputs, in the run's precision, without gradients, on the device.
@@ -125,20 +124,21 @@ class Run:
             raise InputError(f"checkpoint={name or LAST}: {error}") from None
 
 
-def open_run(path: str | Path) -> Run:
+def open_run(path: str | Path, trust: bool = False) -> Run:
     """The run in a directory; last: the newest training run in outputs/run, as run=last on the command line.
 
-    Raises InputError where there is none.
+    trust: its model is made although the directory is another user's and names Python of theirs. Raises InputError
+    where there is no run.
     """
     if str(path) == "last":
         folder = Path("outputs", "run").absolute()
         newest = last_trained(folder)
         if newest is None:
             raise InputError(f"open_run('last'): there is no run under {folder}; name the directory")
-        return Run(newest)
+        return Run(newest, trust)
     where = Path(path)
     if (where / OVERRIDES).is_file():
-        return Run(where)
+        return Run(where, trust)
     if is_sweep(where):
         raise InputError(f"{path} is a sweep; runner.runs({str(path)!r}) lists its jobs")
     what = f"no run directory (it has no {OVERRIDES})" if where.is_dir() else "no directory"

@@ -12,7 +12,7 @@ from runner.config.debugging import for_debugging
 from runner.config.diagnostics.overrides import explain, unchosen, unknown_keys
 from runner.config.diagnostics.references import reference_problem, without_target
 from runner.config.renamed_targets import rename_targets
-from runner.config.resume import check_resumable
+from runner.config.resumable import check_resumable
 from runner.config.schema import GROUPS, KEYS, Config, as_config
 from runner.config.validate import check_input, check_types
 from runner.errors import InputError
@@ -50,6 +50,6 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
         raise InputError(*messages)
     config = as_config(container)
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job as Hydra hands it over was checked before
-    if messages := check_input(config, choices) + check_resumable(config):
+    if messages := check_input(config, choices) + check_resumable(config, choices):
         raise InputError(*messages)
     return for_debugging(config)

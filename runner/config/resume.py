@@ -4,25 +4,25 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from runner.config.diagnostics.import_target import locate
 from runner.config.own_folders import absolute
+from runner.config.recorded import read_overrides
 from runner.config.renamed_targets import rename_keys
-from runner.config.schema import Config
 from runner.config.shorthands import expand
+from runner.config.strangers import check_words
 from runner.errors import InputError
-from runner.runs.ledger import LEDGER, is_sweep, read_sweep
+from runner.runs.ledger import LEDGER, is_sweep, read_ledger, read_sweep
 from runner.runs.records import last_of, last_trained
-from runner.runs.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, read_result
-from runner.runs.train_state import BEST, LAST, STEP, available, named, read_train_state
+from runner.runs.run_directory import OVERRIDES, read_result
 
 READ_ALONE = ("report",)  # tasks that read directories as they are: nothing recorded there is composed
 OF_TRAINING = ("profile", "debug")  # how a run was watched, which is refused where nothing is trained
+ONCE = ("resume_force", "trust")  # typed for one command, and not what a run is made of: none records it
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def with_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bo
             f"{anew[0].input_line} has no effect on {key}={override.value()}, whose own weights are taken; leave it "
             f"out, or start anew without {key}="
         )
-    recorded, folders = _read_overrides(path)
+    if key == "resume":
+        _check_place(path, typed)
+    recorded, folders = read_overrides(path, f"{key}={override.value()}", _trust(typed))
     folders = _on_top(f"{key}={override.value()}", folders, config_dirs)
     own = [o for o in typed if o is not override]
     kept = _without(OverridesParser.create().parse_overrides(recorded), own)
@@ -79,11 +81,13 @@ def with_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bo
     pointing = f"{key}='{path}'"
     if _task(typed) == "rerun" and key == "run":
         return _rerun(words, path, folders)
+    lasting = [word for word in words if word.partition("=")[0] not in ONCE]
     return Typed(
         overrides=[*words, pointing],
-        recorded=words if key == "resume" else [*words, pointing],
+        recorded=lasting if key == "resume" else [*lasting, pointing],
         config_dirs=folders,
         directory=str(path) if key == "resume" else None,
+        words=[*words, pointing] if key == "run" and lasting != words else [],
     )
 
 
@@ -94,38 +98,7 @@ def _rerun(words: list[str], path: Path, config_dirs: list[str]) -> Typed:
     if threads and not any(word.partition("=")[0] == "threads" for word in words):
         trained.append(f"threads={threads}")  # which the environment may give otherwise now
     words = [*trained, "task=rerun", f"run='{path}'"]
-    return Typed(words, trained, config_dirs, words=words)
-
-
-def check_resumable(config: Config) -> list[str]:
-    """Why the configuration cannot continue the run that it names, a message each."""
-    key, path = ("resume", config.resume) if config.resume else ("run", config.run)
-    if not path or (key == "run" and not locate(config.task["_target_"]).reads_checkpoint):
-        return []
-    checkpoints = available(Path(path) / CHECKPOINTS)
-    if not checkpoints:
-        return [f"{key}={path} holds no checkpoint yet; train it first, without {key}="]
-    if key == "run":
-        if config.checkpoint.load not in (LAST, BEST) and not STEP.fullmatch(config.checkpoint.load):
-            return []  # which is told already
-        try:
-            named(Path(path) / CHECKPOINTS, config.checkpoint.load)
-        except ValueError as error:
-            return [f"checkpoint={config.checkpoint.load}: {error}"]
-        return []
-    was_debugged = yaml.safe_load((Path(path) / CONFIG).read_text()).get("debug", False)  # older ones have no such key
-    if config.debug != was_debugged:
-        there, now = (str(value).lower() for value in (was_debugged, config.debug))
-        return [
-            f"debug={now} cannot resume a run with debug={there}, whose epochs are others; keep that, or start anew"
-        ]
-    stopped = read_train_state(checkpoints[-1])
-    if stopped.step_in_epoch and stopped.batch_size != config.batch_size:
-        return [
-            f"batch_size={config.batch_size} cannot change in the middle of an epoch: the run stopped "
-            f"{stopped.step_in_epoch} steps into one with batch_size={stopped.batch_size}; keep that"
-        ]
-    return []
+    return Typed(words, [word for word in trained if word.partition("=")[0] not in ONCE], config_dirs, words=words)
 
 
 def put_on_top(recorded: list[str], typed: list[str]) -> list[str]:
@@ -139,10 +112,13 @@ def _with_recorded_sweep(resume: Override, typed: list[Override], config_dirs: l
     if resume.is_sweep_override():
         raise InputError(f"{resume.input_line}: one sweep at a time; type one directory, or resume=last")
     path = _find_sweep(str(resume.value()), typed)
+    _check_place(path, typed)
     try:
-        recorded = read_sweep(path)
-    except (OSError, ValueError, TypeError) as error:
+        recorded, jobs = read_sweep(path), read_ledger(path)
+    except OSError as error:
         raise InputError(f"{resume.input_line}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
+    words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
+    check_words(f"resume={resume.value()}", path, words, recorded.config_dirs, _trust(typed), (LEDGER,))
     own = [o for o in typed if o is not resume]
     before = rename_keys(recorded.typed)
     words = put_on_top(before, [str(o.input_line) for o in own])
@@ -156,7 +132,8 @@ def _of_each(run: Override, typed: list[Override], config_dirs: list[str]) -> li
     values = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
     folders: dict[str, list[str]] = {}
     for value in (value.strip("'\"") for value in values):
-        folders[value] = _on_top(f"run={value}", _read_overrides(_find("run", value, typed))[1], config_dirs)
+        own = read_overrides(_find("run", value, typed), f"run={value}", _trust(typed))[1]
+        folders[value] = _on_top(f"run={value}", own, config_dirs)
     (one, expected), *others = folders.items()
     for other, found in others:
         if found != expected:
@@ -185,11 +162,21 @@ def _on_top(typed: str, recorded: Sequence[str], config_dirs: Sequence[str]) -> 
     return absolute([*there, *config_dirs])
 
 
-def _read_overrides(path: Path) -> tuple[list[str], list[str]]:
-    """What a run recorded: its words, and its own folders."""
-    recorded = [str(word) for word in yaml.safe_load((path / OVERRIDES).read_text()) or []]
-    folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
-    return rename_keys([word for word in recorded if not word.startswith("--")]), folders
+def _trust(typed: list[Override]) -> Any:
+    """As typed; None where nothing is."""
+    return next((o.value() for o in typed if o.key_or_group == "trust"), None)
+
+
+def _check_place(path: Path, typed: list[Override]) -> None:
+    """Raises InputError for a name= or outputs= that does not lead to what is resumed, and so has no effect."""
+    named = {o.key_or_group: str(o.value()).strip("'\"") for o in typed}
+    name, outputs = named.get("name"), named.get("outputs")
+    folder = path.parent.parent if is_sweep(path.parent) else path.parent
+    where = f"has no effect on resume={named['resume']}, which stays where it is; leave it out"
+    if name is not None and folder.name != name:
+        raise InputError(f"name={name} {where}")
+    if outputs is not None and folder.parent.resolve() != Path(outputs).resolve():
+        raise InputError(f"outputs={outputs} {where}")
 
 
 def _find_sweep(value: str, typed: list[Override]) -> Path:

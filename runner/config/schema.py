@@ -16,6 +16,8 @@ class Checkpoints:
 
     every_epochs: int = 1
     every_steps: int | None = None
+    every_seconds: float | None = None
+    asynchronous: bool = True
     keep: int = 2
     keep_best: int = 1
     load: str = "last"
@@ -115,6 +117,8 @@ class Config:
     sync_batchnorm: Any = "auto"
     activation_checkpointing: Any = "none"
     clip_grad_norm: float | None = None
+    on_nonfinite: str = "stop"
+    loss_spike: float | None = None
     ema: Averaging = field(default_factory=Averaging)
     init_from: InitFrom = field(default_factory=InitFrom)
     freeze: list[str] = field(default_factory=list)
@@ -134,7 +138,9 @@ class Config:
     export: Exporting = field(default_factory=Exporting)
     predict: Predicting = field(default_factory=Predicting)
     resume: str | None = None
+    resume_force: bool = False
     run: str | None = None
+    trust: Any = None  # true, or a directory
     split: str = "val"
     outputs: str = "outputs"
 

@@ -14,6 +14,7 @@ from runner.config.diagnostics.optimizer_groups import check_optimizer_groups
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import describe, show, suits
 from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Averaging, Config
+from runner.config.strangers import check_trust
 from runner.errors import near_hint
 from runner.runs.train_state import BEST, LAST, STEP
 
@@ -41,7 +42,7 @@ def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
-    messages += check_beginning(config)
+    messages += check_beginning(config) + check_trust(config.trust)
     messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
     return messages or _check_task(config, choices)
 
@@ -114,6 +115,11 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
             f"checkpoint={config.checkpoint.load} has no effect on {named}; drop it, or type task=evaluate run=RUN_DIR "
             f"checkpoint={config.checkpoint.load}"
         ]
+    if config.resume_force and not config.resume:
+        return ["resume_force=true has no effect without resume=; drop it"]
+    composes = config.resume or (config.run and (task.reads_checkpoint or task.needs_experiment))
+    if config.trust is not None and not composes:
+        return [f"trust={show(config.trust)} has no effect on {named}, which runs no code of another run; drop it"]
     going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
     if going_on and not (task.needs_experiment or task.reads_run):
         (key, value), *_ = going_on.items()
@@ -175,7 +181,15 @@ def check_values(config: Config) -> list[str]:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
     if config.clip_grad_norm is not None and not (0 < config.clip_grad_norm < math.inf):
         messages.append(f"clip_grad_norm={config.clip_grad_norm} must be above 0 and finite, or null; try 1.0")
+    if (seconds := config.checkpoint.every_seconds) is not None and not 0 < seconds < math.inf:
+        messages.append(f"checkpoint.every_seconds={seconds:g} must be above 0 and finite, or null; try 600")
     messages += _check_average(config.ema)
+    messages += _choice("on_nonfinite", config.on_nonfinite, ("stop", "skip", "go_on"))
+    if (factor := config.loss_spike) is not None:
+        if not 1 < factor < math.inf:
+            messages.append(f"loss_spike={factor:g} must be above 1 and finite, or null; try 10")
+        if config.on_nonfinite == "go_on":
+            messages.append(f"loss_spike={factor:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip")
     if config.val_fraction is not None and not 0 < config.val_fraction < 1:
         messages.append(f"val_fraction={config.val_fraction} must be above 0 and below 1, or null; try 0.1")
     messages += _choice("split", config.split, SPLITS)

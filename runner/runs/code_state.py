@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import runner
+from runner.runs.strict_json import dumps
 
 INSTALLED, OWN, IMPORTED = "installed", "own", "imported"  # parts of a copy: the runner, --config-dir, anything else
 FACTS = "code.json"
@@ -33,7 +34,7 @@ class CodeState:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(dumps(self.files, sort_keys=True).encode()).hexdigest()
 
     def changed(self) -> list[str]:
         """The files that are others now, or no longer there, or new."""
@@ -96,7 +97,7 @@ def listed(files: Sequence[str]) -> str:
 
 
 def to_json(state: CodeState) -> str:
-    return json.dumps(asdict(state), indent=1) + "\n"
+    return dumps(asdict(state), indent=1) + "\n"
 
 
 def hashes(places: Mapping[str, Path]) -> dict[str, str]:

@@ -3,14 +3,15 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
+LOG, LOGS = "log.txt", "logs"  # of rank 0, and the folder of the others
 LOGGER = logging.getLogger("runner")
 WIDTH = 200  # of a table that goes into a file, in characters
 
@@ -26,6 +27,30 @@ class _ToConsole(logging.Handler):
         self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
+class _Lasting:
+    """A stream that may lose its reader, as a closed terminal or a pipe to what has ended: the run goes on."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._is_lost = stream, False
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            if not self._is_lost:
+                act()
+        except OSError:
+            self._is_lost = True
+
+
 @contextmanager
 def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     """Direct what is logged, warnings too, for the length of a job.
@@ -33,14 +58,14 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     Rank 0 tells the user everything; another rank keeps warnings and errors in logs/rank_R.txt, which is made when
     the first one comes.
     """
-    console = Console(file=sys.stdout, force_terminal=is_terminal(), force_jupyter=False)
+    console = Console(file=cast(IO[str], _Lasting(sys.stdout)), force_terminal=is_terminal(), force_jupyter=False)
     handlers: list[logging.Handler]
     if rank == 0:
-        handlers = [logging.FileHandler(directory / "log.txt")]
+        handlers = [logging.FileHandler(directory / LOG)]
         if not any(isinstance(handler, _ToConsole) for handler in LOGGER.handlers):  # a job within task=compare
             handlers.append(_ToConsole(console))
     else:
-        quiet = _LazyFile(directory / "logs" / f"rank_{rank}.txt")
+        quiet = _LazyFile(directory / LOGS / f"rank_{rank}.txt")
         quiet.setLevel(logging.WARNING)
         handlers = [quiet]
     loggers = [LOGGER, logging.getLogger("py.warnings")]

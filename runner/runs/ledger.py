@@ -17,19 +17,23 @@ became of it. Times are seconds since 1970. A job that waits has no state line. 
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
 from runner.runs.run_directory import RESULT, read_result
+from runner.runs.shapes import read_lines
+from runner.runs.strict_json import dumps, numbers
 
 LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
 DONE = ("finished", "pruned")
 
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _held: dict[Path, int] = {}  # the open lock of each sweep that this process runs
 
 
@@ -67,7 +71,7 @@ def is_sweep(directory: Path) -> bool:
 
 
 def read_ledger(directory: Path) -> list[JobRecord]:
-    """The jobs by number. Raises OSError where there is no ledger.
+    """The jobs by number. Raises OSError where there is no ledger, and InputError where it is none of ours.
 
     A run's own result.json has the last word on whether it finished: a kill may have come before the ledger's line,
     or the job was resumed alone.
@@ -92,19 +96,16 @@ def read_ledger(directory: Path) -> list[JobRecord]:
 
 
 def read_sweep(directory: Path) -> SweepRecord:
-    """What was typed for the sweep as a whole. Raises OSError or ValueError where there is no such record."""
+    """What was typed for the sweep as a whole. Raises OSError or InputError where there is no such record."""
     found = [line["sweep"] for line in _lines(directory) if "sweep" in line]
     if not found:
-        raise ValueError(f"{directory / LEDGER} names no sweep")
-    if "config_dir" in (record := found[-1]):  # an older version took one folder
-        folder = record.pop("config_dir")
-        record["config_dirs"] = [folder] if folder else []
-    return SweepRecord(**record)
+        raise InputError(f"{directory / LEDGER} names no sweep; put it back, or start a new one")
+    return SweepRecord(**found[-1])
 
 
 def write_lines(directory: Path, *lines: dict[str, Any]) -> None:
     """Append lines, all of them or, when the machine dies meanwhile, the first of them."""
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    text = "".join(dumps(line) + "\n" for line in lines)
     if not text:
         return
     # One write to a file opened for appending: jobs in several processes do not tear each other's lines.
@@ -150,13 +151,41 @@ def let_go(directory: Path) -> None:
 
 
 def _lines(directory: Path) -> Iterator[dict[str, Any]]:
-    for text in (directory / LEDGER).read_text(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            yield line
+    """Raises InputError for a line that is not as `write_lines` writes them; one that was cut short is passed over."""
+    for line in read_lines(directory / LEDGER):
+        if isinstance(record := line.get("sweep"), dict) and "config_dir" in record:  # an older version took one folder
+            folder = record.pop("config_dir")
+            record["config_dirs"] = [folder] if folder else []
+        if wrong := _wrong(line):
+            raise InputError(
+                f"{directory / LEDGER}: {json.dumps(line)[:60]} has a wrong {wrong}, and is not what a sweep records; "
+                "remove the line"
+            )
+        yield line
+
+
+def _wrong(line: dict[str, Any]) -> str | None:
+    """Which part of the line is not of its kind."""
+    if "sweep" in line:
+        record = line["sweep"]
+        whole = isinstance(record, dict) and record.keys() == {field.name for field in fields(SweepRecord)}
+        lists = whole and all(_are_words(record[name]) for name in ("typed", "config_dirs", "command"))
+        return None if lists and isinstance(record["shared"], dict) else "sweep"
+    if not isinstance(line.get("number"), int):
+        return "number" if "label" in line or "state" in line else None
+    if "label" in line:
+        if not (isinstance(line["label"], str) and _LABEL.fullmatch(line["label"])):
+            return "label"  # which is joined to a path
+        return None if _are_words(line.get("overrides")) else "overrides"
+    if "state" in line:
+        if not isinstance(line["state"], str) or not isinstance(line.get("at"), (int, float)):
+            return "state"
+        return None if isinstance(line.get("metrics") or {}, dict) else "metrics"
+    return None
+
+
+def _are_words(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(word, str) for word in found)
 
 
 def _add(job: JobRecord, line: dict[str, Any]) -> None:
@@ -166,4 +195,4 @@ def _add(job: JobRecord, line: dict[str, Any]) -> None:
         job.queued_as = line.get("queued_as")
         job.start, job.end, job.slots, job.error = line["at"], None, line.get("slots", []), None
     else:
-        job.end, job.metrics, job.error = line["at"], line.get("metrics", {}), line.get("error")
+        job.end, job.metrics, job.error = line["at"], numbers(line.get("metrics")), line.get("error")

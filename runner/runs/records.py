@@ -1,7 +1,6 @@
 """What sweeps and runs have left behind, read as data: nothing that is named in a directory is composed or imported."""
 
 import functools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,17 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from runner.errors import InputError
 from runner.runs.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 from runner.runs.monitor import Monitor, recorded_monitor
-from runner.runs.run_directory import CONFIG, METRICS, OVERRIDES, read_result
+from runner.runs.run_directory import CONFIG, METRICS, OVERRIDES, RESULT
+from runner.runs.shapes import read_lines, read_mapping, read_words
+from runner.runs.strict_json import numbers
 
 # What says where a job ran or was kept, and not what was tried.
 PLACING = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
-
-SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast: a sweep may have a thousand jobs
 
 
 @dataclass(frozen=True)
@@ -69,22 +66,30 @@ class RunRecord:
 
 
 def read_jobs(
-    path: Path, key: str, read_sweep_jobs: Callable[[Path], list[JobRecord]] = read_ledger
+    path: Path,
+    key: str,
+    read_sweep_jobs: Callable[[Path], list[JobRecord]] = read_ledger,
+    left_out: list[str] | None = None,
 ) -> list[RunRecord]:
     """The jobs of a sweep's directory, or the one of a run's. Raises InputError that names the key for another one.
 
-    read_sweep_jobs: what becomes of a sweep's jobs, where more than its ledger is asked.
+    read_sweep_jobs: what becomes of a sweep's jobs, where more than its ledger is asked. left_out: has a line more for
+    each that is left out, as its files are not what a run records; without it the first such file is an InputError.
     """
     if is_sweep(path):
-        return [_read(job.directory, job.overrides, job.label, job) for job in read_sweep_jobs(path)]
+        found = [(job.directory, job.overrides, job.label, job) for job in read_sweep_jobs(path)]
+        return [run for each in found for run in _read_or_leave_out(left_out, *each)]
     if (path / OVERRIDES).is_file():
-        return [read_run(path)]
+        return _read_or_leave_out(left_out, path, [], path.name)
     what = f"no sweep or run (it has neither {LEDGER} nor {OVERRIDES})" if path.is_dir() else "no directory"
     raise InputError(f"{key}={path} is {what}; name one under outputs/, or run=last")
 
 
 def read_run(path: Path) -> RunRecord:
-    """A run by itself, or a job without what the ledger of its sweep says."""
+    """A run by itself, or a job without what the ledger of its sweep says.
+
+    Raises InputError that names a file which is not what a run records.
+    """
     return _read(path, _overrides(path), path.name)
 
 
@@ -130,10 +135,32 @@ def last_of(folder: Path) -> Path | None:
 
 
 def last_trained(folder: Path) -> Path | None:
-    """The newest run in a folder of them whose task was to train."""
+    """The newest run in a folder of them whose task was to train.
+
+    Raises InputError where that cannot be told of one: it may be the one that is meant.
+    """
     found = [path.parent for path in folder.glob(f"*/{OVERRIDES}")]
-    trained = [(path.stat().st_ctime, path) for path in found if (read_result(path) or {}).get("task") == "train"]
-    return max(trained)[1] if trained else None
+    for path in sorted(found, key=lambda path: (path.stat().st_ctime, path), reverse=True):
+        if (path / RESULT).exists() and read_mapping(path / RESULT).get("task") == "train":
+            return path
+    return None
+
+
+def _read_or_leave_out(
+    left_out: list[str] | None, path: Path, overrides: list[str], label: str, entry: JobRecord | None = None
+) -> list[RunRecord]:
+    try:
+        for _ in lines_of(path):
+            pass
+        return [_read(path, overrides, label, entry)]
+    except InputError as error:
+        message = error.messages[0]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = f"{path / RESULT} is not what a run records ({error})"
+    if left_out is None:
+        raise InputError(message)
+    left_out.append(f"{label} is left out: {message}")
+    return []
 
 
 def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None = None) -> RunRecord:
@@ -141,12 +168,12 @@ def _read(path: Path, overrides: list[str], label: str, entry: JobRecord | None 
     recorded = _overrides(path) or overrides
     folders = [word.removeprefix("--config-dir=") for word in recorded if word.startswith("--config-dir=")]
     typed = [word for word in recorded if not word.startswith("--")]
-    result = read_result(path)
-    if not isinstance(result, dict):  # it waits, or was refused
+    if not (path / RESULT).exists():  # it waits, or was refused
         return RunRecord(path, label, entry.state if entry else "not run", typed, error=(entry and entry.error) or "")
+    result = read_mapping(path / RESULT)
     settings = _settings(path)
     own = {key: result.get(key) for key in ("samples_per_second", "seconds")}
-    metrics = {k: float(v) for k, v in {**result.get("metrics", {}), **own}.items() if isinstance(v, (int, float))}
+    metrics = {k: float(v) for k, v in {**numbers(result.get("metrics")), **own}.items() if isinstance(v, (int, float))}
     return RunRecord(
         directory=path,
         label=label,
@@ -167,33 +194,22 @@ def _by_key(words: list[str]) -> dict[str, str]:
 
 
 def _overrides(path: Path) -> list[str]:
-    try:
-        return [str(word) for word in yaml.safe_load((path / OVERRIDES).read_text()) or []]
-    except (OSError, yaml.YAMLError):
-        return []
+    return read_words(path / OVERRIDES) if (path / OVERRIDES).exists() else []
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    try:
-        read = yaml.load((path / CONFIG).read_text(), Loader=SAFE)
-        return dotted(read) if isinstance(read, dict) else {}
-    except (OSError, yaml.YAMLError):
-        return {}
+    return dotted(read_mapping(path / CONFIG)) if (path / CONFIG).exists() else {}
 
 
 def lines_of(directory: Path) -> Iterator[dict[str, Any]]:
-    """What a run has logged, a line at a time."""
+    """What a run has logged, a line at a time. Raises InputError for a line that is not of a step."""
     try:
-        text = (directory / METRICS).read_text()
+        for line in read_lines(directory / METRICS):
+            if type(line.get("step")) is not int:
+                raise InputError(f"{directory / METRICS}: {str(line)[:40]} has no step; remove the line")
+            yield {name: math.nan if value is None else value for name, value in line.items()}
     except OSError:
         return
-    for line in text.splitlines():
-        try:
-            read = json.loads(line)
-        except ValueError:  # a crash has cut it short
-            continue
-        if isinstance(read, dict) and "step" in read:
-            yield read
 
 
 def _show(value: Any) -> str:

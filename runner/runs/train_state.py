@@ -2,12 +2,17 @@
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from runner.runs.strict_json import numbers
 
 PROGRESS = "progress.json"
 LAST, BEST = "last", "best"  # links beside the checkpoints, which name one of them
 STEP = re.compile(r"step_(\d+)")
+# How the samples of an epoch are ordered (runner.training.sampler), as checkpoints and results record it. Where none is
+# recorded it is the older way, which a run that was begun with it keeps to.
+OLDER_ORDER, ORDER = 1, 2
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,10 @@ class TrainState:
     epoch: int  # epochs done
     step_in_epoch: int  # steps done of the epoch after that
     batch_size: int  # the one that step_in_epoch counts in
+    skipped_steps: int = 0  # of those done, without an update: see on_nonfinite
+    recent_losses: dict[str, list[float]] = field(default_factory=dict)  # by name, of the last steps: see loss_spike
+    logged: dict[str, float] = field(default_factory=dict)  # the losses of the newest step whose losses were logged
+    order: int = ORDER  # of the samples, from the first step of the run to its last
 
     def after_step(self, steps_per_epoch: int) -> "TrainState":
         """Where the run stands one optimizer step further on."""
@@ -57,4 +66,18 @@ def named(folder: Path, name: str) -> Path:
 
 def read_train_state(path: Path) -> TrainState:
     """Of one checkpoint. Raises OSError or ValueError where it cannot be read."""
-    return TrainState(**json.loads((path / PROGRESS).read_text()))
+    found = json.loads((path / PROGRESS).read_text())
+    if not isinstance(found, dict) or not isinstance(found.get("recent_losses", {}), dict):
+        raise ValueError(f"{PROGRESS} holds no mapping")
+    try:
+        state = TrainState(**{"order": OLDER_ORDER, **found})
+    except TypeError as error:
+        raise ValueError(f"{PROGRESS} has other keys ({error})") from None
+    for name, value in asdict(state).items():
+        if name not in ("recent_losses", "logged") and (type(value) is not int or value < 0):
+            raise ValueError(f"{PROGRESS} has {name}={value!r}, which is no count")
+    if state.order not in (OLDER_ORDER, ORDER):
+        raise ValueError(f"{PROGRESS} has order={state.order}, which this version does not know")
+    if not all(isinstance(losses, list) for losses in state.recent_losses.values()):
+        raise ValueError(f"{PROGRESS} has recent_losses that are no lists")
+    return replace(state, logged=numbers(state.logged))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from runner.config.own_folders import add_to_path
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
+from runner.distributed.signals import listen
+from runner.launchers.imported import begin_imports, end_imports
 from runner.runs.run_directory import Request
 
 
@@ -31,6 +33,7 @@ def main() -> int:
     add_to_path(slotted.request.config_dirs)
     from runner.launchers.launch import launch_and_tell
 
+    end_imports()
     return launch_and_tell(slotted.config, slotted.request, RankInfo())
 
 
@@ -54,4 +57,6 @@ def _end_with_sweep() -> None:
 
 
 if __name__ == "__main__":
+    listen()
+    begin_imports()
     sys.exit(main())

@@ -19,11 +19,14 @@ MAX_METRICS = 3  # columns of the table
 def conclude(directory: Path) -> bool:
     """Tell the user what became of the jobs. Returns whether any is not done."""
     jobs = read_standing(directory)
-    runs = read_jobs(directory, "run", read_standing)
+    left_out: list[str] = []
+    runs = read_jobs(directory, "run", read_standing, left_out)
     known = {name for job in jobs for name in job.metrics}
     print(f"\n{table(jobs, shown(monitors_of(runs), known)[:MAX_METRICS])}\n", flush=True)
     if report := closing(runs):
         print(f"{report}\n", flush=True)
+    for line in left_out:
+        print(line, flush=True)
     for job in jobs:
         if job.state == "failed":
             print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)

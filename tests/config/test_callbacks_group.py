@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from own_folders import write_files
 
 SMALL = ("--config-dir", "mine", "model=toy", "data=toy", "max_steps=2", "batch_size=8", "logger=none", "backend=gloo")
 FILES = {
@@ -49,10 +50,7 @@ OPTIONS = "(bare, first, nameless, none, not_one, number, second)"
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with two callbacks, each of which writes the steps that it saw into a file of its name."""
-    for name, text in FILES.items():
-        path = tmp_path / "mine" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.replace("\n        ", "\n"))
+    write_files(tmp_path / "mine", FILES)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for module in ("first", "second"):
         monkeypatch.delitem(sys.modules, module, raising=False)

@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
+from own_folders import write_files
 
 from runner.config.diagnostics.overrides import explain, given_twice, refuse_overrides, unknown_keys
 from runner.errors import three_lines
@@ -78,10 +79,7 @@ class SGD:
 
 @pytest.fixture
 def loader(tmp_path: Path) -> Iterator[ConfigLoader]:
-    for name, text in FILES.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(text.replace("\n        ", "\n"))
+    write_files(tmp_path, FILES)
     ConfigStore.instance().store(name="schema_of_test_diagnose", node=Top)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(tmp_path), version_base="1.3"):

@@ -65,17 +65,18 @@ def hold_until_killed(folder: Path, ready: Any) -> None:
     signal.pause()
 
 
+@pytest.mark.fault("kill -9 of the holder of a sweep", outcome="survived")
 def test_one_process_holds_a_sweep_until_it_dies(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     holder = context.Process(target=hold_until_killed, args=(tmp_path, ready))
     holder.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(120)
         with pytest.raises(InputError, match=f"process {holder.pid} on {socket.gethostname()} runs this sweep"):
             hold(tmp_path)
     finally:
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGKILL)
-        holder.join(10)
+        holder.join(120)
     hold(tmp_path)

@@ -89,11 +89,12 @@ def test_the_table_of_a_sweep_has_the_metrics_that_are_asked_for(tmp_path: Path)
     assert line.split() == ["0-a", "finished", "0.5000", "1.0000"]
 
 
-def test_an_evaluation_is_any_line_with_a_metric_of_the_validation_data(tmp_path: Path) -> None:
+def test_an_evaluation_is_a_line_with_the_loss_of_the_validation_data(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.evaluations("val/f1/macro") == {}
-    directory.log_metrics(3, 1, {"val/f1/macro": 0.5})
-    directory.log_metrics(3, 1, {"val/mine": 1.0})  # a callback's own
+    directory.log_metrics(3, 1, {"val/loss": 0.1, "val/f1/macro": 0.5})
+    directory.log_metrics(3, 1, {"val/mine": 1.0})  # a callback's own, of no evaluation
+    directory.log_metrics(5, 1, {"val/mine": 1.0})
     directory.log_metrics(4, 1, {"train/loss": 0.5})
     assert directory.evaluations("val/f1/macro") == {3: 0.5}
-    assert [str(value) for value in directory.evaluations("val/loss").values()] == ["nan"]
+    assert [str(value) for value in directory.evaluations("val/mae").values()] == ["nan"]

@@ -40,6 +40,7 @@ def pictures(path: Path) -> dict[str, list[bytes]]:
     return {tag: [image.encoded_image_string for image in board.Images(tag)] for tag in board.Tags()["images"]}
 
 
+@pytest.mark.fault("a restart, in TensorBoard", outcome="survived")
 def test_a_run_that_restarted_has_one_value_per_tag_and_step(tmp_path: Path) -> None:
     first = run(tmp_path, 1, *SMALL, "max_steps=8", "checkpoint.every_steps=3")
     shutil.rmtree(first.path / "checkpoints" / "step_8")  # as if it had been killed before it saved

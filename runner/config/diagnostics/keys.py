@@ -76,7 +76,10 @@ def _no_such_key(cfg: DictConfig, key: str, typed: str, groups: Collection[str])
     if isinstance(node, DictConfig) and (target := node.get("_target_")):
         with contextlib.suppress(ValueError):  # that the target is wrong is told when the rest composes
             passed = provided(parent, {"_target_": target})
-            options = [name for name in accepted_options(target) if name not in node and name not in passed]
+            accepted = accepted_options(target)
+            options = [name for name in accepted if name not in node and name not in passed]
+            if not accepted and len(node) == 1:
+                return f"no such key; {parent} has no options"
     if leaf in options:
         return f"the file of {parent} has no {leaf}, but {target} takes it; type +{key}={typed}"
     hint = near_key(key, key_names(cfg, hydras=key.startswith("hydra.")), groups)

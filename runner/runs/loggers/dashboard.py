@@ -1,18 +1,16 @@
 """What all dashboards outside of the run directory need: the run's own facts, its ids there, and the package."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from runner.errors import InputError
 from runner.runs.ledger import is_sweep
-from runner.runs.records import SAFE
 from runner.runs.run_directory import CONFIG, read_result, write_whole
+from runner.runs.shapes import read_mapping
+from runner.runs.strict_json import dumps
 
 IDS = "loggers.json"
 
@@ -42,7 +40,7 @@ class RunFacts:
 
 def read_facts(directory: Path) -> RunFacts:
     """Of the directory of a run that has just been recorded."""
-    config = yaml.load((directory / CONFIG).read_text(), Loader=SAFE)
+    config = read_mapping(directory / CONFIG)
     named = next((folder for folder in directory.parents if folder.name == config["name"]), directory.parent)
     return RunFacts(
         name=directory.name,
@@ -63,12 +61,12 @@ def keep_id(directory: Path, option: str, place: str, run_id: str) -> None:
     """Whatever goes on with the run finds it there again: a restart, a requeue, resume=."""
     ids = _read(directory)
     ids.setdefault(option, {})[place] = run_id
-    write_whole(directory / IDS, json.dumps(ids, indent=1) + "\n")
+    write_whole(directory / IDS, dumps(ids, indent=1) + "\n")
 
 
 def _read(directory: Path) -> dict[str, dict[str, str]]:
     path = directory / IDS
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_mapping(path) if path.exists() else {}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

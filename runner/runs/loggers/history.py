@@ -3,8 +3,10 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from runner.runs.run_directory import METRICS
+from runner.runs.strict_json import numbers
 
 
 class History:
@@ -29,6 +31,27 @@ class History:
                 yield step, new
 
 
+class Feed:
+    """Gives a run of wandb, or of trackio, which is called alike, what it lacks."""
+
+    def __init__(self, run: Any, history: History):
+        self._run, self._history = run, history
+
+    def catch_up(self, directory: str) -> None:
+        """With what was logged before."""
+        for step, metrics in self._history.missing(directory):
+            self._run.log(metrics, step=step)
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        if new := self._history.new(step, metrics):
+            self._run.log(new, step=step)
+
+    def picture(self, step: int, name: str, draw: Callable[[], Any], known_as: str) -> None:
+        """draw: makes the dashboard's own image. known_as: where the dashboard has its last step."""
+        if self._history.new(step, {known_as: 0.0}):
+            self._run.log({name: draw()}, step=step)
+
+
 def logged(directory: str) -> Iterator[tuple[int, dict[str, float]]]:
     """The step and the metrics of each line of metrics.jsonl."""
     path = Path(directory, METRICS)
@@ -36,4 +59,4 @@ def logged(directory: str) -> Iterator[tuple[int, dict[str, float]]]:
         read = json.loads(line)
         step = read.pop("step")
         read.pop("epoch", None)
-        yield step, read
+        yield step, numbers(read)

@@ -27,6 +27,7 @@ STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "preempted": "KILLED", "
 EVERY_S = 2.0  # between two batches of numbers
 MAX_NUMBERS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # of a batch, and of a value: MLflow's own limits
 ANSWER_S, FLUSH_S, CLOSE_S = 10, 10, 60
+LOCK_S = 60  # for other runs of the folder, to open the SQLite file
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,17 @@ def _alone(uri: str, folder: Path) -> Iterator[None]:
         yield
         return
     with (folder / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConnectionError(
+                        f"{folder / LOCK} has been held by another run for {LOCK_S} s; does that one hang?"
+                    ) from None
+                time.sleep(0.05)
         yield
 
 

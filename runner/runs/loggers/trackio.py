@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.runs.loggers.dashboard import RunFacts, keep_id, read_facts, read_ids, require
-from runner.runs.loggers.history import History
+from runner.runs.loggers.history import Feed, History
 from runner.runs.loggers.pictures import draw_confusion
 from runner.runs.loggers.protocol import Ending, Predictions
 from runner.runs.records import Trial, dotted
@@ -54,19 +54,16 @@ class Trackio:
         last: dict[str, int] = {}
         for line in SQLiteStorage.get_logs(project, name, run_id=self._run.id) if known else ():
             last |= {key: max(int(line["step"]), last.get(key, 0)) for key in line}
-        self._history = History(last)
-        for step, metrics in self._history.missing(directory):
-            self._run.log(metrics, step=step)
+        self._feed = Feed(self._run, History(last))
+        self._feed.catch_up(directory)
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:
-        if new := self._history.new(step, metrics):
-            self._run.log(new, step=step)
+        self._feed.scalars(step, metrics)
 
     def predictions(self, step: int, seen: Predictions) -> None:
-        if self._history.new(step, {CONFUSION: 0.0}):
-            import trackio
+        import trackio
 
-            self._run.log({CONFUSION: trackio.Image(draw_confusion(seen.confusion))}, step=step)
+        self._feed.picture(step, CONFUSION, lambda: trackio.Image(draw_confusion(seen.confusion)), known_as=CONFUSION)
 
     def text(self, tag: str, text: str) -> None:
         """The configuration is the run's config."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from runner.runs.loggers.background import Background
 from runner.runs.loggers.dashboard import keep_id, read_facts, read_ids, require
-from runner.runs.loggers.history import History
+from runner.runs.loggers.history import Feed, History
 from runner.runs.loggers.pictures import draw_confusion
 from runner.runs.loggers.protocol import Ending, Predictions
 from runner.runs.loggers.wandb_file import last_steps
@@ -72,23 +72,23 @@ class WandB:
         if mode == "offline":
             log.info("wandb    run %s, sent by wandb sync %s", run_id, path / "wandb")
             # Each start has a file of its own, and syncing puts them together in their order.
-            self._history = History(last_steps(path, run_id))
+            history = History(last_steps(path, run_id))
         else:
             log.info("wandb    run %s, shown by %s", run_id, self._run.url)
             # A server takes no step twice, nor one before the last that it has.
-            self._history = History({}, least_step=self._run.starting_step)
-        for step, metrics in self._history.missing(directory):
-            self._run.log(metrics, step=step)
+            history = History({}, least_step=self._run.starting_step)
+        self._feed = Feed(self._run, history)
+        self._feed.catch_up(directory)
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:
-        if new := self._history.new(step, metrics):
-            self._run.log(new, step=step)
+        self._feed.scalars(step, metrics)
 
     def predictions(self, step: int, seen: Predictions) -> None:
-        if self._history.new(step, {f"{CONFUSION}/path": 0.0}):
-            import wandb
+        import wandb
 
-            self._run.log({CONFUSION: wandb.Image(draw_confusion(seen.confusion))}, step=step)
+        self._feed.picture(
+            step, CONFUSION, lambda: wandb.Image(draw_confusion(seen.confusion)), known_as=f"{CONFUSION}/path"
+        )
 
     def text(self, tag: str, text: str) -> None:
         """The configuration is the run's config."""

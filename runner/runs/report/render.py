@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -65,7 +66,7 @@ def best(report: Summary) -> list[str]:
     if row is None or report.metric is None:
         return []
     seeds = f" over {len(row.finished)} seeds" if len(row.finished) > 1 else ""
-    chosen = [job for job in row.finished if report.metric in job.metrics]
+    chosen = [job for job in row.finished if math.isfinite(job.metrics.get(report.metric, math.nan))]
     sign = 1 if report.descending else -1
     job = max(chosen, key=lambda job: sign * job.metrics[report.metric or ""])
     return [f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}", f"  {command_of(job)}"]

@@ -59,7 +59,9 @@ class Summary:
 
     @property
     def best(self) -> Row | None:
-        return self.rows[0] if self.rows and self.metric in self.rows[0].means else None
+        if not self.rows or self.metric is None or (mean := self.rows[0].means.get(self.metric)) is None:
+            return None
+        return self.rows[0] if math.isfinite(mean.value) else None  # they come last: there is no other
 
     @property
     def finished(self) -> list[RunRecord]:
@@ -88,7 +90,7 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
 
     def order(row: Row) -> tuple[bool, float]:
         mean = row.means.get(metric or "")
-        if mean is None or math.isnan(mean.value):
+        if mean is None or not math.isfinite(mean.value):
             return True, 0.0
         return False, -mean.value if descending else mean.value
 
