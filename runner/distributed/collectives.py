@@ -6,6 +6,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runner.distributed.local_exchange import exchange_of, is_small
+
+
+def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
+    """Sum the tensor over the group's ranks, in place. All of them must call it; None is all ranks.
+
+    A small one on the CPU is summed in the order of the ranks, wherever they are.
+    """
+    exchange, num_ranks = exchange_of(group), dist.get_world_size(group)
+    if not is_small(tensor, num_ranks):
+        dist.all_reduce(tensor, group=group)
+    elif exchange is not None:
+        exchange.sum(tensor)
+    else:
+        first, *others = gather_over(group, tensor)
+        for other in others:
+            first += other
+        tensor.copy_(first)
+
+
+def max_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
+    """As `sum_over`, of the largest."""
+    exchange = exchange_of(group)
+    if exchange is not None and is_small(tensor, dist.get_world_size(group)):
+        exchange.max(tensor)
+    else:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
+def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensors of the group's ranks, in their order.  (...) -> (N, ...)  All of them must call it."""
+    exchange, num_ranks = exchange_of(group), dist.get_world_size(group)
+    if exchange is not None and is_small(tensor, num_ranks):
+        return exchange.gather(tensor)
+    gathered = tensor.new_empty(num_ranks, *tensor.shape)
+    dist.all_gather([*gathered], tensor, group=group)
+    return gathered
+
 
 class Collectives:
     """Over all ranks of a world, once its process group is formed."""
@@ -16,7 +54,7 @@ class Collectives:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor summed over all ranks, in place. All ranks must call it."""
         if self._world_size > 1:
-            dist.all_reduce(tensor)
+            sum_over(None, tensor)
         return tensor
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -54,14 +92,21 @@ class Collectives:
 
         It runs on the CPU beside whatever comes next, so that nobody waits for a device to ask.
         """
+        answers = self.any_of_later(flag)
+        return lambda: answers()[0]
+
+    def any_of_later(self, *flags: bool) -> Callable[[], list[bool]]:
+        """As `any_later`, of several flags in one collective."""
         if self._world_size == 1:
-            return lambda: flag
-        votes = torch.tensor([int(flag)], dtype=torch.int32)
+            return lambda: [*flags]
+        if (exchange := exchange_of()) is not None:
+            return exchange.any_of_later(flags)
+        votes = torch.tensor(flags, dtype=torch.int32)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
 
-        def answer() -> bool:
+        def answer() -> list[bool]:
             work.wait()
-            return bool(votes.item())
+            return votes.bool().tolist()
 
         return answer

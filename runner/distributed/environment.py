@@ -31,6 +31,7 @@ class RankInfo:
     submitted: str | None = None  # the file of the code's state then, of a job that runs what there is when it starts
     guessed: tuple[str, ...] = ()  # of these fields, what the ranks count at their rendezvous
     has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
+    memory: str | None = None  # where its node's agent keeps what a world that it starts again is to know
     is_guest: bool = False  # the process is a script's or a notebook's, and goes on after the run
 
     @property

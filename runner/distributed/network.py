@@ -19,6 +19,20 @@ _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 @contextmanager
+def meeting_at_once() -> Iterator[None]:
+    """Let gloo ask the store for the addresses of all ranks in one operation, and not of each in two."""
+    name = "GLOO_ENABLE_STORE_V2_API"
+    if name in os.environ:  # the user's own
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
 def listening_on(interface: str | None, libraries: Sequence[str], override: bool = True) -> Iterator[None]:
     """Let what these libraries open meanwhile use the interface; None leaves them theirs.
 
@@ -57,7 +71,7 @@ def choose_interface(
     addresses.set(str(rank_info.rank), mine)
     if is_loopback(mine):
         # A master's own name is often an alias of its loopback; the address of another machine shows the way out.
-        others = [addresses.get(str(rank)).decode() for rank in range(rank_info.world_size)]
+        others = [other.decode() for other in addresses.multi_get([str(rank) for rank in range(rank_info.world_size)])]
         outside = next((other for other in others if not is_loopback(other)), None)
         mine = mine if outside is None else address_towards(outside)
     found = interface_of(mine)

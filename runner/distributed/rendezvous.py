@@ -1,8 +1,10 @@
 """How the processes of a world find each other: its store, connected to once per process."""
 
 import json
+import queue
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -12,24 +14,31 @@ import torch.distributed as dist
 from runner.distributed.agreement import SPEAK_TIMEOUT_S
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.left_waiting import start_waiting
 from runner.distributed.network import is_loopback
 from runner.distributed.parent import end_with_parent
+from runner.distributed.signals import received, seconds_since
+from runner.distributed.silence import bound_silence
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, Preempted
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
+TOLD_S = 10.0
+TRY_S = 2.0  # Python goes on with a system call that a signal has interrupted
 _joined: dict[RankInfo, World] = {}
 
 
 def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_S) -> World:
     """Connect this process to the store of its world, once per process. All ranks must call it.
 
-    Raises InputError when the others cannot be found within the timeout; without a message where rank 0 has that.
+    Raises InputError when the others cannot be found within the timeout, without a message where rank 0 has that; and
+    Preempted where a signal came to this one and it does not find them either.
     """
     if rank_info not in _joined:
         if rank_info.has_parent:
             end_with_parent()
         store = _connect(rank_info, backend.init, timeout_s)
+        bound_silence(store, backend.timeout_s)
         own = rank_info if store is None else _await_all(store, rank_info, timeout_s)
         _joined[rank_info] = World(own, store, backend)
     return _joined[rank_info]
@@ -61,8 +70,12 @@ def _await_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> Rank
     here.set(str(rank_info.rank), socket.gethostname())
     if rank_info.rank == 0:
         deadline = time.monotonic() + timeout_s
-        absent = [rank for rank in range(rank_info.world_size) if not _comes(here, str(rank), deadline)]
-        hosts = [here.get(str(rank)).decode() for rank in range(rank_info.world_size) if rank not in absent]
+        ranks = [str(rank) for rank in range(rank_info.world_size)]
+        absent: list[int] = []
+        if not _come(here, ranks, deadline):
+            absent = [rank for rank in range(rank_info.world_size) if not _come(here, [str(rank)], deadline)]
+        # In one operation for all of them, as each wait is: of a thousand ranks, none does a thousand.
+        hosts = [] if absent else [host.decode() for host in here.multi_get(ranks)]
         here.set("hosts", json.dumps(hosts))
         here.set("absent", json.dumps(absent))
         if absent:
@@ -70,7 +83,7 @@ def _await_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> Rank
                 f"ranks {absent} of {rank_info.world_size} did not appear within launcher.join_timeout_s="
                 f"{timeout_s:g}; check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
             )
-    elif not _comes(here, "absent", time.monotonic() + timeout_s + SPEAK_TIMEOUT_S):
+    elif not _come(here, ["absent"], time.monotonic() + timeout_s + SPEAK_TIMEOUT_S):
         raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
     elif json.loads(here.get("absent")):
         raise InputError
@@ -87,14 +100,22 @@ def _counted(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
     )
 
 
-def _comes(store: dist.Store, key: str, deadline: float) -> bool:
-    """Whether the key is set in time; asked again and again, for a store's own waiting ends with lines of its own."""
+def _come(store: dist.Store, keys: list[str], deadline: float) -> bool:
+    """Whether all are set in time; asked again and again, for a store's own waiting ends with lines of its own."""
+    begun = time.monotonic()
     try:
-        while not (found := store.check([key])) and time.monotonic() < deadline:
+        while not (found := store.check(keys)) and time.monotonic() < deadline:
+            _give_up_if_asked(begun)
             time.sleep(0.02)
     except RuntimeError:  # whoever served it has given up
         return False
     return found
+
+
+def _give_up_if_asked(begun: float) -> None:
+    """A rank that is asked to stop looks for the others to tell them, but not for long. begun: to look, monotonic."""
+    if (why := received()) and min(seconds_since(), time.monotonic() - begun) > TOLD_S:
+        raise Preempted(why) from None
 
 
 def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.Store:
@@ -102,14 +123,47 @@ def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.S
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            left_s = max(deadline - time.monotonic(), 0.1)
+            socket.create_connection((host, port), timeout=min(left_s, TRY_S)).close()
             break
         except OSError:
             if time.monotonic() > deadline:
                 raise
+            _give_up_if_asked(deadline - timeout_s)
             time.sleep(0.1)
     timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, rank_info.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    return _made_before(
+        deadline,
+        lambda: dist.TCPStore(
+            host, port, rank_info.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        ),
+    )
+
+
+def _made_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.Store:
+    """What it makes. Raises TimeoutError where whoever listens there does not answer: torch would wait without end."""
+    made: queue.Queue[dist.Store | Exception] = queue.Queue()
+
+    def make() -> None:
+        try:
+            made.put(connect())
+        except Exception as error:
+            made.put(error)
+
+    start_waiting(make, "connect")
+    begun = time.monotonic()
+    deadline = max(deadline, begun + 1.0)
+    while True:
+        try:
+            store = made.get(timeout=min(max(deadline - time.monotonic(), 0.0), TRY_S))
+        except queue.Empty:
+            if time.monotonic() >= deadline:
+                raise TimeoutError("what listens there accepts connections and says nothing") from None
+            _give_up_if_asked(begun)
+            continue
+        if isinstance(store, Exception):
+            raise store
+        return store
 
 
 def _serve(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.Store:

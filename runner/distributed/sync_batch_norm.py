@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.distributed.collectives import gather_over, sum_over
+
 
 def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
@@ -53,14 +55,21 @@ def use_group(model: nn.Module, process_group: dist.ProcessGroup) -> None:
             module.process_group = process_group
 
 
+def keeps_all_buffers(model: nn.Module) -> bool:
+    """Whether all buffers are statistics of SyncBatchNorm layers, which are alike to the bit on all ranks."""
+    layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    kept = {id(each) for m in layers for each in (m.running_mean, m.running_var, m.num_batches_tracked)}
+    return all(id(buffer) in kept for buffer in model.buffers())
+
+
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose training statistics are those of the samples of all ranks of the group together.
 
-    While it trains, all ranks must call it, a rank whose batch is empty too: one all_gather in forward, one all_reduce
-    in backward. Output, gradient of the input and running statistics are those of nn.BatchNorm on the concatenated
-    batch; gradients of weight and bias are this rank's share of their sum, which DDP or an all_reduce completes. In
-    evaluation and in a world of one rank it is plain batch norm. Raises ValueError on all ranks alike if the whole
-    batch has one value per channel, as nn.BatchNorm does.
+    While it trains, all ranks must call it, a rank whose batch is empty too: one gather in forward, one sum in
+    backward. Output, gradient of the input and running statistics are those of nn.BatchNorm on the concatenated batch;
+    gradients of weight and bias are this rank's share of their sum, which DDP or an all_reduce completes. In evaluation
+    and in a world of one rank it is plain batch norm. Raises ValueError on all ranks alike if the whole batch has one
+    value per channel, as nn.BatchNorm does.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -143,7 +152,7 @@ class _Normalize(torch.autograd.Function):
         grad_input = None
         if needs_input:
             sums = torch.stack([grad_weight, grad_bias]).double()  # (2, C): sum(dy * x_hat), sum(dy)
-            dist.all_reduce(sums, group=ctx.group)
+            sum_over(ctx.group, sums)
             scale = (var + ctx.eps).rsqrt() * (1 if weight is None else weight)
             weight_hat, bias_hat = (sums * scale / -ctx.count).to(mean.dtype)
             grad_input = F.batch_norm(input, mean, var, weight_hat, bias_hat, training=False, eps=ctx.eps)
@@ -173,9 +182,7 @@ def _gather_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[
     if input.numel() > 0:
         count, mean, var = _statistics(input)
         packed = torch.cat([count.view(1), mean, var])
-    gathered = packed.new_empty(dist.get_world_size(group), packed.numel())
-    dist.all_gather(list(gathered), packed, group=group)
-    counts, means, variances = gathered.split([1, num_channels, num_channels], dim=1)
+    counts, means, variances = gather_over(group, packed).split([1, num_channels, num_channels], dim=1)
     count, mean, var = _merge(counts.squeeze(1), means, variances)
     return int(count), mean, var
 

@@ -31,8 +31,8 @@ _lock = threading.Lock()  # RPC's threads count too
 class CommunicationCounter(TorchDispatchMode):
     """While entered, counts the bytes of this rank's collectives: of a call, the larger of what goes in and comes out.
 
-    Every collective passes the dispatcher, those that DDP calls from C++ too; a receive is counted where it is sent.
-    RPC does not: who uses it tells `count_rpc`.
+    Every collective of a process group passes the dispatcher, those that DDP calls from C++ too; a receive is counted
+    where it is sent. Others do not: who uses RPC tells `count_rpc`, and runner.distributed.local_exchange `count`.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,19 @@ class CommunicationCounter(TorchDispatchMode):
         return result
 
 
-def count_rpc(*values: Any) -> None:
-    """Count the tensors among the values as what RPC carries from or to this rank, in any thread."""
+def count(kind: str, num_bytes: int) -> None:
+    """Count what has passed by no process group, in any thread. kind: one of KINDS."""
+    if not _entered:
+        return
     with _lock:
         for counter in _entered:
-            counter.bytes[RPC] += _size(values)
+            counter.bytes[kind] += num_bytes
+
+
+def count_rpc(*values: Any) -> None:
+    """Count the tensors among the values as what RPC carries from or to this rank."""
+    if _entered:
+        count(RPC, _size(values))
 
 
 def _name(function: str) -> str | None:

@@ -8,7 +8,10 @@ from runner.distributed.backend import Backend
 from runner.distributed.collectives import Collectives
 from runner.distributed.ending import Ending
 from runner.distributed.environment import RankInfo
+from runner.distributed.neighbours import Neighbours
 from runner.distributed.process_group import ProcessGroup
+from runner.distributed.rank_trace import RankTrace
+from runner.distributed.watch import Watch
 from runner.distributed.world_store import WorldStore
 
 
@@ -23,10 +26,13 @@ class World:
         self.rank, self.world_size = rank_info.rank, rank_info.world_size
         self.devices = [torch.device("cpu")]  # all that are this rank's own
         self.store = WorldStore(rank_info, connection)
+        self.trace = RankTrace(rank_info.rank)
+        self.neighbours = Neighbours(rank_info, self.store, self.trace)
         self.agreement = Agreement(rank_info, self.store, backend.timeout_s)
-        self.group = ProcessGroup(rank_info, self.store)
+        self.group = ProcessGroup(rank_info, self.store, self.neighbours)
         self.collectives = Collectives(rank_info.world_size)
-        self.ending = Ending(rank_info, self.store)
+        self.ending = Ending(rank_info, self.store, self.neighbours, self.trace)
+        self.watch = Watch(rank_info, self.store, self.neighbours, self.trace, self.ending)
 
     @property
     def device(self) -> torch.device:
@@ -35,5 +41,7 @@ class World:
 
     def begin_job(self, backend: Backend) -> None:
         """Start a job with keys of its own in the store. All ranks must call it."""
-        self.backend, self.agreement.timeout_s, self.ending.failed = backend, backend.timeout_s, False
+        self.backend, self.agreement.timeout_s = backend, backend.timeout_s
         self.store.begin_job()
+        self.neighbours.publish()
+        self.ending.begin_job(backend.timeout_s)

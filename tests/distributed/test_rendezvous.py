@@ -1,5 +1,6 @@
 """How ranks that were started by hand find each other: by a file, or by an address."""
 
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from runner.distributed.backend import Backend
 from runner.distributed.cpu_affinity import take_cores
 from runner.distributed.environment import RankInfo, find_rank_info
 from runner.distributed.rendezvous import join
+from runner.errors import InputError
 
 TINY = ("model=toy", "data=toy", "max_steps=3", "parallel=ddp", "logger=none")
 
@@ -52,6 +54,7 @@ def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
     assert "model.hiden=3: no such key; did you mean model.hidden?" in first[2] and second[2] == ""
 
 
+@pytest.mark.fault("a rank that does not appear", outcome="refused")
 def test_a_rank_that_does_not_appear_is_named(tmp_path: Path) -> None:
     words = (*TINY, f"backend.init=tcp://127.0.0.1:{free_port()}", "launcher.join_timeout_s=2")
     alone = start(tmp_path, 0, *words)
@@ -95,3 +98,25 @@ def test_ranks_by_hand_count_those_of_their_own_host(
     assert [(rank_info.local_rank, rank_info.local_world_size) for rank_info, _ in met] == expected
     assert [threads for _, threads in met] == [12 // count for _, count in expected]
     assert {rank_info.on_one_machine for rank_info, _ in met} == {hosts == "aaaa"}
+
+
+@pytest.mark.fault("something silent listens on MASTER_PORT", outcome="refused")
+def test_who_listens_and_says_nothing_is_refused_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        rank_info = RankInfo(1, 1, 2, 2, found="test", master_addr="127.0.0.1", master_port=port)
+        joining = multiprocessing.get_context("fork").Process(target=refused, args=(rank_info,))
+        joining.start()
+        joining.join(120)
+        try:
+            assert joining.exitcode == 0
+        finally:
+            joining.kill()
+            joining.join()
+
+
+def refused(rank_info: RankInfo) -> None:
+    where = f"no world at 127.0.0.1:{rank_info.master_port} within 2 s .*says nothing.*MASTER_PORT"
+    with pytest.raises(InputError, match=where):
+        join(rank_info, Backend(), timeout_s=2)
+    os._exit(0)

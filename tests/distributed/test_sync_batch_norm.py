@@ -171,7 +171,9 @@ def test_one_collective_forward_and_one_backward() -> None:
         backward = count_collectives(outputs[0].sum().backward)
         return [forward, backward, count_collectives(lambda: layer.eval()(input).sum().backward())]
 
-    assert run_ranks(run, 2) == [[{"allgather_": 1}, {"allreduce_": 1}, {}]] * 2
+    assert (
+        run_ranks(run, 2) == [[{"allgather_": 1}, {"allgather_": 1}, {}]] * 2
+    )  # a small sum, in the order of the ranks
 
 
 @pytest.mark.parametrize("tracked", [True, False])

@@ -1,0 +1,50 @@
+"""A process that ends while a thread of its own still waits for a store whose server is killed then."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from commands import free_port
+
+CODE = """\
+import os, signal, sys, time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+import runner.__main__ as entry
+import runner.main
+from runner.distributed.peer_failure import within
+
+PORT = int(sys.argv[1])
+
+
+def store(serves):
+    return dist.TCPStore("127.0.0.1", PORT, None, serves, timedelta(seconds=60), wait_for_workers=False)
+
+
+server = os.fork()
+if server == 0:
+    served = store(True)
+    time.sleep(600)
+    os._exit(0)
+asked = store(False)
+asked.set("there", "")
+os.kill(server, signal.SIGSTOP)
+assert within(0.2, lambda: asked.check(["any"])) is None
+if os.fork() == 0:
+    time.sleep(0.1)
+    os.kill(server, signal.SIGKILL)
+    os._exit(0)
+runner.main.main = lambda: 1
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks beside torch's threads")
+def test_its_status_is_its_own_and_no_abort() -> None:
+    words = [sys.executable, "-c", CODE, str(free_port())]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, f"{signal.Signals(-done.returncode).name}: {done.stderr}"
+    assert "terminate called" not in done.stderr

@@ -1,0 +1,118 @@
+"""How many operations of the store a rank needs until its first step, against the number of ranks."""
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from commands import free_port
+from ranks import run_ranks
+from worlds import configure
+
+from runner.distributed import rendezvous
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.launchers.job import run_job
+from runner.training.trainer import Trainer
+
+GROUP = "/group/"  # the keys of torch's own process groups
+
+
+class CountingStore(dist.Store):
+    """Hands on to a store what the main thread asks of it, and keeps which operations those were, on which keys."""
+
+    def __init__(self, store: dist.Store, asked: list[tuple[str, tuple[str, ...]]]) -> None:
+        super().__init__()
+        self.store, self.asked = store, asked
+
+    def _count(self, operation: str, *keys: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.asked.append((operation, keys))
+
+    def set(self, key: str, value: Any) -> None:
+        self._count("set", key)
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._count("get", key)
+        return self.store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        self._count("add", key)
+        return self.store.add(key, value)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        self._count("compare_set", key)
+        return self.store.compare_set(key, expected_value, desired_value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", *keys)
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        self._count("wait", *keys)
+        self.store.wait(keys, timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._count("multi_get", *keys)
+        return self.store.multi_get(keys)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> dist.Store:
+        return self.store.clone()  # for the checkpoints
+
+
+def number_of(asked: list[tuple[str, tuple[str, ...]]]) -> int:
+    """Operations, a question that is asked again and again as one."""
+    polls = {each for each in asked if each[0] == "check"}
+    return len(polls) + sum(operation != "check" for operation, _ in asked)
+
+
+def until_first_step(outputs: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each rank, how many the runner's are, and how many those of torch's process group."""
+    words = ("model=toy", "data=toy", "parallel=ddp", "max_steps=1", "logger=none", f"outputs={outputs}")
+    config, request = configure(*words, "backend=gloo")
+    connect, step, port = rendezvous._connect, Trainer.step, free_port()
+
+    def act(rank: int, world_size: int) -> tuple[int, int]:
+        asked: list[tuple[str, tuple[str, ...]]] = []
+        found: list[tuple[int, int]] = []
+
+        def first_step(*args: Any, **options: Any) -> Any:
+            of_group = [each for each in asked if GROUP in each[1][0]]
+            found.append((number_of([each for each in asked if GROUP not in each[1][0]]), number_of(of_group)))
+            return step(*args, **options)
+
+        def counting(*args: Any) -> dist.Store:
+            store = connect(*args)
+            assert store is not None
+            return CountingStore(store, asked)
+
+        monkeypatch.setattr(Trainer, "step", first_step)
+        monkeypatch.setattr(rendezvous, "_connect", counting)
+        # All that ranks may have to agree on: who is on which machine, by which network, with which cores.
+        unknown = {"guessed": ("local_rank", "local_world_size"), "on_one_machine": False}
+        where: dict[str, Any] = {"master_addr": "127.0.0.1", "master_port": port, "hosts_store": rank == 0}
+        rank_info = RankInfo(rank, rank, world_size, 1, found="test", **where, **unknown)
+        world = rendezvous.join(rank_info, as_backend(config.backend))
+        run_job(config, request, world)
+        world.ending.close()
+        return found[0]
+
+    return run_ranks(act, world_size, forms_group=False)
+
+
+@pytest.mark.thorough
+def test_a_rank_asks_the_store_no_more_in_a_larger_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # or no rank asks who has which cores
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr("runner.distributed.cpu_affinity.NUMA", Path("/nowhere"))
+    counts = {n: until_first_step(tmp_path / str(n), n, monkeypatch) for n in (2, 4, 8)}
+    for of_ranks in counts.values():
+        assert of_ranks == [counts[2][0]] + [counts[2][1]] * (len(of_ranks) - 1), counts
+    (first, group), (other, _) = counts[2]
+    assert 20 < other < first < 80 and group == 2, counts  # of a few topics, a few each
