@@ -22,7 +22,7 @@ from runner.distributed.signals import ASKING
 from runner.launchers.process_state import keep_settings, use_default_settings
 
 LOGGERS = ("runner", "py.warnings", "torch.distributed.elastic")
-BY_AGENT = ("SIGHUP", "SIGQUIT")  # signals for which torchrun's agent leaves handlers behind
+BY_AGENT = signal.SIGXCPU  # for which torchrun's agent leaves a handler behind
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def _of_python() -> list[Callable[[], Any]]:
     ]
     if numpy := sys.modules.get("numpy"):
         kept.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    for number in (*ASKING, *(getattr(signal, name) for name in BY_AGENT)):
+    for number in (*ASKING, BY_AGENT):
         if (handler := signal.getsignal(number)) is not None:  # None: not one of Python's, nor to be set by it
             kept.append(partial(signal.signal, number, handler))
     for logger in map(logging.getLogger, LOGGERS):

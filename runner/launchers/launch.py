@@ -7,6 +7,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.config.validate import check_fit
+from runner.distributed.agreement import RanksAbsent
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import JOIN_TIMEOUT_S, join
@@ -70,6 +71,8 @@ def launch_and_tell(config: Config, request: Request, rank_info: RankInfo) -> in
     except InputError as error:
         tell(error.messages)
         return 2
+    except Preempted:
+        return 143
     try:
         if lines := world.agreement.first_error("composed", lines):
             raise InputError(*lines)
@@ -80,6 +83,8 @@ def launch_and_tell(config: Config, request: Request, rank_info: RankInfo) -> in
         status = 143
     except JobFailed as error:
         status = error.status
+    except RanksAbsent as error:
+        status, lines, world.ending.speaks = 1, [str(error)], error.told
     world.ending.say_then_continue(lambda: tell(lines))
     world.ending.close()
     return status

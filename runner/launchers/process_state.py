@@ -1,7 +1,5 @@
 """Every job finds the process as the first one did: nothing that an earlier job of a sweep has set reaches it."""
 
-import atexit
-import gc
 import random
 import sys
 from collections.abc import Callable
@@ -11,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from runner.launchers.imported import set_aside
 
 _first: list[Callable[[], Any]] = []  # what sets the process back to how it was before its first job
 
@@ -39,8 +39,7 @@ def reset_process(seed: int) -> None:
 @cache
 def _set_imports_aside() -> None:
     """What the first job has imported need not be searched when each of the next is cleared away: 0.4 s of 0.9."""
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # some of it complains when it is not cleared away itself
+    set_aside()
 
 
 def use_default_settings() -> None:

@@ -2,39 +2,43 @@
 
 import logging
 import math
-import multiprocessing
-import os
 import socket
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, find_rank_info
+from runner.distributed.hung_rank import ENDED
 from runner.distributed.network import address_towards, is_loopback
+from runner.distributed.parent import end_at_once_with_parent
 from runner.errors import InputError
+from runner.launchers.elastic_agent import counting_from_checkpoints
 from runner.launchers.env import checked_timeout
+from runner.launchers.meeting import BACKEND, DEAD_NODE_S, ending_when_lost
 from runner.launchers.rank_process import (
-    END_TIMEOUT_S,
-    PRELOADED,
+    TOLD,
     Outcome,
-    conclude,
-    how_it_died,
+    begin_rank,
     passing_signals_on,
     run_rank,
+    start_fork_server,
 )
+from runner.launchers.restarts import Told, how_it_died
+from runner.launchers.start_again import run_again_while_it_gets_on, told_directory
 from runner.runs.run_directory import Request
 
 LAST_CALL_S = 30  # that enough nodes wait for still more
-TOLD = 75  # exit status of a rank whose failure rank 0 has told; sysexits.h calls it a temporary one
+HANDLED_BY_AGENT = "SIGXCPU"  # torch wants one at least, and ends everything at it
 
 
 class Torchrun:
@@ -78,79 +82,82 @@ class Torchrun:
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the runner tells, and once
+        start_fork_server("runner.launchers.torchrun")
+        restarts = self.max_restarts if self.max_nodes == 1 else 0  # agents of several nodes meet again by themselves
+        with passing_signals_on(is_guest=rank_info.is_guest) as received:
+            return run_again_while_it_gets_on(
+                lambda request: self._run_agent(config, request, rank_info, received), request, restarts, received
+            )
+
+    def _run_agent(
+        self, config: Config, request: Request, rank_info: RankInfo, received: Sequence[str]
+    ) -> tuple[Outcome | None, str | None]:
+        """This node's agent, to its end. Returns what its first rank said, and which rank died of what."""
         alone = self.max_nodes == 1
-        multiprocessing.set_forkserver_preload([*PRELOADED, "runner.launchers.torchrun"])
         launch_config = LaunchConfig(
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
             nproc_per_node=self.nproc_per_node,
             run_id=uuid.uuid4().hex if alone else self.rdzv_id,
-            rdzv_backend="c10d",
+            rdzv_backend=BACKEND,
             rdzv_endpoint=f"{self.host}:{self.port}",
             rdzv_configs={
                 "join_timeout": math.ceil(self._meeting_s()),
                 "read_timeout": math.ceil(self.join_timeout_s),
-                "last_call_timeout": LAST_CALL_S,
+                "last_call_timeout": math.ceil(self._last_call_s()),
                 # torch finds it out by this machine's own name, which need not resolve.
                 "is_host": alone or self._hosts_rendezvous(),
             },
-            max_restarts=self.max_restarts,
+            max_restarts=0 if alone else self.max_restarts,
             monitor_interval=0.05,
             start_method="forkserver",
             local_addr="localhost" if alone else self._own_address(),
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on, so that the ranks save
+            signals_to_handle=HANDLED_BY_AGENT,  # those that matter are passed on, so that the ranks save
         )
         outcomes: dict[int, Outcome] = {}
-        died, received, had_ranks = None, list[str](), threading.Event()
+        died, had_ranks, told = None, threading.Event(), Told(partial(told_directory, request))
         try:
-            watching = nullcontext() if rank_info.is_guest else self._ending_when_cut_off(had_ranks)
-            with passing_signals_on(is_guest=rank_info.is_guest) as received, watching:
-                outcomes = elastic_launch(launch_config, _run_rank)(config, request, self.join_timeout_s)
+            lost = ending_when_lost(
+                self.host, self.port, self._meeting_s(), had_ranks, lambda answers: self._lost(request, answers)
+            )
+            with nullcontext() if rank_info.is_guest else lost, counting_from_checkpoints(told, lambda: bool(received)):
+                outcomes = elastic_launch(launch_config, _run_rank)(config, request, self.join_timeout_s, not alone)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            died = None if failure.exitcode == TOLD else how_it_died(rank, failure.exitcode)
+            why = told.failure()
+            if failure.exitcode == TOLD or ENDED in why:  # who was ended is not the cause
+                outcomes = {rank: {"failed": why or "a rank has told why"}}
+            else:
+                died = how_it_died(rank, failure.exitcode)
         except RendezvousError as error:
             why = str(error) or type(error).__name__
-            where = f"launcher.rdzv_endpoint={self.host}:{self.port}"
-            if had_ranks.is_set():
-                died = f"{where}: the nodes found each other no more ({why})"
+            if isinstance(error, RendezvousConnectionError) and had_ranks.is_set():
+                died = self._lost(request)
+            elif isinstance(error, RendezvousClosedError) and had_ranks.is_set():
+                died = f"{self._where}: another node has given up, and says why{_go_on(request)}"
+            elif had_ranks.is_set():
+                died = f"{self._where}: the nodes found each other no more ({why}){_go_on(request)}"
             else:
                 raise InputError(
-                    f"{where}: {self.min_nodes} nodes did not find each other there within launcher.join_timeout_s="
-                    f"{self.join_timeout_s:g} ({why}); is every one started?"
+                    f"{self._where}: {self.min_nodes} nodes did not find each other there within "
+                    f"launcher.join_timeout_s={self.join_timeout_s:g} ({why}); is every one started?"
                 ) from None
-        return conclude(next(iter(outcomes.values()), None), died, received)
+        return next(iter(outcomes.values()), None), died
 
-    @contextmanager
-    def _ending_when_cut_off(self, had_ranks: threading.Event) -> Iterator[None]:
-        """End this process when it has had no ranks for longer than meeting takes; the event says if it has had any.
+    @property
+    def _where(self) -> str:
+        return f"launcher.rdzv_endpoint={self.host}:{self.port}"
 
-        An agent asks the rendezvous' store all the time, and one that is cut off from it waits for the answer
-        for as long as TCP does, whatever becomes of its ranks.
-        """
-        back = threading.Event()
-        patience_s = self._meeting_s() + END_TIMEOUT_S
+    def _lost(self, request: Request, answers: bool = False) -> str:
+        if answers:
+            return f"{self._where}: the other nodes neither met this one again nor ended{_go_on(request)}"
+        return f"{self._where}, where the nodes meet, is lost: nothing answers there{_go_on(request)}"
 
-        def watch() -> None:
-            last = time.monotonic()
-            while not back.wait(0.5):
-                if multiprocessing.active_children():
-                    last = time.monotonic()
-                    had_ranks.set()
-                elif time.monotonic() - last > patience_s:
-                    print(f"nothing answers at {self.host}:{self.port}, the nodes' rendezvous", file=sys.stderr)
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(1)
-
-        threading.Thread(target=watch, daemon=True).start()
-        try:
-            yield
-        finally:
-            back.set()
+    def _last_call_s(self) -> float:
+        return min(LAST_CALL_S, self.join_timeout_s)
 
     def _meeting_s(self) -> float:
-        return self.join_timeout_s + (LAST_CALL_S if self.max_nodes > self.min_nodes else 0)
+        return self.join_timeout_s + (self._last_call_s() + DEAD_NODE_S if self.max_nodes > self.min_nodes else 0)
 
     def _own_address(self) -> str:
         """By which the other nodes reach this one."""
@@ -170,14 +177,27 @@ class Torchrun:
             return False  # meeting there will tell
 
 
-def _run_rank(config: Config, request: Request, join_timeout_s: float) -> Outcome:
-    """One rank's process; the agent has put into its environment which one."""
+def _run_rank(config: Config, request: Request, join_timeout_s: float, nodes_change: bool) -> Outcome:
+    """One rank's process; the agent has put into its environment which one.
+
+    nodes_change: each of several agents counts the restarts that it has seen, and the ranks' store is of one start.
+    """
+    begin_rank()
     rank_info = find_rank_info()
+    if nodes_change:
+        rank_info = replace(rank_info, restart=0, memory=f"{request.tells}-memory")
     outcome, leave = run_rank(config, request, rank_info, join_timeout_s)
     leave()
     if "failed" in outcome:
         sys.exit(TOLD)  # a rank that returns has succeeded, for an agent: it would wait for those of other nodes
+    end_at_once_with_parent()  # torch has it wait until its agent has read what it returns
     return outcome
+
+
+def _go_on(request: Request) -> str:
+    """What continues the run, where it had begun."""
+    directory = told_directory(request)
+    return f"; start every node again with resume={directory}" if directory else ""
 
 
 def _bounds(nodes: Any) -> tuple[int, int]:

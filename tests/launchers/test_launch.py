@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from worlds import configure
 
+from runner import main
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError
+from runner.errors import InputError, Preempted
 from runner.launchers.launch import launch
 from runner.launchers.spawn import Spawn
 from runner.launchers.torchrun import Torchrun
@@ -56,3 +57,18 @@ def test_a_world_that_may_grow_is_not_known_before(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Torchrun, "launch", lambda *args: {"started": 1.0})
     elastic = ("launcher=torchrun", "launcher.nodes=1:2", "launcher.nproc_per_node=1", "launcher.rdzv_endpoint=a:1")
     assert launch(*configure(*elastic), RankInfo()) == {"started": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "told"), [(Preempted("SIGTERM"), 143, ""), (TimeoutError(), 2, "wrong\n")]
+)
+def test_wrong_input_is_told_where_the_other_ranks_stop_or_do_not_come(
+    raised: Exception, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def join(rank_info: RankInfo, backend: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(main, "find_rank_info", lambda init: RankInfo(0, 0, 2, 2))
+    monkeypatch.setattr("runner.distributed.rendezvous.join", join)
+    assert main._refuse_everywhere(["wrong"], "env") == status
+    assert capfd.readouterr().err == told

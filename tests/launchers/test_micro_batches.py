@@ -33,7 +33,7 @@ HUNGRY = (
     ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else None,
 )
 def test_doubled_until_it_fits(world_size: int, words: tuple[str, ...], count: int, tmp_path: Path) -> None:
-    found = run(tmp_path / "auto", world_size, *HUNGRY, *words, "micro_batches=auto", timeout_s=60)
+    found = run(tmp_path / "auto", world_size, *HUNGRY, *words, "micro_batches=auto")
     assert_equal(found, run(tmp_path / "one", 1, *HUNGRY, "+model.holds=90", f"micro_batches={count}"))
     assert found.result["state"] == "finished" and found.result["error"] is None
     # Whoever resumes or repeats the run has the number that was found.

@@ -4,12 +4,15 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from runner.distributed.hung_rank import ENDED
 from runner.launchers.slurm import agent, requeue
 
 
@@ -83,6 +86,35 @@ def test_an_agent_that_a_signal_ends_leaves_a_file_and_no_noise(
     assert agent.run() == 0
     assert (tmp_path / requeue.TOLD).exists()
     assert caplog.messages == ["something else"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "told", "line"),
+    [
+        (3, "", "died: exit status 3\n"),
+        (-9, "a loss", "died: SIGKILL\n"),
+        (1, "a loss", ""),
+        (-9, f"it hangs; {ENDED}", ""),
+    ],
+)
+def test_an_agent_tells_of_a_rank_what_nobody_has_told(
+    exit_code: int,
+    told: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def main() -> None:
+        if told:
+            (tmp_path / "result.json").write_text(json.dumps({"state": "failed", "error": told}))
+        raise ChildFailedError("ranks", {1: ProcessFailure(1, 12345, exit_code, "")})
+
+    monkeypatch.setattr(agent, "main", main)
+    monkeypatch.setenv("RUNNER_DIRECTORY", str(tmp_path))
+    assert agent.run() == 1
+    said = capfd.readouterr().err
+    assert said == (f"rank 1 on {socket.gethostname()} {line}" if line else "")
 
 
 def test_a_run_that_could_not_say_why_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
+from runner.distributed.signals import INTERRUPTED, Stopped, interruptible
 from runner.errors import InputError, JobFailed
 from runner.launchers.env import checked_timeout
 from runner.launchers.slurm.queue import OVER, ended, state_of
@@ -61,6 +62,7 @@ class Slurm:
         code: str = "frozen",
         dry_run: bool = False,
         wait: bool = False,
+        max_restarts: int = 0,
         join_timeout_s: float = 120.0,
     ):
         counts: dict[str, int | None] = {"nodes": nodes, "nproc_per_node": nproc_per_node, "signal_s": signal_s}
@@ -68,6 +70,8 @@ class Slurm:
         for key, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"launcher.{key}={value} must be at least 1")
+        if max_restarts < 0:
+            raise ValueError(f"launcher.max_restarts={max_restarts} must be at least 0")
         if gpus_per_node is not None and gpus_per_node < nproc_per_node:
             raise ValueError(
                 f"launcher.nproc_per_node={nproc_per_node} needs a GPU each, and launcher.gpus_per_node="
@@ -104,7 +108,7 @@ class Slurm:
             "time": time,
             **{key.replace("_", "-"): value for key, value in (sbatch or {}).items()},
         }
-        self.resources = Resources(options, signal_s, parallel_jobs, math.ceil(join_timeout_s))
+        self.resources = Resources(options, signal_s, parallel_jobs, math.ceil(join_timeout_s), max_restarts)
         variables = {name: str(value) for name, value in (env or {}).items()}
         self.environment = Environment(modules, conda, venv, setup, variables, prefix)
 
@@ -169,9 +173,10 @@ class Slurm:
         """With launcher.wait, return when every job of the sweep has ended. Returns whether that was waited for."""
         left = self._submitted
         try:
-            while self.wait and (left := sorted({*left} - ended(left))):
-                time.sleep(POLL_S)
-        except KeyboardInterrupt:
+            with interruptible():
+                while self.wait and (left := sorted({*left} - ended(left))):
+                    time.sleep(POLL_S)
+        except (KeyboardInterrupt, Stopped):
             _leave(*dict.fromkeys(job.partition("_")[0] for job in left))
         return self.wait
 
@@ -241,15 +246,16 @@ def follow(job: str, directory: Path) -> dict[str, float]:
     log, read = directory / "slurm" / f"{job}.log", 0
     state, status = "PENDING", 1
     try:
-        while state not in OVER:
-            time.sleep(POLL_S)
-            state, status = state_of(job)
-            if log.exists():
-                with log.open(errors="replace") as file:
-                    file.seek(read)
-                    print(file.read(), end="", flush=True)
-                    read = file.tell()
-    except KeyboardInterrupt:
+        with interruptible():
+            while state not in OVER:
+                time.sleep(POLL_S)
+                state, status = state_of(job)
+                if log.exists():
+                    with log.open(errors="replace") as file:
+                        file.seek(read)
+                        print(file.read(), end="", flush=True)
+                        read = file.tell()
+    except (KeyboardInterrupt, Stopped):
         _leave(job)
     result = read_result(directory) or {}
     if state == "COMPLETED" and result.get("state") == "finished":
@@ -261,7 +267,7 @@ def follow(job: str, directory: Path) -> dict[str, float]:
 
 def _leave(*jobs: str) -> NoReturn:
     print(f"\njob {', '.join(jobs)} keeps running; `scancel {' '.join(jobs)}` ends it", file=sys.stderr, flush=True)
-    raise SystemExit(130)
+    raise SystemExit(INTERRUPTED)
 
 
 def _check_commands() -> None:

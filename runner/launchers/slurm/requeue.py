@@ -9,7 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+from runner.runs.attempts import ATTEMPTS, KILLED, read_attempts
+from runner.runs.ledger import DONE
 from runner.runs.run_directory import CHECKPOINTS, RESULT, read_result, write_whole
+from runner.runs.strict_json import dumps
 from runner.runs.train_state import available
 
 STARTED = Path("slurm") / "started"  # touched by the script before each start
@@ -37,24 +40,34 @@ def main() -> int:
     if step <= last:
         text = f"requeued at step {last} and stopped again without one step more; give the job more time"
         return _fail(directory, text, 1)
-    write_whole(before, json.dumps({"step": step}) + "\n")
+    write_whole(before, dumps({"step": step}) + "\n")
     print(f"stopped after step {step}", flush=True)
     return AGAIN
 
 
 def _fail(directory: Path, error: str, status: int) -> int:
     print(error, flush=True)
-    result = {**(read_result(directory) or {}), "state": "failed", "error": error}
-    write_whole(directory / RESULT, json.dumps(result, indent=1) + "\n")
+    result = read_result(directory) or {}
+    if result.get("state") not in DONE:  # what a run that was resumed has come to is not undone by this start
+        write_whole(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
     return status or 1
 
 
 def _state_of_this_start(directory: Path) -> str:
-    """As result.json has it; running where that is from before this start: then the run has not come to write it."""
-    result, started = read_result(directory), directory / STARTED
-    if result is None or (started.exists() and (directory / RESULT).stat().st_mtime_ns < started.stat().st_mtime_ns):
+    """As the run has told; running where it has told nothing since this start."""
+    result, started = read_result(directory), _when(directory / STARTED)
+    told = max(_when(directory / RESULT), started)
+    ended = [attempt.state for attempt in read_attempts(directory)]
+    if ended and ended[-1] != KILLED and _when(directory / ATTEMPTS) >= told:
+        return ended[-1]  # one that came to no step leaves result.json as it was
+    if result is None or _when(directory / RESULT) < started:
         return "running"
     return str(result["state"])
+
+
+def _when(path: Path) -> int:
+    """It was last written, in nanoseconds; 0 where it is not there."""
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ class Resources:
     signal_s: int = 120
     parallel_jobs: int | None = None
     join_timeout_s: int = 120
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ def render(
 ) -> str:
     """The script. Several works are the tasks of a job array; their log's path may hold sbatch's own %A and %a."""
     lines = ["#!/bin/bash", *_directives(resources, log, len(works)), "", _TRAP]
-    lines += _prepare(environment)
     lines += _choose(works)
     of_code = ("PYTHONPATH", "PYTHONSAFEPATH") if code.frozen else ("RUNNER_SUBMITTED",)
     names = ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *environment.variables, *of_code)
@@ -69,8 +69,14 @@ def render(
     command = [*([environment.prefix] if environment.prefix else []), "env", *passed, _VISIBLE, shlex.quote(python)]
     lines += [
         _FUNCTIONS.format(
-            command=" ".join(command), nproc=nproc_per_node, join_s=resources.join_timeout_s, signals=SIGNALS
+            command=" ".join(command),
+            nproc=nproc_per_node,
+            join_s=resources.join_timeout_s,
+            signals=SIGNALS,
+            restarts=resources.max_restarts,
         ),
+        _SETUP,
+        *_prepare(environment),
         _RUN.format(
             ports=len(PORTS), first_port=PORTS[0], grace_s=_grace_s(resources.signal_s), take_code=_take_code(code)
         ),
@@ -96,14 +102,21 @@ def _directives(resources: Resources, log: Path, num_works: int) -> list[str]:
 
 
 def _prepare(environment: Environment) -> list[str]:
-    lines = [f"module load {shlex.quote(module)} || exit 1" for module in environment.modules]
+    lines = []
+    for module in environment.modules:
+        lines += _told(f"module load {shlex.quote(module)}")
     if environment.conda:
-        lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(environment.conda)} || exit 1"]
+        lines += ['eval "$(conda shell.bash hook)"', *_told(f"conda activate {shlex.quote(environment.conda)}")]
     if environment.venv:
         activate = Path(environment.venv).expanduser() / "bin" / "activate"
-        lines += [f"source {_expanding(str(activate))} || exit 1"]
+        lines += _told(f"source {_expanding(str(activate))}")
     lines += [f"export {name}={_expanding(value)}" for name, value in environment.variables.items()]
     return [*lines, *environment.setup]
+
+
+def _told(line: str) -> list[str]:
+    """The line, which ends the job where it fails; which one it was is told."""
+    return [f"doing={shlex.quote(line)}", f"{line} || exit 1", "doing="]
 
 
 def _expanding(text: str) -> str:
@@ -156,7 +169,7 @@ agent() {{
         --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc} --rdzv-backend=c10d \\
         --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --local-addr="$(address "$SLURMD_NODENAME")" \\
         --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}" \\
-        --max-restarts=0 --signals-to-handle={signals} -m runner "$@"
+        --max-restarts={restarts} --signals-to-handle={signals} -m runner "$@"
 }}
 # Slurm's controller may be busy, or just be starting again.
 patiently() {{
@@ -178,7 +191,25 @@ if ! damaged=$(cd "$code" && sha256sum --check --quiet SHA256SUMS 2>&1); then
 fi
 export PYTHONPATH="$code/installed:$code/imported${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1"""
 
+_SETUP = r"""# What ends the job before its run has started leaves its reason in result.json too.
+unstarted() {
+    local status=$? command=$BASH_COMMAND
+    [[ $status != 0 ]] || return
+    why="the job ended with status $status before its run was started, at: ${doing:-$command}"
+    mkdir -p "$RUNNER_DIRECTORY"
+    (inside -m runner.launchers.slurm.requeue "$RUNNER_DIRECTORY" "$status" "" "$why") 2>/dev/null
+    if [[ ! -s $RUNNER_DIRECTORY/result.json ]]; then  # there was no Python for it
+        echo "$why"
+        why=${why//[[:cntrl:]]/ }
+        why=${why//\\/\\\\}
+        printf '{"state": "failed", "error": "%s"}\n' "${why//\"/\\\"}" > "$RUNNER_DIRECTORY/result.json"
+    fi
+}
+trap unstarted EXIT
+"""
+
 _RUN = """\
+trap - EXIT
 master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
 port=$(({first_port} + SLURM_JOB_ID % {ports}))  # one that no other job on the node has
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
