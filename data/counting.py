@@ -10,6 +10,8 @@ from torch.utils.data import Dataset
 from data.checks import check_counts, check_rows, check_sizes
 from data.hashing import MASK, hash_numbers
 
+MOST = 2**62  # samples, whose numbers an int64 holds
+
 
 class Counting(Dataset[tuple[Tensor, Tensor]]):
     """Sample i is a hash of i: `sample_shape`, float32, uniform on [-1, 1); its class is its largest of the first
@@ -17,7 +19,7 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
 
     Training samples have the numbers from 0, validation samples those from `num_train`, so the two never meet.
     An index outside 0 .. len - 1 raises IndexError.
-    Raises ValueError where a size or count is below 1, for more classes than features, and for more than 2^32 samples.
+    Raises ValueError where a size or count is below 1, for more classes than features, and for more than 2^62 samples.
     """
 
     def __init__(
@@ -36,10 +38,10 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
             raise ValueError(
                 f"num_outputs={num_outputs} must be at most the {num_features} features of a sample; try {num_features}"
             )
-        if num_train + num_val > MASK + 1:
+        if num_train + num_val > MOST:
             raise ValueError(
-                f"num_train={num_train} must leave at most 2^32 samples together with num_val={num_val}; "
-                f"try {MASK + 1 - num_val}"
+                f"num_train={num_train} must leave at most 2^62 samples together with num_val={num_val}; "
+                f"try {MOST - num_val}"
             )
         self.num_samples = num_train if train else num_val
         self.start = 0 if train else num_train
@@ -61,7 +63,11 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
         It is collated already: a DataLoader needs a collate_fn that hands it on.
         """
         rows = check_rows(indices, self.num_samples)
-        bits = hash_numbers(hash_numbers(rows + self.start)[:, None] ^ self.keys)  # (N,) -> (N, F)
+        numbers = rows + self.start
+        high, keys = (numbers >> 32)[:, None], self.keys
+        if bool(high.any()):  # a hash is of 32 bits: what is above them makes other keys of each feature's
+            keys = torch.where(high > 0, hash_numbers(keys ^ hash_numbers(high)), keys)  # (N, F)
+        bits = hash_numbers(hash_numbers(numbers & MASK)[:, None] ^ keys)  # (N,) -> (N, F)
         # 24 bits are what a float32 holds exactly: the values are the same on every machine.
         features = (bits >> 8).to(torch.float32).div_(2**23).sub_(1)
         targets = features[:, : self.num_outputs].argmax(1)

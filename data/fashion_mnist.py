@@ -1,12 +1,9 @@
 """Fashion-MNIST: 60,000 pictures of clothes to train on and 10,000 to validate; the shape of MNIST, and harder."""
 
 from collections.abc import Sequence
-from pathlib import PurePath
-
-from torchvision import datasets
 
 from data.checks import check_images
-from data.files import open_files
+from data.idx_files import open_idx
 from data.tensors import TensorData
 
 
@@ -27,15 +24,5 @@ class FashionMNIST(TensorData):
         download: bool = True,
     ) -> None:
         check_images(sample_shape, num_outputs, images=(1, 28, 28), num_classes=10)
-        folder = "FashionMNIST/raw"
-        archives = [name for name, _ in datasets.FashionMNIST.resources]
-        files = open_files(
-            datasets.FashionMNIST,
-            root,
-            train,
-            download,
-            folder=folder,
-            names=[PurePath(name).stem for name in archives],
-            archives=[f"{folder}/{name}" for name in archives],
-        )
+        files = open_idx("FashionMNIST", root, train, download)
         super().__init__(files.data[:, None], files.targets, image_size=sample_shape[1:])  # (N, 28, 28) -> + channel

@@ -1,12 +1,9 @@
 """MNIST: 60,000 handwritten digits to train on and 10,000 to validate."""
 
 from collections.abc import Sequence
-from pathlib import PurePath
-
-from torchvision import datasets
 
 from data.checks import check_images
-from data.files import open_files
+from data.idx_files import open_idx
 from data.tensors import TensorData
 
 
@@ -27,15 +24,5 @@ class MNIST(TensorData):
         download: bool = True,
     ) -> None:
         check_images(sample_shape, num_outputs, images=(1, 28, 28), num_classes=10)
-        folder = "MNIST/raw"
-        archives = [name for name, _ in datasets.MNIST.resources]
-        files = open_files(
-            datasets.MNIST,
-            root,
-            train,
-            download,
-            folder=folder,
-            names=[PurePath(name).stem for name in archives],
-            archives=[f"{folder}/{name}" for name in archives],
-        )
+        files = open_idx("MNIST", root, train, download)
         super().__init__(files.data[:, None], files.targets, image_size=sample_shape[1:])  # (N, 28, 28) -> + channel

@@ -1,6 +1,5 @@
 """Augmentation: what becomes of a training sample anew in each epoch, drawn from seed, epoch and index alone."""
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,12 +11,11 @@ from runner.config.diagnostics.own_line import first_line, own_line
 from runner.config.instantiate import make_group
 from runner.config.schema import Config
 from runner.errors import InputError
+from runner.training.drawing import TRANSFORMS, drawing_from
 from runner.training.pytree import collate, known
 from runner.training.reader import read_in
-from runner.training.sampler import mix
 
 Transforms = Mapping[str, Callable[..., Any]]
-_STREAM = 2**63  # apart from the trainer's stream of an equal seed, step and rank
 
 
 class Augmented:
@@ -85,19 +83,10 @@ def augmented(sample: Any, transforms: Transforms, seed: int, epoch: int, index:
     Inputs of three dimensions are an image, (C, H, W); with `masks` the targets, (H, W), are a mask that changes its
     place as the image does. torch, numpy and random draw from (seed, epoch, index), and then go on as they were.
     """
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    drawn = mix(seed, epoch, index, _STREAM)
-    torch.default_generator.manual_seed(drawn)  # the CPU's; torch.manual_seed would seed GPUs too
-    np.random.seed(drawn % 2**32)
-    random.seed(drawn)
-    try:
+    with drawing_from(seed, epoch, index, TRANSFORMS):
         for transform in transforms.values():
             sample = _transformed(sample, transform, masks)
-        return sample
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+    return sample
 
 
 def _transformed(sample: Any, transform: Callable[..., Any], masks: bool) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from runner.config.debugging import BATCHES
 from runner.config.instantiate import check_contract, make_group
-from runner.config.schema import Config
+from runner.config.schema import SPLITS, Config
 from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError
@@ -35,7 +35,7 @@ from runner.training.objective import Objective, Prediction, check_patterns
 from runner.training.optimizers import OptimizerFactory
 from runner.training.precision import Precision
 from runner.training.pytree import map_tensors
-from runner.training.sampler import Sampler
+from runner.training.sampler import Sampler, mix
 from runner.training.strategy import Axes, Parallel, Recipe, lay_out
 from runner.training.supervised import Supervised
 
@@ -68,7 +68,8 @@ class Experiment:
         """What an evaluation counts for the logger, if it wants that; on all ranks or on none."""
         if self.num_classes is None or not self.logger.wants_predictions:
             return None
-        return Predictions(self.val_loader.dataset, self.num_classes, self.val_loader.device)
+        loader = self.val_loader
+        return Predictions(loader.dataset, self.num_classes, loader.device, loader.sampler.seed)
 
 
 def build(config: Config, choices: Mapping[str, str], world: World, init_from: Path | None = None) -> Experiment:
@@ -93,7 +94,8 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if deferred is not None:
         deferred.keep(module)
     objective = make_objective(config, choices, parallel)
-    sample = map_tensors(_as_float32, read_sample(config, train_data))
+    sample, notes = read_sample(config, choices, train_data)
+    sample = map_tensors(_as_float32, sample)
     prediction = fit(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
     attach(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device, dtype=precision.parameter_dtype)
@@ -103,7 +105,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if messages := parallel.check(config, module):
         raise InputError(*messages)
     check_patterns(objective, module)
-    warnings = place_parts(module, choices, parallel.spans_devices, world)
+    warnings = notes + place_parts(module, choices, parallel.spans_devices, world)
     if unable:
         warnings.append(
             f"model={choices['model']} cannot be built without memory ({unable}), so that every rank builds all of "
@@ -132,7 +134,6 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             config.batch_size,
             data_rank=axes.data_rank(world.rank),
             data_ranks=axes.data_ranks,
-            seed=config.seed,
             **batches,
         )
         return make(
@@ -172,11 +173,14 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         train_loader=loader(
             train_data,
             {
+                "seed": config.seed,
                 "micro_batches": config.micro_batches * axes.micro_batches,
                 "max_steps": BATCHES if config.debug else None,
             },
         ),
-        val_loader=loader(val_data, {}, shuffle=False, drop_last=False, **_each_once(config)),
+        val_loader=loader(
+            val_data, {"seed": _evaluation_seed(config)}, shuffle=False, drop_last=False, **_each_once(config)
+        ),
         schedule=make("scheduler", config.scheduler),
         logger=make_logger(config, choices),
         callbacks=make_callbacks(config),
@@ -194,6 +198,12 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
 def _each_once(config: Config) -> dict[str, Any]:
     """A loader of the user's own need not know weights."""
     return {"weights": None} if "weights" in config.loader else {}
+
+
+def _evaluation_seed(config: Config) -> int:
+    """Samples that are made up of random numbers are others in each split."""
+    number = SPLITS.index(config.split)
+    return mix(config.seed, number) if number else config.seed
 
 
 def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:

@@ -74,11 +74,19 @@ class Callback:
     stops_as: Literal["finished", "pruned"] = "pruned"
     stop_reason: str = ""  # which result.json and the last lines tell
 
+    @property
+    def is_due(self) -> bool:
+        """Asked before each step: whether `when_due` is to be called after it, on all ranks if it is on one."""
+        return False
+
     def on_start(self, run: RunInfo) -> None:
         """Before the first step of this process."""
 
     def after_step(self, now: Moment) -> None:
         """After each optimizer step."""
+
+    def when_due(self, now: Moment) -> None:
+        """After a step before which `is_due` was true on a rank."""
 
     def after_evaluation(self, now: Moment) -> None:
         """After each evaluation, whose metrics are the whole validation data's."""
@@ -87,7 +95,10 @@ class Callback:
         """After each epoch but the run's last, and its evaluation where one is due."""
 
     def after_checkpoint(self, now: Moment, path: Path) -> None:
-        """When a checkpoint is complete on the disk: on rank 0, which writes it; the others do not wait for that."""
+        """When a checkpoint is complete on the disk: on rank 0; the others do not wait for that.
+
+        One that defines it lets the loop wait for each checkpoint to be written.
+        """
 
     def on_end(self, now: Moment, outcome: Outcome) -> None:
         """After the last step of this process, however it came; the callback that was started last is told first."""
@@ -106,6 +117,15 @@ class Callbacks:
     @property
     def may_stop(self) -> bool:
         return any(callback.may_stop for _, callback in self._named)
+
+    @property
+    def hear_of_checkpoints(self) -> bool:
+        """Whether one has to be told when a checkpoint is complete."""
+        return any(type(callback).after_checkpoint is not Callback.after_checkpoint for _, callback in self._named)
+
+    @property
+    def is_due(self) -> bool:
+        return any(callback.is_due for _, callback in self._named)
 
     @property
     def want_to_stop(self) -> bool:
@@ -129,6 +149,9 @@ class Callbacks:
 
     def after_evaluation(self, now: Moment) -> None:
         self._call("after_evaluation", now)
+
+    def when_due(self, now: Moment) -> None:
+        self._call("when_due", now)
 
     def after_epoch(self, now: Moment) -> None:
         self._call("after_epoch", now)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from runner.distributed.world import World
+from runner.training.drawing import SAMPLE, drawing_from
 
 MAX_CLASSES = 200  # a larger matrix can no longer be read
 NUM_SAMPLES = 16
@@ -14,9 +15,9 @@ NUM_SAMPLES = 16
 class Predictions:
     """Counted batch by batch on each rank, and then summed over all."""
 
-    def __init__(self, dataset: Any, num_classes: int, device: torch.device):
+    def __init__(self, dataset: Any, num_classes: int, device: torch.device, seed: int = 0):
         self.num_classes, self.num_samples = num_classes, min(NUM_SAMPLES, len(dataset))
-        self._dataset = dataset
+        self._dataset, self._seed = dataset, seed
         # The matrix flat, then of each of the first samples its class + 1, then how many were counted.
         self._sums = torch.zeros(num_classes**2 + self.num_samples + 1, dtype=torch.int64, device=device)
 
@@ -45,5 +46,9 @@ class Predictions:
     def samples(self) -> list[tuple[torch.Tensor, int, int]]:
         """The first samples of the data, each with its class and the predicted one."""
         predicted = (self._sums[self.num_classes**2 : -1] - 1).tolist()
-        read = (self._dataset[index] for index in range(self.num_samples))
+        read = [self._read(index) for index in range(self.num_samples)]
         return [(sample, int(target), guess) for (sample, target), guess in zip(read, predicted, strict=True)]
+
+    def _read(self, index: int) -> Any:
+        with drawing_from(self._seed, 0, index, SAMPLE):  # as it was evaluated
+            return self._dataset[index]

@@ -9,6 +9,8 @@ import torch
 from runner.distributed.world import World
 from runner.training.build import Experiment
 from runner.training.confusion import Predictions
+from runner.training.drawing import seed_step
+from runner.training.sampler import mix
 from runner.training.strategy import Spread
 
 
@@ -18,7 +20,7 @@ def evaluate(
     world: World,
     max_batches: int | None = None,
     seen: Predictions | None = None,
-    ask_to_stop: Callable[[], Callable[[], None]] = lambda: lambda: None,
+    ask_to_stop: Callable[[], Callable[[], object]] = lambda: lambda: None,
 ) -> dict[str, float]:
     """val/loss and the metrics over the validation data, each sample once. All ranks must call it.
 
@@ -30,7 +32,10 @@ def evaluate(
     measured = experiment.metrics
     measured.reset(world.device)
     counts = experiment.axes.counts(world.rank)
-    asked: deque[Callable[[], None]] = deque()
+    # An objective that draws measures by the same numbers in every evaluation, one of its own task too.
+    key = mix(experiment.val_loader.sampler.seed, experiment.axes.data_rank(world.rank) or 0)
+    seed_step(key, world.device)
+    asked: deque[Callable[[], object]] = deque()
     for batch in itertools.islice(experiment.val_loader.steps(epoch=0), max_batches):
         asked.append(ask_to_stop())
         for micro_batch in batch.micro_batches:
@@ -45,6 +50,8 @@ def evaluate(
                 seen.add(prediction.outputs, prediction.targets, micro_batch.indices)
         if len(asked) == experiment.axes.stage:  # the first stage is so many batches further on than the last one
             asked.popleft()()
+    for answer in asked:
+        answer()
     if seen:
         seen.gather(world)
     flat = world.collectives.sum(torch.cat([losses.flatten(), measured.flat()]))

@@ -18,9 +18,12 @@ from runner.training.reader import Reader, Share
 from runner.training.supervised import Supervised, call
 
 
-def read_sample(config: Config, dataset: Any) -> Any:
-    """The first sample as a batch of one. Raises InputError where it cannot be read or collated."""
-    reader = Reader(dataset)
+def read_sample(config: Config, choices: Mapping[str, str], dataset: Any) -> tuple[Any, list[str]]:
+    """The first sample as a batch of one, and what the user should know of it.
+
+    Raises InputError where it cannot be read or collated.
+    """
+    reader = Reader(dataset, seed=config.seed)
     try:
         batch = reader.__getitems__(Share(0, [0]))
         if hasattr(dataset, "collate") and len(dataset) > 1:
@@ -29,7 +32,11 @@ def read_sample(config: Config, dataset: Any) -> Any:
         raise InputError(f"data: its first samples cannot be made a batch{_told(error)}") from None
     if not tensors(batch):
         raise InputError(f"data: a sample must hold tensors or numbers, but the first one is {describe(batch)}")
-    return batch
+    notes = [
+        f"data={choices['data']}: its collate draws random numbers, for all samples of a share at once; with other "
+        "micro_batches or another number of ranks they are others; those drawn in __getitem__ are not"
+    ]
+    return batch, notes * reader.collate_draws
 
 
 def fit(

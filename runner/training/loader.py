@@ -1,6 +1,5 @@
 """Batches of a data set on this rank's device, step by step."""
 
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,7 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from runner.distributed.parent import end_at_once_with_parent
+from runner.distributed.signals import ignore
 from runner.training.batch import MicroBatch, StepBatch
+from runner.training.loader_workers import death_behind, shared
 from runner.training.precision import Precision
 from runner.training.pytree import map_tensors
 from runner.training.reader import Reader, Share
@@ -57,14 +59,14 @@ class Loader:
         self._position = (0, 0)
         self._drawn: deque[list[int]] = deque()  # the shares that were asked for and are not yielded yet
         self._loader: DataLoader[Any] | None = DataLoader(
-            Reader(dataset, cuts_empty),
+            Reader(dataset, cuts_empty, sampler.seed),
             batch_sampler=_Positioned(self),  # any iterable of index lists will do
             num_workers=num_workers,
-            collate_fn=_keep,
+            collate_fn=shared,
             pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
             prefetch_factor=prefetch or 2 if num_workers else None,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_begin_worker,
             # DataLoader draws its workers' base seed from here: the global stream belongs to the model's dropout.
             generator=torch.Generator().manual_seed(sampler.seed),
         )
@@ -77,7 +79,7 @@ class Loader:
         batches = iter(self._loader)
         for step in range(first_step, self.sampler.steps_per_epoch):
             start = time.perf_counter()
-            micro_batches = [self._to_device(next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
+            micro_batches = [self._to_device(self._next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
             yield StepBatch(micro_batches, self.sampler.step_size(step), time.perf_counter() - start)
 
     def read_by(self, sampler: Sampler) -> None:
@@ -91,6 +93,15 @@ class Loader:
         if self._loader is not None and (iterator := getattr(self._loader, "_iterator", None)) is not None:
             iterator._shutdown_workers()
         self._loader = None
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """The next batch. Raises WorkerDied for that of a worker that has ended."""
+        try:
+            return next(batches)
+        except (RuntimeError, OSError, EOFError) as error:  # as it shows itself: torch's word, or a pipe that ends
+            if died := death_behind(error, getattr(batches, "_workers", ())):
+                raise died from None
+            raise
 
     def _to_device(self, batch: Any) -> MicroBatch:
         return MicroBatch(map_tensors(self._place, batch), self._drawn.popleft())
@@ -116,12 +127,7 @@ class _Positioned:
             yield Share(epoch, indices)
 
 
-def _keep(batch: Any) -> Any:
-    """The reader has collated it."""
-    return batch
-
-
-def _ignore_signals(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     """A signal to the whole group asks the ranks to save; they need their workers to finish the step."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    ignore()
+    end_at_once_with_parent()

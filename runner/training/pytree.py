@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
+from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import default_collate
 
 _registered: set[type] = set()
@@ -39,6 +39,22 @@ def collate(samples: Sequence[Any]) -> Any:
     if type(first) in (tuple, list) and any(map(_is_structure, first)):
         return type(first)(collate(list(parts)) for parts in zip(*samples, strict=True))
     return default_collate(list(samples))
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Batches of one structure as one batch, their rows after each other. Raises ValueError where they cannot be."""
+    flat = [tree_flatten(known(batch)) for batch in batches]
+    if any(structure != flat[0][1] for _, structure in flat):
+        raise ValueError("its batches differ in structure")
+    joined = []
+    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not all(isinstance(part, torch.Tensor) and part.dim() for part in parts):
+            raise ValueError(f"its batches hold {describe(parts[0])}, and no row for each sample")
+        try:
+            joined.append(torch.cat(parts))
+        except RuntimeError:
+            raise ValueError(f"the rows differ in shape, as {describe(parts[0])} and {describe(parts[-1])}") from None
+    return tree_unflatten(joined, flat[0][1])
 
 
 def describe(tree: Any) -> str:

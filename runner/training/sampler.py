@@ -1,10 +1,19 @@
 """Which samples a rank reads, and in which order: from seed, epoch and step alone, whatever the world's size."""
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+
+from runner.runs.train_state import OLDER_ORDER, ORDER
+from runner.training.keyed_order import Permutation, Positions, WeightedDraws
+from runner.training.older_order import older_order
+
+AT_ONCE = 4096  # samples of a rank whose indices are computed together: for the few of one step most of it is overhead
 
 
 @dataclass(frozen=True)
@@ -20,11 +29,12 @@ class Sampler:
     micro_batches: int = 1
     data_rank: int | None = 0  # None reads nothing
     data_ranks: int = 1
-    seed: int = 0
+    seed: int = 0  # of the order, and of what samples draw as they are read
     shuffle: bool = True
     drop_last: bool = False
     max_steps: int | None = None  # of an epoch, its first ones; None: all
     weights: torch.Tensor | None = field(default=None, compare=False)  # (num_samples,) float64; None: each sample once
+    order: int = ORDER  # or OLDER_ORDER
 
     @property
     def steps_per_epoch(self) -> int:
@@ -41,21 +51,39 @@ class Sampler:
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[list[int]]:
         """This rank's sample indices, one list per micro-batch, from the given step of the epoch on."""
-        order = self._order(epoch)
-        for step in range(first_step, self.steps_per_epoch):
-            start = step * self.batch_size
-            batch = order[start : start + self.step_size(step)]
-            for number in range(self.num_micro_batches(step)):
-                micro_batch = cut(batch, number, self.num_micro_batches(step))
-                share = cut(micro_batch, self.data_rank, self.data_ranks) if self.data_rank is not None else batch[:0]
-                yield share.tolist()
+        indices_at = self._order(epoch)
+        num_steps = max(1, AT_ONCE * self.data_ranks // self.batch_size)
+        for first in range(first_step, self.steps_per_epoch, num_steps):
+            steps = range(first, min(first + num_steps, self.steps_per_epoch))
+            own = [positions for step in steps for positions in self._positions(step)]
+            at = np.concatenate([np.arange(each.start, each.stop, dtype=np.uint64) for each in own])
+            indices = iter(indices_at(at).tolist())
+            for positions in own:
+                yield list(itertools.islice(indices, len(positions)))
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        if self.weights is not None:
-            return draw(self.weights, self.num_samples, generator(self.seed, epoch))
+    def _positions(self, step: int) -> list[range]:
+        """Where in an epoch this rank's shares of a step are, one for each micro-batch."""
+        start, number = step * self.batch_size, self.num_micro_batches(step)
+        if self.data_rank is None:
+            return [range(0)] * number
+        batch = range(start, start + self.step_size(step))
+        return [cut(cut(batch, part, number), self.data_rank, self.data_ranks) for part in range(number)]
+
+    def _order(self, epoch: int) -> Callable[[Positions], Any]:
+        """What gives the sample indices at positions of the epoch, (N,) of (N,)."""
         if not self.shuffle:
-            return torch.arange(self.num_samples)
-        return torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
+            return lambda positions: positions
+        if self.order == OLDER_ORDER:
+            whole = older_order(self.num_samples, self.weights, generator(self.seed, epoch)).numpy()
+            return lambda positions: whole[positions]
+        if self.weights is not None:
+            return functools.partial(self._draws, key=mix(self.seed, epoch))
+        return Permutation(self.num_samples, mix(self.seed, epoch))
+
+    @functools.cached_property
+    def _draws(self) -> WeightedDraws:
+        assert self.weights is not None
+        return WeightedDraws(self.weights.numpy())
 
 
 @dataclass(frozen=True)
@@ -77,22 +105,9 @@ class Pieces(Sampler):
             yield list(range(start, min(start + size, self.num_samples)))
 
 
-def cut(items: torch.Tensor, part: int, num_parts: int) -> torch.Tensor:
+def cut(items: range, part: int, num_parts: int) -> range:
     """The part-th of num_parts contiguous pieces whose lengths differ by at most one."""
     return items[part * len(items) // num_parts : (part + 1) * len(items) // num_parts]
-
-
-def draw(weights: torch.Tensor, num_draws: int, random: torch.Generator) -> torch.Tensor:
-    """(num_draws,) indices, each with a probability in proportion to its weight, with replacement.
-
-    By the inverse of the distribution: torch.multinomial takes 2^24 weights at most.
-    """
-    ends = torch.from_numpy(np.cumsum(weights.numpy()))  # one after the other, whatever the number of threads
-    places = torch.rand(num_draws, dtype=torch.float64, generator=random) * ends[-1]
-    drawn = torch.searchsorted(
-        ends, places, right=True
-    )  # right: one of weight 0 ends where it starts, and is passed over
-    return drawn.clamp_(max=int(weights.nonzero()[-1]))  # a product may be rounded up to the very end
 
 
 def generator(*key: int) -> torch.Generator:

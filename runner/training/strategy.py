@@ -14,6 +14,7 @@ from runner.errors import InputError
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.objective import Objective, Prediction
 from runner.training.precision import Precision
+from runner.training.saved_state import HeldState, SavedState
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,11 @@ class Stepping(Protocol):
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor: ...
 
+    def gradients(self) -> list[torch.Tensor]: ...  # what this rank has of them: whole, or its slices
+
     def step(self, lr_factor: float, want_norm: bool) -> float | None: ...
+
+    def skip(self) -> None: ...  # in the place of `step`, on all ranks: the gradients are dropped
 
 
 class Spread(Protocol):
@@ -83,17 +88,17 @@ class Spread(Protocol):
 
     def predict(self, micro_batch: MicroBatch) -> Prediction | None: ...  # None: another rank has these outputs
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> HeldState: ...  # what this rank writes of a checkpoint: its own memory, not copies
 
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def load_state(self, saved: SavedState) -> None: ...  # this rank's part of a checkpoint, of any mode and world
 
-    def weights(self) -> dict[str, torch.Tensor]: ...  # the model's part of `state`
+    def load_weights(self, saved: SavedState) -> None: ...  # the model's alone: the optimizer stays as it is
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None: ...  # it alone: the optimizer stays as it is
+    def weights(self) -> dict[str, torch.Tensor]: ...  # the whole model by full names, on the CPU of rank 0
 
-    # What this rank has of the trained parameters, in a fixed order: tensors that may be written in place, if `changed`
-    # is called afterwards, on all ranks.
-    def held(self) -> list[torch.Tensor]: ...
+    # What this rank has of the trained parameters, by full names, in a fixed order: whole, or a DTensor. They may be
+    # written in place, if `changed` is called afterwards, on all ranks.
+    def held(self) -> dict[str, torch.Tensor]: ...
 
     def changed(self) -> None: ...
 

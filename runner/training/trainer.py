@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,8 +16,11 @@ from runner.runs.train_state import TrainState
 from runner.training.batch import StepBatch
 from runner.training.build import Experiment
 from runner.training.callback import Callbacks, Moment, Outcome, RunInfo
+from runner.training.drawing import seed_step
 from runner.training.evaluation import evaluate, with_total
+from runner.training.non_finite import Guard
 from runner.training.sampler import mix
+from runner.training.straggler import Straggler
 from runner.training.strategy import Spread
 from runner.training.throughput import ThroughputMeter, peak_memory_mib
 from runner.training.weight_average import WeightAverage
@@ -38,6 +41,12 @@ class Trainer:
     average: WeightAverage | None = None  # evaluated in the place of the weights
     stopped: bool = False  # by a callback, before the last step
     stop: StopRequest = field(default_factory=StopRequest)
+    guard: Guard = field(init=False)
+    straggler: Straggler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.config, self.experiment, self.world)
+        self.straggler = Straggler(self.world, self.experiment.axes)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -56,8 +65,10 @@ class Trainer:
         outcome: Outcome = "failed"
         with self.stop:
             try:
+                self._ask_to_stop()()  # before the first step there is nothing to save
                 self.callbacks.on_start(run)
-                metrics = self._train()
+                evaluated = self._train()
+                metrics = {**self.state.logged, **evaluated}  # also of a run that was resumed at its end
                 outcome = self.callbacks.told_to_stop()[0] if self.stopped else "finished"
             except Preempted:
                 outcome = "preempted"
@@ -65,7 +76,7 @@ class Trainer:
             finally:
                 self.callbacks.on_end(Moment(self.state), outcome)
                 if outcome == "preempted":  # a launcher ends all ranks once the first one has ended
-                    self.world.agreement.first_error("saved", [])
+                    self.world.agreement.wait_for_all("saved")
         return metrics
 
     def _train(self) -> dict[str, float]:
@@ -80,8 +91,9 @@ class Trainer:
             steps = self.experiment.train_loader.steps(self.state.epoch, self.state.step_in_epoch)
             for batch in itertools.islice(steps, self.num_steps - self.state.step):
                 stop_if_asked = self._ask_to_stop()
-                metrics |= self.step(batch)
-                stop_if_asked()
+                self.step(batch)
+                if stop_if_asked():
+                    self.callbacks.when_due(Moment(self.state))
                 if self._is_due_within_epoch():
                     metrics |= self._evaluate()
                     if self.stopped:
@@ -96,33 +108,49 @@ class Trainer:
             self.meter.pause()
         return metrics | self._evaluate()
 
-    def step(self, batch: StepBatch) -> dict[str, float]:
-        """One optimizer step over the whole world. Returns its losses where they are to be logged, else nothing."""
+    def step(self, batch: StepBatch) -> None:
+        """One optimizer step over the whole world."""
         step, num_steps = self.state.step, self.num_steps
+        self.world.trace.at(f"step {step + 1}")
+        self.straggler.begin_step()
         due = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
         # Dropout draws from a stream of its own for each step and data rank: a resumed run needs no state of it.
-        torch.manual_seed(mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0))
+        # NumPy and random likewise, from which a model or an objective may draw.
+        key = mix(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0)
+        seed_step(key, self.world.device)
 
         lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
         losses, norms = {}, {}
         for name, turn in self.spread.turns.items():  # one, unless the objective has several losses
+            self.guard.begin()
             losses[name] = turn.forward_backward(batch)
-            norms[name] = turn.step(lr_factor, want_norm=due)
+            if self.guard.allows(name, losses[name], turn, batch, self.state):
+                norms[name] = turn.step(lr_factor, want_norm=due)
+            else:
+                turn.skip()
 
-        if self.average is not None:
+        if self.average is not None and norms:
             self.average.update()
-        self.state = self.state.after_step(self.steps_per_epoch)
-        metrics: dict[str, float] = {}
+        skipped = [name for name in losses if name not in norms]
+        self.state = self.guard.after(self.state.after_step(self.steps_per_epoch), skipped)
+        self.straggler.end_step(batch.wait_s)
+        logged: dict[str, float] = {}
         if due:
             sums = self.world.collectives.sum(torch.stack([*losses.values()]))
-            metrics = with_total("train", dict(zip(losses, sums.tolist(), strict=True)))
+            logged = with_total("train", dict(zip(losses, sums.tolist(), strict=True)))
+            if self.guard.skips:
+                logged["train/skipped_steps"] = self.state.skipped_steps
+            self.state = replace(self.state, logged=logged)
         self.meter.tick(batch)
-        measured = dict(metrics)
+        measured = dict(logged)
         if due:
-            measured |= {"train/learning_rate": self.spread.learning_rate, "train/grad_norm": total_norm(norms)}
-            measured |= self.meter.measured() | {"perf/memory_mib": peak_memory_mib(self.world.device)}
+            measured |= {
+                "train/learning_rate": self.spread.learning_rate,
+                "train/grad_norm": total_norm(norms) if norms else math.nan,
+            }
+            measured |= self.meter.measured() | self.straggler.measured()
+            measured["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.after_step(Moment(self.state, measured))
-        return metrics
 
     def _is_due_within_epoch(self) -> bool:
         """Whether an evaluation follows the step; at the end of an epoch and of the run that is decided there."""
@@ -133,6 +161,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """The metrics of the validation data; a callback may ask to stop after them. All ranks must call it."""
+        self.world.trace.at(f"the evaluation after step {self.state.step}")
         predictions = self.experiment.watch_predictions()
         batches = self.config.eval_batches
         with nullcontext() if self.average is None else self.average.in_place():
@@ -148,16 +177,18 @@ class Trainer:
             self.stopped = self.world.collectives.any_later(self.callbacks.want_to_stop)()
         return self.stopped
 
-    def _ask_to_stop(self) -> Callable[[], None]:
+    def _ask_to_stop(self) -> Callable[[], bool]:
         """Start asking whether a signal came to any rank; the result, when called, raises Preempted then.
 
-        All ranks must call both.
+        It returns whether a callback of any rank is due. All ranks must call both.
         """
-        stopping = self.world.collectives.any_later(self.stop.received is not None)
+        answers = self.world.collectives.any_of_later(self.stop.received is not None, self.callbacks.is_due)
 
-        def stop_if_asked() -> None:
-            if stopping():
+        def stop_if_asked() -> bool:
+            stopping, is_due = answers()
+            if stopping:
                 raise Preempted(self.stop.received or "a signal to another rank")
+            return is_due
 
         return stop_if_asked
 

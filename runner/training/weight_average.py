@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,6 +11,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from runner.config.schema import Averaging
 from runner.errors import Preempted
+from runner.training.names import names_of
+from runner.training.saved_state import AVERAGE, MODEL, HeldState, SavedState, local_part
 from runner.training.strategy import Spread
 
 log = logging.getLogger(__name__)
@@ -33,9 +35,14 @@ class WeightAverage:
     def __init__(self, spread: Spread, module: nn.Module, decay: float, warmup_steps: int = 0):
         """module: the spread one; its parameters' names are those of a checkpoint."""
         self._spread, self._decay, self._warmup_steps = spread, decay, warmup_steps
-        named = module.named_parameters(remove_duplicate=False)
-        self._names = [name for name, parameter in named if parameter.requires_grad]
-        self._averages = [tensor.clone() for tensor in spread.held()]
+        names = names_of([*module.named_parameters(remove_duplicate=False)])
+        self._names = {aliases[0]: aliases for aliases in names.values()}
+        self._averages: dict[str, torch.Tensor] = {}  # what this rank has of them, by the first of their names
+        self._num_updates = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._averages = {name: local_part(tensor).clone() for name, tensor in self._spread.held().items()}
         self._num_updates = 0
 
     def update(self) -> None:
@@ -43,7 +50,7 @@ class WeightAverage:
         self._num_updates += 1
         average = get_ema_multi_avg_fn(self._decay_of(self._num_updates))
         alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for mean, tensor in zip(self._averages, self._spread.held(), strict=True):
+        for mean, tensor in self._pairs():
             means, tensors = alike.setdefault((mean.device, mean.dtype), ([], []))
             means.append(mean)
             tensors.append(tensor)
@@ -71,31 +78,37 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for mean, tensor in zip(self._averages, self._spread.held(), strict=True):
+        for mean, tensor in self._pairs():
             kept = tensor.clone()
             tensor.copy_(mean)
             mean.copy_(kept)
         self._spread.changed()
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it, by full names, on the CPU of rank 0. All ranks must call it."""
-        with self.in_place():
-            weights = self._spread.weights()
-            # Copies: what a mode gives may be the memory that the weights come back to.
-            averages = {name: weights.pop(name).clone() for name in self._names if name in weights}
-        return {"average": averages, "averaged_steps": self._num_updates}
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each average with what it is of, on this rank."""
+        for name, tensor in self._spread.held().items():
+            yield self._averages[name], local_part(tensor)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a checkpoint's, in this or another mode, when the model has its weights. All ranks must call it.
+    def state(self, held: HeldState) -> HeldState:
+        """What this rank writes of it in a checkpoint: what it writes of the model, averaged. held: Spread.state()."""
+        pieces = {
+            AVERAGE + alias: replace(held.pieces[MODEL + alias], tensor=mean)
+            for name, mean in self._averages.items()
+            for alias in self._names[name]
+            if MODEL + alias in held.pieces
+        }
+        return HeldState(pieces, {"averaged_steps": self._num_updates})
+
+    def load_state(self, saved: SavedState) -> None:
+        """Take over a checkpoint's, of this or another mode, when the model has its weights. All ranks must call it.
 
         Where it has none, the average begins with those weights.
         """
-        self._averages = [tensor.clone() for tensor in self._spread.held()]
-        self._num_updates = 0
-        if "average" not in state:
+        self._begin()
+        if not saved.average():
             log.info("ema.decay=%g: the checkpoint has no average; it begins with its weights", self._decay)
             return
-        saved = {name: state["average"][name] for name in self._names if name in state["average"]}
         with self.in_place():
-            self._spread.load_weights(state["model"] | saved)
-        self._num_updates = state["averaged_steps"]
+            held = {AVERAGE + name: tensor for name, tensor in self._spread.held().items()}
+            saved.read({name: tensor for name, tensor in held.items() if name in saved.tensors})
+        self._num_updates = saved.facts["averaged_steps"]

@@ -1,4 +1,4 @@
-"""A file of weights from anywhere, read tensor by tensor: its names and shapes first, and never code."""
+"""Weights from a file or a checkpoint, read tensor by tensor: names and shapes first, and never code."""
 
 import re
 import warnings
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from runner.training.saved_state import SavedState
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 NESTED = ("model", "state_dict")  # under which a training program keeps a state dict beside other things
@@ -37,12 +39,30 @@ class WeightsFile(Protocol):
 
 
 def open_weights(path: Path) -> WeightsFile:
-    """Raises ValueError where it is no file of weights, cannot be read without running code, or is cut short."""
+    """path: a file, or the folder of a verified checkpoint.
+
+    Raises ValueError where it is no file of weights, cannot be read without running code, or is cut short.
+    """
+    if path.is_dir():
+        return _Checkpoint(path)
     if path.suffix in SAFETENSORS:
         return _Safetensors(path)
     if path.suffix in PICKLED:
         return _StateDict(path)
     raise ValueError(f"no file of weights by its name; they end in {', '.join((*SAFETENSORS, *PICKLED))}")
+
+
+class _Checkpoint:
+    """Of a run; of its weights those that it evaluated."""
+
+    def __init__(self, path: Path):
+        self._tensors = SavedState.open(path).evaluated().model()
+        self.headers = {
+            name: Header(tensor.shape, tensor.dtype.is_floating_point) for name, tensor in self._tensors.tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
 
 
 class _Safetensors:

@@ -1,6 +1,8 @@
 """The data sets that torchvision reads, offline: as ToTensor has them, what is fetched, what a failure leaves."""
 
 import pickle
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from urllib.error import URLError
@@ -62,6 +64,11 @@ def test_idx_sets_equal_totensor_on_the_same_files(kind, source, train, tmp_path
     assert samples.dtype == torch.float32 and targets.dtype == torch.int64
     assert_both_ways_agree(data)
     assert_both_ways_agree(pickle.loads(pickle.dumps(data)))
+
+
+def test_idx_sets_that_are_there_do_not_wait_for_torchvision():
+    code = "import sys, data.mnist, data.fashion_mnist; sys.exit('torchvision' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize("train", [True, False])

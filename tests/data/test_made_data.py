@@ -1,6 +1,7 @@
 """The data sets that are made or come with scikit-learn: what their values are."""
 
 import pickle
+import sys
 
 import pytest
 import torch
@@ -24,6 +25,17 @@ def test_digits_are_scikit_learns_own_split_in_two():
     rows = [(*pixels, label) for pixels, label in zip(found.tolist(), labels.tolist(), strict=True)]
     assert len(rows) == 1797 and set(rows) == expected  # every digit once, none in both splits
     assert torch.bincount(val.targets, minlength=10).min() > 20
+
+
+def test_digits_are_read_without_importing_scikit_learn_where_its_file_is_there(monkeypatch):
+    """It imports scipy and pandas, in a second or two."""
+    shape = {"sample_shape": (1, 8, 8), "num_outputs": 10}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sklearn.datasets", None)  # which no import finds
+        found = Digits(train=True, **shape)
+    monkeypatch.setattr("data.digits.find_spec", lambda name: None)
+    other = Digits(train=True, **shape)
+    assert torch.equal(found.samples, other.samples) and torch.equal(found.targets, other.targets)
 
 
 def test_digits_are_scaled_images_in_0_to_1():
@@ -74,9 +86,10 @@ def test_splits_and_seeds_differ_and_neither_split_changes_with_the_size_of_the_
     assert torch.equal(kind(True, (4,), 2, num_val=10).targets, train.targets)
 
 
-def test_counting_is_uniform_and_learnable():
-    data = Counting(True, (32,), 10)
-    samples, targets = data.__getitems__(range(20_000))
+@pytest.mark.parametrize("first", [0, 2**32, 9 * 10**9])
+def test_counting_is_uniform_and_learnable(first):
+    data = Counting(True, (32,), 10, num_train=10**10)
+    samples, targets = data.__getitems__(range(first, first + 20_000))
     assert samples.min() >= -1 and samples.max() < 1
     assert samples.mean(0).abs().max() < 0.02
     assert samples.var(0).sub(1 / 3).abs().max() < 0.02
@@ -96,6 +109,17 @@ def test_counting_keeps_validation_apart():
     assert torch.equal(longer.__getitems__(range(130))[0], samples)  # validation goes on where training ends
     other = Counting(True, (4,), 3, num_train=100, seed=1)
     assert not (other.__getitems__(range(100))[0] == samples[:100]).any(1).any()
+
+
+def test_counting_goes_on_above_32_bits():
+    data = Counting(True, (4,), 3, num_train=10**10, num_val=10)
+    rows = [row + high * 2**32 for high in (0, 1, 2) for row in range(100)]
+    samples, _ = data.__getitems__(rows)
+    assert len(samples.unique(dim=0)) == 300
+    assert torch.equal(Counting(True, (4,), 3).__getitems__(range(100))[0], samples[:100])
+    assert torch.equal(torch.stack([data[row][0] for row in rows[95:105]]), samples[95:105])  # alone
+    last = Counting(False, (4,), 3, num_train=10**10, num_val=10)[9][0]
+    assert torch.equal(last, Counting(True, (4,), 3, num_train=10**11)[10**10 + 9][0])
 
 
 def test_counting_holds_no_samples():
@@ -118,8 +142,8 @@ def test_counting_hash_is_one_to_one_on_32_bits():
 def test_counting_refuses_what_it_cannot_count():
     with pytest.raises(ValueError, match=r"^num_outputs=10 must be at most the 8 features of a sample; try 8$"):
         Counting(True, (2, 4), 10)
-    with pytest.raises(ValueError, match=r"^num_train=4294967296 must leave at most 2.32 samples .* try 4294967286$"):
-        Counting(True, (32,), 10, num_train=2**32, num_val=10)
+    with pytest.raises(ValueError, match=r"^num_train=\d+ must leave at most 2\^62 .* try 4611686018427387894$"):
+        Counting(True, (32,), 10, num_train=2**62, num_val=10)
 
 
 def test_tensors_of_pixels_become_floats_in_0_to_1():

@@ -1,12 +1,17 @@
 """What a batch brings with it, and that a loader leaves what it was given as it was."""
 
 import itertools
+import multiprocessing
+import os
+import signal
+import time
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from runner.training.loader import Loader
+from runner.training.loader_workers import WorkerDied, death_behind
 from runner.training.precision import Precision
 from runner.training.sampler import Sampler
 
@@ -42,3 +47,60 @@ def test_the_sampler_stays_as_it_was() -> None:
     assert (given.shuffle, given.drop_last) == (True, False)
     assert (loader.sampler.shuffle, loader.sampler.drop_last) == (False, True)
     assert loader.sampler.steps_per_epoch == given.steps_per_epoch - 1
+
+
+class Full(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples of 1 MiB, in a worker that finds no room for a batch of them."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        def refuse(*size: int) -> None:
+            raise RuntimeError(
+                "unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)"
+            )
+
+        torch.UntypedStorage._new_using_fd_cpu = refuse  # type: ignore[method-assign, assignment]
+        return torch.zeros(2**18)
+
+
+@pytest.mark.fault("no shared memory for a loader worker", outcome="refused")
+def test_a_worker_without_shared_memory_says_what_it_needs() -> None:
+    sampler = Sampler(NUM_SAMPLES, batch_size=5)
+    loader = Loader(Full(), sampler, Precision("fp32", CPU), CPU, num_workers=1)
+    try:
+        with pytest.raises(OSError, match=r"5\.0 MiB of shared memory .*/dev/shm has .* MiB free of .*num_workers=0"):
+            next(loader.steps(epoch=0))
+    finally:
+        loader.close()
+
+
+@pytest.mark.fault("kill -9 of a loader worker", outcome="refused")
+def test_a_worker_that_was_killed_is_named() -> None:
+    loader = make(Sampler(NUM_SAMPLES, batch_size=1), num_workers=2)
+    try:
+        steps = loader.steps(epoch=0)
+        next(steps)
+        worker = loader._loader._iterator._workers[1]  # type: ignore[union-attr]
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"^loader worker 1 \(process {worker.pid}\) died: SIGKILL; .*memory"):
+            list(steps)
+    finally:
+        loader.close()
+
+
+def _die_later() -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_whose_connection_ends_before_it_is_gone_is_named() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=_die_later)
+    worker.start()
+    try:
+        died = death_behind(ConnectionResetError("reset by peer"), [worker])
+        assert died is not None and str(died).startswith(f"loader worker 0 (process {worker.pid}) died: SIGKILL")
+        assert death_behind(ConnectionResetError("of the data set itself"), ()) is None  # at once: none to wait for
+    finally:
+        worker.join()

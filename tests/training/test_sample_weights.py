@@ -15,7 +15,7 @@ from runner.training.loader import Loader
 from runner.training.part import Part
 from runner.training.precision import Precision
 from runner.training.sample_weights import read_weights
-from runner.training.sampler import Sampler, draw, generator
+from runner.training.sampler import Sampler
 
 CPU = torch.device("cpu")
 
@@ -25,14 +25,6 @@ def data(num_samples: int = 10, **attributes: Any) -> Any:
     for name, value in attributes.items():
         setattr(made, name, value)
     return made
-
-
-def test_samples_are_drawn_in_proportion_to_their_weights() -> None:
-    weights = torch.tensor([0, 1, 0, 0.5, 8.5, 0], dtype=torch.float64)
-    drawn = torch.bincount(draw(weights, 100_000, generator(1, 2)), minlength=6)
-    assert drawn[[0, 2, 5]].tolist() == [0, 0, 0]
-    expected = weights / weights.sum() * 100_000
-    assert ((drawn - expected).abs() <= 4 * expected.sqrt()).all()
 
 
 def test_an_epoch_has_its_own_draw_which_is_cut_among_the_ranks() -> None:

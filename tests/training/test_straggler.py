@@ -1,0 +1,64 @@
+"""The rank that the others wait for is logged, with how long they wait."""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run
+
+from runner.training import trainer
+from runner.training.reader import Reader
+from runner.training.straggler import waits_for_slowest
+
+SLOW, SLOW_S = 1, 0.1  # a rank, and how much longer its steps are
+WORDS = ("model=mlp", "model.hidden=[8]", "data.sample_shape=[1,8,8]", "parallel=ddp", "logger=none", "eval_every=99")
+
+
+def compute() -> None:
+    if dist.is_initialized() and dist.get_rank() == SLOW:
+        until = time.thread_time() + SLOW_S
+        while time.thread_time() < until:
+            pass
+
+
+@pytest.mark.parametrize("slow", ["computes", "reads"])
+def test_a_slow_rank_is_named_with_what_the_others_wait(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed_step, read = trainer.seed_step, Reader.__getitems__
+
+    def compute_and_seed(*args: Any) -> None:
+        compute()
+        seed_step(*args)
+
+    def wait_and_read(self: Reader, share: Any) -> Any:
+        if dist.is_initialized() and dist.get_rank() == SLOW:
+            time.sleep(SLOW_S)
+        return read(self, share)
+
+    if slow == "computes":
+        monkeypatch.setattr(trainer, "seed_step", compute_and_seed)
+    else:
+        monkeypatch.setattr(Reader, "__getitems__", wait_and_read)
+    lines = [line for line in run(tmp_path, 3, *WORDS, "max_steps=21", "log_every=3").lines if "train/loss" in line]
+    assert len(lines) == 7
+    assert statistics.mode(line["perf/slowest_rank"] for line in lines) == SLOW
+    assert 0.2 < statistics.median(line["perf/straggler"] for line in lines) <= 1
+
+
+def test_what_the_others_wait_is_summed_over_steps_whoever_is_slow() -> None:
+    work_s = torch.tensor([[1.0, 3.0, 2.0], [5.0, 1.0, 1.0], [2.0, 3.0, 3.0]])
+    waits_s, slowest = waits_for_slowest(work_s)
+    assert waits_s.tolist() == [1.5, 4.0, 0.5]
+    assert slowest == 0
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "none"), (2, "ps")])
+def test_alone_there_is_nobody_to_wait(world_size: int, parallel: str, tmp_path: Path) -> None:
+    """A parameter server trains nothing."""
+    done = run(tmp_path, world_size, *WORDS, f"parallel={parallel}", "max_steps=2")
+    assert not {"perf/straggler", "perf/slowest_rank"} & {name for line in done.lines for name in line}
