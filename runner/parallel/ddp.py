@@ -1,23 +1,23 @@
 """DistributedDataParallel: a replica per rank; gradients are averaged bucket by bucket while backward runs."""
 
 import inspect
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.config.schema import Config
+from runner.distributed.local_exchange import exchange_of
+from runner.distributed.sync_batch_norm import keeps_all_buffers
 from runner.distributed.world import World
 from runner.parallel.buckets import FixedBuckets
+from runner.parallel.powersgd import PowerSGD
 from runner.parallel.replica import Replica
 from runner.parallel.turns import take_turns
 from runner.training.objective import Turn, Within
 from runner.training.strategy import Axes, Carries, Recipe, Spread
-
-log = logging.getLogger(__name__)
 
 
 class DDP:
@@ -51,19 +51,24 @@ class DDP:
         self.static_graph, self.comm_hook, self.powersgd_rank = static_graph, comm_hook, powersgd_rank
         # torch 2.15 deprecates the old name.
         known = inspect.signature(DistributedDataParallel).parameters
-        broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        self._broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self.options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            broadcast: broadcast_buffers,
+            self._broadcast: broadcast_buffers,
         }
 
     def axes(self, world_size: int) -> Axes:
         return Axes(replicate=world_size)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
+        if self.comm_hook == "powersgd" and config.on_nonfinite == "skip":
+            return [
+                "on_nonfinite=skip: parallel.comm_hook=powersgd adds what a step left out to the next one, NaN too; "
+                "try on_nonfinite=stop"
+            ]
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> Spread:
@@ -72,8 +77,12 @@ class DDP:
     def _spread(self, recipe: Recipe, turn: Turn, world: World) -> Replica:
         devices = {parameter.device for parameter in recipe.module.parameters()}
         device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
-        wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, **self.options)
-        self._compress(wrapped)
+        # What is the same on all ranks need not be sent: a broadcast of each dtype's buffers in every forward. Other
+        # machines may round otherwise.
+        is_alike = exchange_of() is not None and keeps_all_buffers(recipe.module)
+        alike = {self._broadcast: False} if is_alike else {}
+        wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, **self.options | alike)
+        memory = self._compress(wrapped, world)
         optimizer = recipe.make_optimizer(turn.parameters)
         first_backward = self.static_graph
 
@@ -94,23 +103,15 @@ class DDP:
             within=wrapped,
             loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
             without_sync=without_sync,
+            memory=memory,
         )
 
-    def _compress(self, wrapped: DistributedDataParallel) -> None:
+    def _compress(self, wrapped: DistributedDataParallel, world: World) -> PowerSGD | None:
+        """Register the hook. Returns what of it has a memory."""
         if self.comm_hook == "fp16":
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self.comm_hook == "bf16":
             wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif self.comm_hook == "powersgd":
-            # Vogels, Karimireddy, Jaggi, "PowerSGD", 2019. What one step left out is added to the next, per rank and
-            # bucket: no checkpoint has it. Two steps go uncompressed: torch asks for them, as its own buckets change.
-            log.warning(
-                "parallel.comm_hook=powersgd begins anew on resume: the numbers are not those of a run in one go"
-            )
-            state = powerSGD_hook.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=self.powersgd_rank,
-                start_powerSGD_iter=2,
-                orthogonalization_epsilon=1e-8,  # a layer without gradient (dead units) would divide by zero
-            )
-            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            return PowerSGD(wrapped, self.powersgd_rank, self.options["bucket_cap_mb"], world)
+        return None

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.modules.batchnorm import _NormBase
 
 from runner.config.schema import Config
@@ -16,9 +14,11 @@ from runner.distributed.world import World
 from runner.parallel.gradient_sum import sum_gradients
 from runner.parallel.optimizer_state import optimizer_state
 from runner.parallel.replica import Replica
+from runner.parallel.weighted_average import average_in_place
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.losses import MeanLoss
 from runner.training.objective import Prediction
+from runner.training.saved_state import MODEL, HeldState, Piece, SavedState
 from runner.training.strategy import Axes, Carries, Recipe, Stepping
 
 
@@ -66,6 +66,10 @@ class LocalSGD:
                 f"ema.decay={config.ema.decay:g}: under parallel=local_sgd no rank has the weights between two "
                 "averagings, of which a mean over the steps could be kept; try parallel=ddp, or ema.decay=null"
             ]
+        if config.on_nonfinite == "skip" or config.loss_spike is not None:
+            key = f"loss_spike={config.loss_spike}" if config.on_nonfinite != "skip" else "on_nonfinite=skip"
+            fix = "loss_spike=null" if config.on_nonfinite != "skip" else "on_nonfinite=stop"
+            return [f"{key}: under parallel=local_sgd the ranks do not ask each other in each step; try {fix}"]
         if config.sync_batchnorm is True:
             return [
                 "sync_batchnorm=true: under parallel=local_sgd no rank waits for another within a step; try "
@@ -120,6 +124,13 @@ class LocalReplica:
         mean = self._replica.forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
         return MeanLoss(mean, self._step_samples).share(batch.num_samples)
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Of this rank's samples, but in warm-up."""
+        return self._replica.gradients()
+
+    def skip(self) -> None:
+        raise NotImplementedError("refused by check: the ranks do not ask each other in each step")
+
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update this rank's parameters; in warm-up and at a round's end all ranks must call it."""
         norm: float | None = 0.0 if want_norm else None
@@ -132,7 +143,7 @@ class LocalReplica:
         else:
             self._round_steps += 1
             if self._round_steps >= self._mode.every:
-                self._average(self._parameters + self._buffers)
+                self._average(self._averaged)
                 self._step_outer()
                 self._begin_round()
         self._steps += 1
@@ -151,60 +162,70 @@ class LocalReplica:
         self._show_average()
         return self._replica.predict(micro_batch)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HeldState:
         """As Replica.state, of the average; besides, what each rank needs to resume exactly. All ranks must call it."""
         self._hide_average()
-        options = StateDictOptions(cpu_offload=True)
-        own: dict[str, Any] = {
-            "optimizer": optimizer_state(self._module, self._optimizer),
-            "scaler": self._replica.precision.scaler.state_dict(),
-            "round_samples": self._round_samples,
-        }
-        if self._round_steps:
-            own["model"] = get_model_state_dict(self._module, options=options)
-        ranks: list[Any] = [own]
-        if self._world.world_size > 1:
-            ranks *= self._world.world_size
-            dist.gather_object(own, ranks if self._world.rank == 0 else None, dst=0)
+        rank = self._world.rank
+        own = optimizer_state(self._module, self._optimizer, lambda parameter, tensor: True)
+        own.facts |= {"scaler": self._replica.precision.scaler.state_dict(), "round_samples": self._round_samples}
         self._show_average()
-        local = {
-            "steps": self._steps,
-            "round_steps": self._round_steps,
-            "anchor": [tensor.cpu() for tensor in self._anchor],
-            "outer": self._outer.state_dict()["state"],
-            "ranks": ranks,
-        }
-        return self._replica.state() | {"local_sgd": local}
+        if self._round_steps:  # what this rank has itself is kept aside meanwhile
+            tensors = dict(zip(map(id, self._averaged), self._own, strict=True))
+            held = self._module.state_dict(keep_vars=True).items()
+            own.pieces |= {f"{MODEL}{name}": Piece.of(tensors.get(id(tensor), tensor)) for name, tensor in held}
+        counted = {"steps": self._steps, "round_steps": self._round_steps, "num_ranks": self._world.world_size}
+        state = self._replica.state() | HeldState(facts={"local_sgd": counted})
+        state |= own.under(f"local_sgd.rank_{rank}")
+        if rank == 0:
+            state.pieces |= {f"local_sgd.anchor.{i}": Piece.of(tensor) for i, tensor in enumerate(self._anchor)}
+            state.pieces |= {name: Piece.of(tensor) for name, tensor in self._outer_state().items()}
+        return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def _outer_state(self) -> dict[str, torch.Tensor]:
+        """What the outer optimizer keeps, by full names."""
+        return {
+            f"local_sgd.outer.{number}.{key}": tensor
+            for number, kept in self._outer.state_dict()["state"].items()
+            for key, tensor in kept.items()
+            if tensor is not None
+        }
+
+    def load_state(self, saved: SavedState) -> None:
         """Resume exactly on as many ranks; on another number from the average, with rank 0's optimizer state.
 
         In mid-round another number of ranks can evaluate, but the next step raises ValueError. A checkpoint of another
         mode begins with the warm-up. All ranks must call it.
         """
         self._own, self._refused = [], ""
-        local = state.get("local_sgd")
-        world_size = self._world.world_size
+        local = saved.facts.get("local_sgd")
         if local is None:
-            self._replica.load_state(state)
+            self._replica.load_state(saved)
             self._begin_round()
             self._steps = 0
             return
-        same = len(local["ranks"]) == world_size
-        self._replica.load_state(state | local["ranks"][self._world.rank] if same else state)
+        same = local["num_ranks"] == self._world.world_size
+        own = saved.under(f"local_sgd.rank_{self._world.rank}") if same else saved
+        self._replica.load_weights(own if same and own.model() else saved)
+        self._replica.load_optimizer(own)
         self._begin_round()
         self._steps = local["steps"]
+        outer = {
+            number: {"momentum_buffer": torch.empty_like(anchor)}
+            for number, anchor in enumerate(self._anchor)
+            if f"local_sgd.outer.{number}.momentum_buffer" in saved.tensors
+        }
         groups = self._outer.state_dict()["param_groups"]
-        self._outer.load_state_dict({"state": local["outer"], "param_groups": groups})
+        self._outer.load_state_dict({"state": outer, "param_groups": groups})
+        saved.read(self._outer_state())
         if same:
             self._round_steps = local["round_steps"]
-            self._round_samples = local["ranks"][self._world.rank]["round_samples"]
-            for anchor, saved in zip(self._anchor, local["anchor"], strict=True):
-                anchor.copy_(saved)
+            self._round_samples = own.facts["round_samples"]
+            saved.read({f"local_sgd.anchor.{i}": tensor for i, tensor in enumerate(self._anchor)})
         elif local["round_steps"]:
             self._refused = (
-                f"the checkpoint of {len(local['ranks'])} local_sgd ranks was taken {local['round_steps']} steps after "
-                f"an averaging, and {world_size} ranks cannot share them out; resume on {len(local['ranks'])} ranks"
+                f"the checkpoint of {local['num_ranks']} local_sgd ranks was taken {local['round_steps']} steps after "
+                f"an averaging, and {self._world.world_size} ranks cannot share them out; resume on "
+                f"{local['num_ranks']} ranks"
             )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -212,13 +233,13 @@ class LocalReplica:
         self._show_average()
         return self._replica.weights()
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def load_weights(self, saved: SavedState) -> None:
         """Begin a round with them. All ranks must call it."""
         self._own = []
-        self._replica.load_weights(weights)
+        self._replica.load_weights(saved)
         self._begin_round()
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> dict[str, torch.Tensor]:
         return self._replica.held()
 
     def changed(self) -> None:
@@ -251,33 +272,21 @@ class LocalReplica:
         """Over the ranks; outside of the warm-up each rank's is its own. All ranks must call it."""
         return self._world.collectives.sum(tensor) if self._warms_up else tensor
 
-    @torch.no_grad()
-    def _average(self, tensors: list[Any]) -> None:
+    def _average(self, tensors: list[torch.Tensor]) -> None:
         """Average in place, weighted by the ranks' samples of the round. All ranks must call it."""
-        if self._world.world_size == 1:
-            return
-        device = self._parameters[0].device
-        samples = self._world.collectives.sum(
-            torch.tensor(float(self._round_samples), dtype=torch.float64, device=device)
-        )
-        weight = self._round_samples / samples.item()
-        for dtype in dict.fromkeys(t.dtype for t in tensors if t.is_floating_point()):
-            alike = [t for t in tensors if t.dtype == dtype]
-            flat = self._world.collectives.sum(_flatten_dense_tensors(alike) * weight)
-            for tensor, average in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
-                tensor.copy_(average)
-        for tensor in tensors:
-            if not tensor.is_floating_point():  # a count, of batches seen
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        average_in_place(tensors, self._round_samples, self._world)
 
     def _show_average(self) -> None:
         if self._round_steps and not self._own:
-            tensors = self._parameters + self._buffers
-            self._own = [tensor.detach().clone() for tensor in tensors]
-            self._average(tensors)
+            self._own = [tensor.detach().clone() for tensor in self._averaged]
+            self._average(self._averaged)
+
+    @property
+    def _averaged(self) -> list[torch.Tensor]:
+        return [*self._parameters, *self._buffers]
 
     @torch.no_grad()
     def _hide_average(self) -> None:
-        for tensor, own in zip(self._parameters + self._buffers, self._own, strict=bool(self._own)):
+        for tensor, own in zip(self._averaged, self._own, strict=bool(self._own)):
             tensor.copy_(own)
         self._own = []

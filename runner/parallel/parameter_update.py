@@ -61,6 +61,13 @@ class ParameterUpdate:
         return norm.item() if norm is not None and want_norm else None
 
 
+@torch.no_grad()
+def held_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Of what this rank has of them: whole, its slices, or of sparse ones the values."""
+    own = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in own]
+
+
 def norm_over_meshes(groups: list[list[nn.Parameter]]) -> torch.Tensor:
     """The norm of the whole gradient, on every rank, (). All ranks that share a mesh must call it."""
     norms = [norm_of_gradients(group) for group in groups]

@@ -8,17 +8,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from runner.distributed.collectives import sum_over
 from runner.parallel.gradient_sum import sum_gradients
-from runner.parallel.optimizer_state import join_groups, load_optimizer_state, optimizer_state
-from runner.parallel.parameter_update import ParameterUpdate, norm_of_gradients
+from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from runner.parallel.parameter_update import ParameterUpdate, held_gradients, norm_of_gradients
 from runner.parallel.pipeline_stage import Part, Signal, Stage
 from runner.parallel.stage_balance import Chain
 from runner.parallel.tied import TiedParameters
 from runner.parallel.total_weight import factor_of, scale_gradients
 from runner.training.batch import MicroBatch, StepBatch
+from runner.training.drawing import seed_step
+from runner.training.names import names_of
 from runner.training.objective import Prediction
 from runner.training.parts import attached_loss
 from runner.training.sampler import mix
+from runner.training.saved_state import MODEL, HeldState, Piece, SavedState, fingerprints, read_weights
 from runner.training.strategy import Recipe, Stepping
 from runner.training.supervised import Supervised, call
 
@@ -81,7 +85,7 @@ class Pipelined:
         """
         rank, count = dist.get_rank(self._pipeline), self._num_micro_batches
         if rank > 0:  # or the dropout of all stages would draw the same numbers
-            torch.manual_seed(mix(torch.initial_seed(), rank))
+            seed_step(mix(torch.initial_seed(), rank), self._recipe.device)
         self._loss_share = torch.zeros((), dtype=self._precision.parameter_dtype, device=self._recipe.device)
         self._weight = torch.zeros((), dtype=torch.float64, device=self._recipe.device)
         self._num_samples = batch.num_samples
@@ -150,6 +154,14 @@ class Pipelined:
             sum_gradients(self._parameters, lambda flat: dist.all_reduce(flat, group=self._replicas))
         self._tied.sum_gradients()
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Of this rank's stages."""
+        return held_gradients(self._parameters)
+
+    def skip(self) -> None:
+        """Drop the gradients in the place of `step`."""
+        self._optimizer.zero_grad(set_to_none=True)
+
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update the parameters. Returns the norm of the whole gradient before clipping. All ranks must call it."""
         return self._update.step(lr_factor, want_norm)
@@ -164,9 +176,9 @@ class Pipelined:
 
     def _total_norm(self, groups: list[list[nn.Parameter]]) -> torch.Tensor:
         """Over the stages of all ranks of the pipeline, ()."""
-        counted = (p for p in self._parameters if p not in self._tied.counted_elsewhere)
+        counted = (p for p in self._parameters if p not in self._tied.of_lower_ranks)
         squares = norm_of_gradients(counted).to(self._recipe.device) ** 2
-        dist.all_reduce(squares, group=self._pipeline)
+        sum_over(self._pipeline, squares)
         return squares.sqrt()
 
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
@@ -195,48 +207,61 @@ class Pipelined:
         with torch.no_grad(), self._precision.autocast():
             return self._objective.prediction(features, micro_batch)
 
-    def state(self) -> dict[str, Any]:
-        """Everything that decides the future, by full names, on the CPU of rank 0. All ranks must call it."""
-        model = self.weights()
-        states = self._gather(optimizer_state(self._module, self._optimizer))
-        groups = [group for state in states for group in state["param_groups"]]
-        return {
-            "model": model,
-            "optimizer": {
-                "state": {name: value for state in states for name, value in state["state"].items()},
-                "param_groups": join_groups(groups, self._names),
-            },
-            "scaler": self._precision.scaler.state_dict(),
+    def state(self) -> HeldState:
+        """What this rank writes of everything that decides the future: in the first replica, its stages."""
+        alike = fingerprints(self.held())
+        if not self._is_first_replica:
+            return HeldState(alike=alike)
+        model = {
+            MODEL + name: Piece.of(tensor)
+            for name, tensor in self._own_state.items()
+            if tensor not in self._tied.of_lower_ranks
         }
+        optimizer = optimizer_state(
+            self._module, self._optimizer, lambda parameter, tensor: parameter not in self._tied.of_lower_ranks
+        )
+        # An optimizer of all stages' parameters, which keeps nothing, knows in which groups those of other ranks are.
+        options = {group["group"]: group for group in self._optimizer.param_groups}
+        whole = self._recipe.make_optimizer(self._module.parameters())
+        for group in whole.param_groups:
+            group |= {key: value for key, value in options[group["group"]].items() if key != "params"}
+        groups = optimizer_state(self._module, whole).facts["optimizer"]["param_groups"]
+        optimizer.facts["optimizer"]["param_groups"] = groups
+        scaler = self._precision.scaler.state_dict()
+        return HeldState(model, {"scaler": scaler}, alike) | optimizer
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's part of `state`. All ranks must call it."""
+        """The whole model by full names, on the CPU of rank 0. All ranks must call it."""
         own = {name: tensor.detach().cpu() for name, tensor in self._own_state.items()}
         model = {name: tensor for part in self._gather(own) for name, tensor in part.items()}
         return {name: model[name] for name in self._names if name in model}
 
     def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """What the ranks of rank 0's pipeline give, there; the own elsewhere. All ranks must call it."""
-        if 0 not in (ranks := dist.get_process_group_ranks(self._pipeline)):
+        if not self._is_first_replica:
             return [own]
+        ranks = dist.get_process_group_ranks(self._pipeline)
         gathered: list[Any] | None = [None] * len(ranks) if dist.get_rank() == 0 else None
         dist.gather_object(own, gathered, group_dst=0, group=self._pipeline)
         return gathered or [own]
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of what `state` returned, in this or another mode. All ranks must call it."""
-        self.load_weights(state["model"])
-        load_optimizer_state(self._module, self._optimizer, state["optimizer"])
+    @property
+    def _is_first_replica(self) -> bool:
+        return 0 in dist.get_process_group_ranks(self._pipeline)
 
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of what `weights` returned, in this or another mode."""
-        for name, tensor in self._own_state.items():
-            tensor.copy_(weights[name])
+    def load_state(self, saved: SavedState) -> None:
+        """Take over this rank's part of a checkpoint, of this or another mode."""
+        self.load_weights(saved)
+        load_optimizer_state(self._module, self._optimizer, saved)
 
-    def held(self) -> list[torch.Tensor]:
-        """The trained parameters of this rank's stages."""
-        return [parameter.detach() for parameter in self._parameters if parameter.requires_grad]
+    def load_weights(self, saved: SavedState) -> None:
+        """Take over this rank's part of the model of a checkpoint alone."""
+        read_weights(saved, self._own_state, dict.fromkeys(self._names))
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """The trained parameters of this rank's stages, by name."""
+        names = names_of(list(self._module.named_parameters()))
+        return {names[p][0]: p.detach() for p in self._parameters if p.requires_grad}
 
     def changed(self) -> None:
         """Nothing is made of them ahead."""

@@ -57,6 +57,12 @@ class ParameterServer:
                 f"clip_grad_norm={config.clip_grad_norm}: parallel.updates=async never has the whole gradient; "
                 "try parallel.updates=sync"
             )
+        if config.on_nonfinite == "skip" and (self.updates == "async" or self.forward == "remote"):
+            key = "updates=async" if self.updates == "async" else "forward=remote"
+            messages.append(
+                f"on_nonfinite=skip: under parallel.{key} the trainers do not have the gradients of a step before they "
+                "are applied; try on_nonfinite=stop"
+            )
         if self.forward == "remote" and has_batch_norm(module):
             messages.append(
                 "parallel.forward=remote: BatchNorm on the server would see one trainer's samples at a time; "

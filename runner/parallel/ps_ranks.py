@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from runner.parallel.total_weight import factor_of
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.objective import Prediction
 from runner.training.pytree import map_tensors
+from runner.training.saved_state import HeldState, SavedState
 from runner.training.strategy import Recipe, Stepping
 from runner.training.supervised import Supervised
 
@@ -48,6 +50,13 @@ class Serving:
             self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
         return torch.zeros((), dtype=self._server.replica.precision.parameter_dtype, device=self._world.device)
 
+    def gradients(self) -> list[torch.Tensor]:
+        """None yet: the trainers have theirs."""
+        return []
+
+    def skip(self) -> None:
+        """No trainer sends anything."""
+
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         self._settled = False
         step = self._server.step_together if self._mode.updates == "sync" else self._server.step_apart
@@ -61,10 +70,17 @@ class Serving:
         """All ranks must call it as often after a step."""
         self._settled = _settle(self._world, self._settled)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HeldState:
         """As Replica.state, with the trainers' buffers. All ranks must call it."""
         _share_buffers(self._server.module, self._mode)
         state = self._server.replica.state()
+        if self._mode.forward == "remote":  # the next step's may write buffers before they are copied
+            buffers = {buffer.data_ptr() for buffer in self._server.module.buffers()}
+            state.pieces |= {
+                name: replace(piece, tensor=piece.tensor.clone())
+                for name, piece in state.pieces.items()
+                if piece.tensor.data_ptr() in buffers
+            }
         _settle(self._world, False)  # else the next remote forward would put its copies in the module meanwhile
         return state
 
@@ -75,15 +91,15 @@ class Serving:
         _settle(self._world, False)
         return weights
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._server.replica.load_state(state)
+    def load_state(self, saved: SavedState) -> None:
+        self._server.replica.load_state(saved)
         _settle(self._world, False)
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._server.replica.load_weights(weights)
+    def load_weights(self, saved: SavedState) -> None:
+        self._server.replica.load_weights(saved)
         _settle(self._world, False)
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> dict[str, torch.Tensor]:
         return self._server.replica.held()
 
     def changed(self) -> None:
@@ -118,6 +134,16 @@ class Training:
             self._fetched = _ask(ps_server.weights, True)
             self._set_weights(self._fetched)
         return self._replica.forward_backward(batch)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of this rank's samples; under remote forwards they are the server's."""
+        return self._replica.gradients()
+
+    def skip(self) -> None:
+        """Drop them, and with them the autograd context that a step would have used."""
+        self._replica.skip()
+        self._fetched = self._context = None
+        self._contexts.close()
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Send the gradients. The norm is told to the server, and here only where the server's reply has it."""
@@ -159,26 +185,29 @@ class Training:
             self._fresh = True
         return self._replica.predict(micro_batch)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HeldState:
         """Nothing: the server has it all but for the buffers. All ranks must call it."""
+        _share_buffers(self._recipe.module, self._mode)
+        _settle(self._world, False)
+        return HeldState()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Nothing either. All ranks must call it."""
         _share_buffers(self._recipe.module, self._mode)
         _settle(self._world, False)
         return {}
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.state()
+    def load_state(self, saved: SavedState) -> None:
+        self.load_weights(saved)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.load_weights(state["model"])
-
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._replica.load_weights(weights)
+    def load_weights(self, saved: SavedState) -> None:
+        self._replica.load_weights(saved)
         self._fresh = True
         _settle(self._world, False)
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> dict[str, torch.Tensor]:
         """Nothing that lasts under asynchronous updates: there the weights are the server's alone."""
-        return self._replica.held() if self._mode.updates == "sync" else []
+        return self._replica.held() if self._mode.updates == "sync" else {}
 
     def changed(self) -> None:
         """All ranks must call it."""

@@ -17,8 +17,10 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from runner.distributed.network import GLOO, TENSORPIPE, listening_on, loopback
+from runner.distributed.peer_failure import PeerMissing
 from runner.distributed.traffic import count_rpc
 from runner.distributed.world import World
+from runner.errors import JobFailed
 from runner.parallel.replica import Replica
 from runner.training.objective import Within
 from runner.training.pytree import map_tensors
@@ -26,6 +28,7 @@ from runner.training.strategy import Recipe
 from runner.training.supervised import call
 
 SERVER = "rank0"
+GIVE_UP_S = 5.0  # for the server to hear that a trainer has failed
 Reply = tuple[torch.Tensor, float | None]  # the weights after a step, flat, and the norm of its gradient
 
 
@@ -41,7 +44,7 @@ class Server:
         self.distributed: DistributedOptimizer | None = None
         self.update_lock = threading.Lock()  # no reader sees half an update
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed, self._why = False, "the parameter server has left"
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
         self._allowed = self._taken = self._applied = 0  # asynchronous updates
         self._wants_norm = False
@@ -78,6 +81,12 @@ class Server:
             self._changed.notify_all()
             self._wait(lambda: self._applied == self._allowed, lambda: "an update of every trainer")
         return self._norm
+
+    def give_up(self, why: str) -> None:
+        """Another rank has died or failed: RPC does not tell who waits for it."""
+        with self._changed:
+            self._closed, self._why = True, why
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Let no RPC thread wait any longer."""
@@ -138,9 +147,9 @@ class Server:
 
     def _wait(self, holds: Callable[[], bool], what: Callable[[], str]) -> None:
         if not self._changed.wait_for(lambda: self._closed or holds(), self.timeout_s):
-            raise TimeoutError(f"{what()} did not come within backend.timeout_s={self.timeout_s:g}")
+            raise PeerMissing(f"{what()} did not come within backend.timeout_s={self.timeout_s:g}")
         if self._closed:
-            raise RuntimeError("the parameter server has left")
+            raise JobFailed(self._why, follows=True)
 
 
 # -- what trainers call: RPC finds functions by name, so this process's server has one ---------------------------------
@@ -173,6 +182,12 @@ def weights(with_gradient: bool) -> torch.Tensor:
     return reply
 
 
+def give_up() -> None:
+    """A trainer has failed."""
+    for server in _servers:
+        server.close()
+
+
 def forward(inputs: Any) -> Any:
     outputs = _servers[0].forward(inputs)
     count_rpc(inputs, outputs, returning(outputs))
@@ -203,6 +218,8 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
     with nullcontext() if allow_network else listening_on(loopback(), [GLOO, TENSORPIPE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch does, inside
         rpc.init_rpc(f"rank{world.rank}", rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
+    if server is not None:
+        world.watch.at_alarm(server.give_up)
     world.group.at_leave(functools.partial(_leave_rpc, timeout_s=world.backend.timeout_s))
     if server is not None:
         # It stays on the server: a second job in this process could pass no reference to a remote object around,
@@ -215,6 +232,9 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
 def _leave_rpc(went_well: bool, timeout_s: float) -> None:
     for server in _servers:
         server.close()
+    if not went_well and not _servers:
+        with suppress(RuntimeError):  # the server would wait for this trainer's gradient until its timeout
+            rpc.rpc_sync(SERVER, give_up, timeout=GIVE_UP_S)
     with suppress(RuntimeError):  # a peer is gone; what there is on this rank is shut down all the same
         rpc.shutdown(graceful=went_well, timeout=timeout_s)
     _servers.clear()

@@ -2,20 +2,29 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
-from runner.parallel.parameter_update import ParameterUpdate
+from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state, pieces_of_rank
+from runner.parallel.parameter_update import ParameterUpdate, held_gradients
 from runner.parallel.total_weight import factor_of, scale_gradients
 from runner.parallel.turns import only
 from runner.training.batch import MicroBatch, StepBatch
+from runner.training.names import names_of
 from runner.training.objective import Prediction, Turn, turns
+from runner.training.saved_state import MODEL, HeldState, SavedState, fingerprints, read_weights
 from runner.training.strategy import Recipe, Stepping
+
+
+class Memory(Protocol):
+    """What a way of combining gradients remembers from step to step."""
+
+    def state(self) -> HeldState: ...  # what this rank writes of a checkpoint
+
+    def load_state(self, saved: SavedState) -> None: ...
 
 
 class Replica:
@@ -33,6 +42,7 @@ class Replica:
     after_step: called when the parameters are updated.
     before_state: called when a checkpoint is taken.
     after_change: called when the parameters were written; drops what is gathered of them.
+    memory: what else decides the future, and is in checkpoints.
     """
 
     def __init__(
@@ -51,6 +61,7 @@ class Replica:
         after_step: Callable[[], None] = lambda: None,
         before_state: Callable[[], None] = lambda: None,
         after_change: Callable[[], None] = lambda: None,
+        memory: "Memory | None" = None,
     ):
         self.module, self.optimizer, self.precision = recipe.module, optimizer, recipe.precision
         self.objective = recipe.objective
@@ -62,7 +73,9 @@ class Replica:
         self._within, self._evaluate_within = within or self._directly, evaluate_within or self._directly
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
         self._duplicates, self._after_step, self._before_state = duplicates, after_step, before_state
-        self._after_change = after_change
+        self._after_change, self._memory = after_change, memory
+        # Now: what FSDP has gathered later on has the names of its parts.
+        self._names = {parameter: names[0] for parameter, names in names_of([*self.module.named_parameters()]).items()}
 
     @property
     def turns(self) -> Mapping[str, Stepping]:
@@ -91,6 +104,14 @@ class Replica:
             total *= factor
         return total / self._duplicates
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the step, combined over the ranks: what this rank has of them."""
+        return held_gradients(self.turn.parameters)
+
+    def skip(self) -> None:
+        """Drop the gradients in the place of `step`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update the parameters. Returns the norm of the whole gradient before clipping, if wanted."""
         norm = self.update.step(lr_factor, want_norm)
@@ -114,38 +135,51 @@ class Replica:
     def _directly(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(self.module, *args)
 
-    def state(self) -> dict[str, Any]:
-        """Everything that decides the future, by full names, on the CPU. All ranks must call it."""
+    def state(self) -> HeldState:
+        """What this rank writes of everything that decides the future."""
         self._before_state()
-        return {
-            "model": self.weights(),
-            "optimizer": optimizer_state(self.module, self.optimizer),
-            "scaler": self.precision.scaler.state_dict(),
-        }
+        scaler = self.precision.scaler.state_dict()
+        held = self.model_state() | optimizer_state(self.module, self.optimizer) | HeldState(facts={"scaler": scaler})
+        return held if self._memory is None else held | self._memory.state()
+
+    def model_state(self) -> HeldState:
+        """What this rank writes of the model."""
+        self._after_change()  # what is gathered of parameters is dropped, and no part of them
+        held: dict[str, Any] = get_model_state_dict(self.module)
+        state = HeldState(pieces_of_rank({MODEL + name: tensor for name, tensor in held.items()}))
+        if self._duplicates == 1:  # else each rank computes the same gradients itself, which a GPU may round otherwise
+            state.alike = fingerprints(self.held())
+        return state
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's part of `state`. All ranks must call it."""
+        """The whole model by full names, on the CPU of rank 0. All ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights: dict[str, Any] = get_model_state_dict(self.module, options=options)
         return weights
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned, in this or another mode. All ranks must call it."""
-        self.load_weights(state["model"])
-        load_optimizer_state(self.module, self.optimizer, state["optimizer"])
-        if state["scaler"]:
-            self.precision.scaler.load_state_dict(state["scaler"])
+    def load_state(self, saved: SavedState) -> None:
+        """Take over this rank's part of a checkpoint, of this or another mode."""
+        self.load_weights(saved)
+        self.load_optimizer(saved)
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `weights` returned, in this or another mode. All ranks must call it."""
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.module, dict(weights), options=options)
+    def load_optimizer(self, saved: SavedState) -> None:
+        """That part of `load_state` which is not the model's."""
+        load_optimizer_state(self.module, self.optimizer, saved)
+        if scaler := saved.facts.get("scaler"):
+            self.precision.scaler.load_state_dict(dict(scaler))
+        if self._memory is not None:
+            self._memory.load_state(saved)
 
-    @torch.no_grad()
-    def held(self) -> list[torch.Tensor]:
-        """What this rank has of the trained parameters, in a fixed order: whole, or its slices of them."""
+    def load_weights(self, saved: SavedState) -> None:
+        """Take over the model of a checkpoint alone: of what is cut over ranks, this rank's part."""
+        self._after_change()
+        held: dict[str, Any] = get_model_state_dict(self.module)
+        read_weights(saved, held)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """The trained parameters by name, in a fixed order: whole, or cut over ranks."""
         trained = [p for p in (*self.turn.parameters, *self.turn.others) if p.requires_grad]
-        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in trained]
+        return {self._names[p]: p.detach() for p in trained}
 
     def changed(self) -> None:
         """To be called when what is `held` was written. All ranks must call it."""

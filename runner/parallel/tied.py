@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,17 +44,17 @@ class TiedParameters:
         here = {parameter for group in own for parameter in group.parameters()}
         rank = mesh.get_local_rank("stage")
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        self.counted_elsewhere: set[nn.Parameter] = set()  # a lower rank has a copy
+        self.of_lower_ranks: set[torch.Tensor] = set()  # a lower rank has a copy
         for tie in ties:
             slots = [_slot(module, name) for name in tie.names]
             of_names = [holder[key] for holder, key in slots]
             copy = next((parameter for parameter in of_names if parameter in here), of_names[0])
             for holder, key in slots:
                 holder[key] = copy
+            if rank in tie.ranks[1:]:
+                self.of_lower_ranks.add(copy)
             if rank in tie.ranks and len(tie.ranks) > 1 and copy.requires_grad:
                 self._shared.setdefault(tie.ranks, []).append(copy)
-                if rank != tie.ranks[0]:
-                    self.counted_elsewhere.add(copy)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks in dict.fromkeys(tie.ranks for tie in ties if len(tie.ranks) > 1):
             for pipeline in mesh.mesh.tolist():

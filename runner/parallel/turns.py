@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from runner.training.batch import MicroBatch
 from runner.training.objective import Prediction, Turn, turns
+from runner.training.saved_state import MODEL, HeldState, SavedState
 from runner.training.strategy import Recipe, Spread, Stepping
 
 
@@ -61,25 +63,35 @@ class Alternating:
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
         return self._first.predict(micro_batch)
 
-    def state(self) -> dict[str, Any]:
-        """As of one turn, with the optimizers by the names of the losses. All ranks must call it."""
-        states = {name: spread.state() for name, spread in self._by_name.items()}
-        if not all(states.values()):  # another rank has it
-            return {}
-        first = next(iter(states.values()))
-        return first | {"optimizer": {"turns": {name: state["optimizer"] for name, state in states.items()}}}
-
-    def load_state(self, state: dict[str, Any]) -> None:
+    def state(self) -> HeldState:
+        """As of one turn, with what is each one's own by the names of the losses. All ranks must call it."""
+        together = HeldState()
         for name, spread in self._by_name.items():
-            spread.load_state(state | {"optimizer": state["optimizer"]["turns"][name]})
+            held = spread.state()
+            shared = HeldState(
+                {key: piece for key, piece in held.pieces.items() if key.startswith(MODEL)},
+                {key: fact for key, fact in held.facts.items() if key == "scaler"},
+            )
+            own = HeldState(
+                {key: piece for key, piece in held.pieces.items() if key not in shared.pieces},
+                {key: fact for key, fact in held.facts.items() if key not in shared.facts},
+            )
+            together = together | shared | own.under(f"turns.{name}")
+        return together
+
+    def load_state(self, saved: SavedState) -> None:
+        for name, spread in self._by_name.items():
+            turn = saved.under(f"turns.{name}")
+            others = {key: tensor for key, tensor in saved.tensors.items() if not key.startswith("turns.")}
+            spread.load_state(replace(saved, tensors={**others, **turn.tensors}, facts={**saved.facts, **turn.facts}))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._first.weights()
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._first.load_weights(weights)
+    def load_weights(self, saved: SavedState) -> None:
+        self._first.load_weights(saved)
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> dict[str, torch.Tensor]:
         return self._first.held()
 
     def changed(self) -> None:

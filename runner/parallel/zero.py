@@ -1,19 +1,19 @@
 """ZeRO stage 1: a replica per rank under DDP, and each rank keeps and applies the optimizer of its own parameters."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.parallel.buckets import FixedBuckets
+from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from runner.parallel.replica import Replica
 from runner.parallel.turns import take_turns
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.objective import Prediction, Turn, Within
+from runner.training.saved_state import HeldState, SavedState
 from runner.training.strategy import Axes, Carries, Recipe, Spread, Stepping
 
 
@@ -58,21 +58,23 @@ class Zero:
             loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
             without_sync=wrapped.no_sync,
         )
-        return ShardedOptimizer(replica, optimizer, recipe)
+        return ShardedOptimizer(replica, optimizer)
 
 
 class ShardedOptimizer:
-    """A replica whose optimizer state is whole on no rank, except on its way to and from a checkpoint.
+    """A replica whose optimizer state is whole on no rank: each has that of its own parameters, in `optim`."""
 
-    torch.distributed.checkpoint.state_dict does not know ZeroRedundancyOptimizer: it takes it for one without state,
-    and steps it once to make some. So the state goes through a plain optimizer of the same parameters.
-    """
-
-    def __init__(self, replica: Replica, optimizer: ZeroRedundancyOptimizer, recipe: Recipe):
-        self._replica, self._optimizer, self._recipe = replica, optimizer, recipe
+    def __init__(self, replica: Replica, optimizer: ZeroRedundancyOptimizer):
+        self._replica, self._optimizer = replica, optimizer
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         return self._replica.forward_backward(batch)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._replica.gradients()
+
+    def skip(self) -> None:
+        self._replica.skip()
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         return self._replica.step(lr_factor, want_norm)
@@ -88,35 +90,29 @@ class ShardedOptimizer:
     def predict(self, micro_batch: MicroBatch) -> Prediction:
         return self._replica.predict(micro_batch)
 
-    def state(self) -> dict[str, Any]:
-        """As Replica.state, whole on rank 0 alone. All ranks must call it."""
-        self._optimizer.consolidate_state_dict(to=0)
-        if dist.get_rank() != 0:
-            return {}
-        plain, replica = self._plain()
-        plain.load_state_dict(self._optimizer.state_dict())
-        self._optimizer._all_state_dicts.clear()  # type: ignore[attr-defined]  # the other ranks' state need not stay
-        return replica.state()
+    def state(self) -> HeldState:
+        """As Replica.state, but that each rank writes the state of its own parameters."""
+        own = optimizer_state(self._replica.module, self._optimizer.optim, lambda parameter, tensor: True)
+        # The groups of all ranks' parameters; the optimizer by that name keeps nothing itself.
+        groups = optimizer_state(self._replica.module, self._optimizer).facts["optimizer"]["param_groups"]
+        own.facts["optimizer"]["param_groups"] = groups
+        scaler = self._replica.precision.scaler.state_dict()
+        return self._replica.model_state() | own | HeldState(facts={"scaler": scaler})
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        plain, replica = self._plain()
-        replica.load_state(state)
-        self._optimizer.load_state_dict(plain.state_dict())
-        self._optimizer.state.clear()  # what a rank needs is in its local optimizer now
+    def load_state(self, saved: SavedState) -> None:
+        self._replica.load_weights(saved)
+        load_optimizer_state(self._replica.module, self._optimizer.optim, saved)
+        if scaler := saved.facts.get("scaler"):
+            self._replica.precision.scaler.load_state_dict(dict(scaler))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._replica.weights()
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._replica.load_weights(weights)
+    def load_weights(self, saved: SavedState) -> None:
+        self._replica.load_weights(saved)
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> dict[str, torch.Tensor]:
         return self._replica.held()
 
     def changed(self) -> None:
         self._replica.changed()
-
-    def _plain(self) -> tuple[torch.optim.Optimizer, Replica]:
-        turn = self._replica.turn
-        plain = self._recipe.make_optimizer(turn.parameters)
-        return plain, Replica(self._recipe, plain, turn)

@@ -9,7 +9,7 @@ from parity import COMMON, EXPERIMENTS, assert_equal
 from ranks import RankError
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from ways import SLICE, WAYS, Way
+from ways import SLICE, WAYS, Way, tier
 from worlds import run
 
 from runner.errors import InputError
@@ -26,7 +26,7 @@ FITTING = [way for way in WAYS if "parallel.forward=remote" not in way.options] 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in SLICE else pytest.mark.thorough, id=str(way)) for way in FITTING]
+    "way", [pytest.param(way, marks=tier(way in SLICE, way.world_size > 1), id=str(way)) for way in FITTING]
 )
 def test_no_number_changes(way: Way, tmp_path: Path) -> None:
     words = (*WORDS, *way.words, "micro_batches=2")

@@ -40,7 +40,20 @@ def test_powersgd_compresses_from_the_third_step_on(tmp_path: Path) -> None:
     assert low.losses[4] != pytest.approx(exact.losses[4], rel=1e-6)
     assert 0 < distance(low, exact) < 0.5 * distance(exact, start)
     assert low.losses[10] < low.losses[1]
-    assert "begins anew on resume" in (low.path / "log.txt").read_text()
+
+
+def test_powersgd_goes_on_exactly_on_as_many_ranks_and_says_what_it_drops_on_others(tmp_path: Path) -> None:
+    words = (*WORDS, "precision=fp64", "parallel=ddp", "parallel.comm_hook=powersgd")
+    whole = run(tmp_path / "whole", 2, *words, STEPS)
+    part = run(tmp_path / "part", 2, *words, "max_steps=6")
+    run(tmp_path / "part", 2, f"resume={part.path}", STEPS)
+    assert part.losses == whole.losses
+    assert part.result["weights_sha256"] == whole.result["weights_sha256"]
+    said = (part.path / "log.txt").read_text()
+    assert "begins anew" not in said
+    run(tmp_path / "part", 3, f"resume={part.path}", "max_steps=11")
+    said = (part.path / "log.txt").read_text()
+    assert "what it had not sent yet is dropped: num_ranks 2 there and 3 here" in said
 
 
 @pytest.mark.thorough

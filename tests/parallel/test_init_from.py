@@ -100,7 +100,9 @@ def test_from_a_run_of_any_mode_into_any_mode(tmp_path: Path) -> None:
     keep = (*words, "optimizer.lr=0", "optimizer.momentum=0")
     second = run(tmp_path / "pipeline", 2, *keep, "parallel=pipeline", f"init_from={first.path}")
     third = run(tmp_path / "none", 1, *keep, f"init_from={second.path}/checkpoints/best")
-    fourth = run(tmp_path / "zero", 2, *keep, "parallel=zero", f"init_from={third.path}/checkpoints/step_2/state.pt")
+    fourth = run(
+        tmp_path / "zero", 2, *keep, "parallel=zero", f"init_from={third.path}/checkpoints/step_2/rank_0.safetensors"
+    )
     assert first.weights["head.weight"].dtype == torch.float32
     for made in (second, third, fourth):
         assert made.weights.keys() == first.weights.keys()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from parity import COMMON, assert_equal
-from ways import SLICE, WAYS, Way
+from ways import SLICE, WAYS, Way, tier
 from worlds import Run, configure, run
 
 from runner.distributed.backend import Backend
@@ -38,7 +38,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in SLICE else pytest.mark.thorough, id=str(way)) for way in WAYS]
+    "way", [pytest.param(way, marks=tier(way in SLICE, way.world_size > 1), id=str(way)) for way in WAYS]
 )
 def test_mode_equals_one_process(way: Way, reference: Callable[..., Run], tmp_path: Path) -> None:
     expected = reference(*way.reference)
@@ -87,7 +87,8 @@ def test_checkpoint_goes_from_mode_to_mode(tmp_path: Path) -> None:
     assert _groups(last) == _groups(whole)
     state, expected = last.state["optimizer"]["state"], whole.state["optimizer"]["state"]
     assert list(state) == list(expected)
-    other = run(tmp_path / "other", 2, *resume, "max_steps=14", "optimizer.groups=[{match: bias}]", "parallel=zero")
+    others = ("optimizer.groups=[{match: bias}]", "resume_force=true")
+    other = run(tmp_path / "other", 2, *resume, "max_steps=14", *others, "parallel=zero")
     assert len(other.state["optimizer"]["param_groups"]) == 2
 
 

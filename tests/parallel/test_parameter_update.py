@@ -1,14 +1,19 @@
 """The one place where a rank's parameters are updated: rate, norm, clipping, and what a checkpoint brings."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from runner.fault_tolerance.checkpoint import save
+from runner.fault_tolerance.writers import Writers
 from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate
+from runner.runs.train_state import TrainState
 from runner.training.precision import Precision
+from runner.training.saved_state import SavedState
 
 FP32 = Precision("fp32", torch.device("cpu"))
 
@@ -45,7 +50,7 @@ def test_groups_keep_the_ratio_of_their_rates() -> None:
     assert [p[0].item() for p in own] == pytest.approx([-0.25, -0.05])
 
 
-def test_a_checkpoint_brings_the_momentum_and_not_the_configuration() -> None:
+def test_a_checkpoint_brings_the_momentum_and_not_the_configuration(tmp_path: Path) -> None:
     def made(lr: float, momentum: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         module = nn.Linear(2, 1)
@@ -54,9 +59,9 @@ def test_a_checkpoint_brings_the_momentum_and_not_the_configuration() -> None:
     module, optimizer = made(0.5, 0.9)
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state = optimizer_state(module, optimizer)
+    path = save(tmp_path, optimizer_state(module, optimizer), TrainState(1, 0, 1, batch_size=1), Writers())
     other, resumed = made(0.1, 0.8)
-    load_optimizer_state(other, resumed, state)
+    load_optimizer_state(other, resumed, SavedState.open(path))
     assert (resumed.param_groups[0]["lr"], resumed.param_groups[0]["momentum"]) == (0.1, 0.8)
     buffers = [resumed.state[p]["momentum_buffer"] for p in other.parameters()]
     assert all(torch.equal(b, torch.ones_like(b)) for b in buffers)

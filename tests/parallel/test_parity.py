@@ -8,6 +8,7 @@ from pathlib import Path
 import parity_table
 import pytest
 from parity import COMMON, EXPERIMENTS, assert_equal, distance
+from ways import tier
 from worlds import MODES, Run, configure, run
 
 from runner.distributed.backend import Backend
@@ -64,6 +65,13 @@ ABSENT = {
 CELLS = [(way, model, world_size) for way in WAYS for model in MODELS for world_size in way.world_sizes]
 # What the default run tests of it: every mode, on two ranks where it may have two; and what is refused.
 SLICE = {(mode, "mlp", 1 if mode in ("none", "dp") else 2) for mode in MODES} | ABSENT
+# What CI tests besides of every way: four ranks with a model that has BatchNorm, two with one without, and one rank.
+THOROUGH = {("convnet", 4), ("transformer", 2), ("mlp", 1)}
+
+
+def is_only(way: Way, model: str) -> bool:
+    """Of a way on one number of ranks: the model that it is tested with."""
+    return len(way.world_sizes) == 1 and model == ("transformer" if way.name == "pipeline 4" else "convnet")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +90,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
         pytest.param(
             *(way, model, world_size),
             id=f"{way.name}-{model}-{world_size}",
-            marks=() if (way.name, model, world_size) in SLICE else pytest.mark.thorough,
+            marks=tier((way.name, model, world_size) in SLICE, (model, world_size) in THOROUGH or is_only(way, model)),
         )
         for way, model, world_size in CELLS
     ],
@@ -131,7 +139,7 @@ def test_mode_equals_one_process(
     ],
     ids=lambda options: options[0],
 )
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("allreduce", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("allreduce", marks=pytest.mark.soak)])
 def test_option_means_the_same_on_two_ranks(
     mode: str, options: tuple[str, ...], reference: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -174,6 +182,7 @@ def test_fp32_agrees_over_the_first_steps(tmp_path: Path) -> None:
         assert two.losses[step] == pytest.approx(one.losses[step], rel=1e-4)
 
 
+@pytest.mark.fault("a rank without a sample", outcome="survived")
 def test_last_batch_may_leave_ranks_without_a_sample(tmp_path: Path) -> None:
     """33 samples in batches of 16: the third step has one sample for four ranks and two micro-batches."""
     words = ("model=toy", "data=toy", "data.num_train=33", "batch_size=16", "micro_batches=2", "max_steps=6")

@@ -10,7 +10,7 @@ import torch
 from parity import COMMON, assert_equal
 from ranks import RankError
 from torch import nn
-from ways import SLICE, WAYS, Way
+from ways import SLICE, WAYS, Way, tier
 from worlds import Run, configure, run
 
 from runner.parallel.tp import TP
@@ -41,11 +41,16 @@ def _in_slice(model: str, way: Way) -> bool:
     return way in SLICE and way.mode in {"Tied": ("fsdp", "pipeline"), "Scaled": ("fsdp", "tp")}.get(model, ("zero",))
 
 
+def _is_thorough(model: str, way: Way) -> bool:
+    """Each mode once, and of one model all the options."""
+    return way in SLICE or (bool(way.options) and model == "Tied")
+
+
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     ("model", "way"),
     [
-        pytest.param(model, way, marks=() if _in_slice(model, way) else pytest.mark.thorough, id=f"{model}-{way}")
+        pytest.param(model, way, marks=tier(_in_slice(model, way), _is_thorough(model, way)), id=f"{model}-{way}")
         for model in MODELS
         for way in WAYS
         if not (model == "Backbone" and _is_apart(way))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from parity import COMMON, assert_equal
+from ways import tier
 from worlds import MODES, Run, run
 
 # Of 1,437 digits, two epochs in ten steps; the last batch of each is uneven.
@@ -22,6 +23,7 @@ CELLS = [
     for world_size in ((1,) if mode in ONE_PROCESS else (2, 4) if mode in NOT_ALONE else (1, 2, 4))
     for micro_batches in (1, 3)
 ]
+LARGEST = [(mode, 1 if mode in ONE_PROCESS else 4, 3) for mode in MODES]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, words: tuple[str, ...]) 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     ("mode", "world_size", "micro_batches"),
-    [pytest.param(*cell, marks=() if cell == ("ddp", 2, 3) else pytest.mark.thorough) for cell in CELLS],
+    [pytest.param(*cell, marks=tier(cell == ("ddp", 2, 3), cell in LARGEST)) for cell in CELLS],
 )
 def test_mode_equals_one_process(
     mode: str,
