@@ -1,0 +1,81 @@
+"""What a small exchange between ranks of one machine costs: gloo's all_reduce and the runner's own, in turn.
+
+usage: python benchmarks/exchanges.py [--ranks 2 4] [--bytes 64 256 4096 65536] [--rounds 5] [--repeats 200]
+Each round times `repeats` exchanges of each kind after each other, in processes that only exchange. The last two rows
+are the vote of a step, from its start to its answer, with nothing between.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.local_exchange import LocalExchange, exchange_of
+from runner.distributed.world import World
+
+
+def kinds(exchange: LocalExchange, num_bytes: int) -> dict[str, Callable[[], object]]:
+    """What is timed of so many bytes, by name; a vote for 0."""
+    if num_bytes == 0:
+        votes = torch.zeros(2, dtype=torch.int32)
+        return {
+            "gloo": lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True).wait(),  # type: ignore[union-attr]
+            "sockets": lambda: exchange.any_of_later([False, False])(),
+        }
+    tensor = torch.zeros(num_bytes // 8, dtype=torch.float64)
+    return {"gloo": lambda: dist.all_reduce(tensor), "sockets": lambda: exchange.sum(tensor)}
+
+
+def measure(rank: int, world_size: int, store: str, sizes: list[int], rounds: int, repeats: int) -> None:
+    """On rank 0, print a row for each size."""
+    torch.set_num_threads(1)
+    world = World(RankInfo(rank, rank, world_size, world_size), dist.FileStore(store, world_size), Backend())
+    world.begin_job(world.backend)
+    world.group.form(world.backend, world.device)
+    exchange = exchange_of()
+    assert exchange is not None, "this system has no sockets of the kind that the runner's exchanges need"
+    for num_bytes in [*sizes, 0]:
+        seconds: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for name, act in kinds(exchange, num_bytes).items():
+                for _ in range(repeats // 10):
+                    act()
+                for _ in range(repeats):
+                    start = time.perf_counter()
+                    act()
+                    seconds.setdefault(name, []).append(time.perf_counter() - start)
+        if rank == 0:
+            best = {name: 1e6 * min(taken) for name, taken in seconds.items()}
+            median = {name: 1e6 * statistics.median(taken) for name, taken in seconds.items()}
+            cells = [f"{best[name]:6,.0f} | {median[name]:6,.0f}" for name in seconds]
+            what = f"{num_bytes:,} B" if num_bytes else "vote"
+            ratio = median["gloo"] / median["sockets"]
+            print(f"| {world_size} | {what:>8} | {' | '.join(cells)} | {ratio:5.1f} |", flush=True)
+    world.group.leave(went_well=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--bytes", type=int, nargs="+", default=[64, 256, 4096, 65536])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=200)
+    args = parser.parse_args()
+    print(f"microseconds, n={args.rounds * args.repeats}\n")
+    print("| ranks | exchange | gloo, best | median | sockets, best | median | gloo / sockets, of the medians |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for num_ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            options = (num_ranks, f"{folder}/store", args.bytes, args.rounds, args.repeats)
+            mp.spawn(measure, options, nprocs=num_ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What a run costs against its ranks, its samples and its parameters: a step, logging, start, evaluation, checkpoint.
+
+usage: python benchmarks/growth.py [--axis ranks,samples] [--most 8] [--rounds 2] [--minutes 9.5] [--cores N]
+           [--write docs/benchmarks.md]
+
+Ranks: 1 to 32 in one world on this machine (launcher=spawn, ddp over gloo), 32 samples a step on each. Samples: 10^3
+to 10^10 of data=counting, which computes them from their numbers. Parameters: an mlp of 10^4 to 10^8, plain SGD. All on
+the CPU, one thread a rank. Each size is a command that logs each step and one that logs none, and sizes take turns.
+Without --axis and --most it is under 10 minutes on 2 cores.
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from growth_table import AXES, MEASURED, Cell, render
+from page import facts
+from peers.commands import CommandFailed, Place, measure
+
+HERE = Path(__file__).resolve().parent
+RANK_MIB = 300  # that a rank may take beside what it shares
+MIB_PER_PARAMETER = 20 / 2**20  # weights, gradients, the copy that a checkpoint is written from, and what makes them
+SAMPLE_SIZE, CLASSES = 32, 10
+NEVER = 1_000_000
+
+
+def words_of(axis: str, size: int, logs: bool, scratch: Path) -> list[str]:
+    """The command of one size."""
+    ranks, samples = (size if axis == "ranks" else 1), (size if axis == "samples" else 10**6)
+    hidden = width_of(size) if axis == "parameters" else 256
+    steps = steps_of(axis, size)
+    words = [sys.executable, "-m", "runner", f"--config-dir={HERE}", "callbacks=growth_meter"]
+    words += [f"callbacks.growth_meter.warmup_steps={min(5, steps // 3)}", "model=mlp"]
+    words += [f"model.hidden=[{hidden},{hidden}]", "data=counting", f"data.num_train={samples}", "threads=1"]
+    words += [f"batch_size={32 * ranks}", f"max_steps={steps}", "epochs=1000", f"eval_every={NEVER}", "eval_batches=16"]
+    words += ["optimizer=sgd", "optimizer.momentum=0.0", f"log_every={1 if logs else NEVER}"]
+    # Up to the last step but one: none comes between the last one and the evaluation.
+    words += [f"checkpoint.every_steps={(steps - 1) // (5 if steps > 9 else 2)}", f"checkpoint.every_epochs={NEVER}"]
+    words += ["checkpoint.keep=1", "checkpoint.keep_best=0", f"outputs={scratch}/outputs"]
+    if ranks > 1:
+        words += ["launcher=spawn", f"launcher.nproc_per_node={ranks}", "parallel=ddp"]
+    return words
+
+
+def width_of(parameters: int) -> int:
+    """Of the two hidden layers of an mlp with about as many: h (32 + 1) + h (h + 1) + 10 (h + 1)."""
+    beside = SAMPLE_SIZE + CLASSES + 2
+    return round((-beside + math.sqrt(beside**2 + 4 * (parameters - CLASSES))) / 2)
+
+
+def steps_of(axis: str, size: int) -> int:
+    """As many as take a few seconds: one more than a multiple of how often a checkpoint is taken."""
+    if axis == "parameters" and size > 10**6:
+        return 21 if size <= 10**7 else 9
+    return 101 if axis != "ranks" or size <= 4 else 41 if size <= 8 else 21
+
+
+def needed_mib(axis: str, size: int) -> float:
+    return RANK_MIB * (size if axis == "ranks" else 2) + (MIB_PER_PARAMETER * size if axis == "parameters" else 0)
+
+
+def free_mib() -> float:
+    """Memory that processes can still take; without a limit where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable")), math.inf)
+
+
+def left_out(sizes: Sequence[tuple[str, int]], free: float) -> dict[tuple[str, int], str]:
+    """Of the sizes, those that this machine has not the memory for, and a line that says so."""
+    return {
+        (axis, size): f"{size:,} {axis} are left out: they need about {need:,.0f} MiB, and {free:,.0f} are free"
+        for axis, size in sizes
+        if (need := needed_mib(axis, size)) > free
+    }
+
+
+def run(sizes: Sequence[tuple[str, int]], rounds: int, place: Place, end: float) -> list[Cell]:
+    """Round after round until there are enough, or the next command would not end in time."""
+    cells = {(axis, size): Cell(axis, size) for axis, size in sizes}
+    took = dict.fromkeys(cells, 0.0)
+    for number in range(1, rounds + 1):
+        for axis, size in sorted(cells, key=lambda each: took[each]):  # if time is short, the longest have fewer
+            cell, start = cells[axis, size], time.monotonic()
+            if start + took[axis, size] > end:
+                continue
+            for logs, found in ((True, cell.logged), (False, cell.silent)):
+                print(f"round {number}: {size:,} {axis}, {'logged' if logs else 'silent'}: ", end="", file=sys.stderr)
+                try:
+                    figures = measure(words_of(axis, size, logs, place.scratch), place)
+                except CommandFailed as error:
+                    cell.failures.append(str(error))
+                    print(error, file=sys.stderr)
+                    continue
+                found.append(figures)
+                print(f"{1e3 * figures['step_s']:.2f} ms, {figures['command_s']:.1f} s in all", file=sys.stderr)
+            took[axis, size] = time.monotonic() - start
+    return list(cells.values())
+
+
+def arguments() -> argparse.Namespace:
+    """As typed. Ends with status 2 where something does not fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--axis", type=lambda text: text.split(","), default=list(AXES), help=", ".join(AXES))
+    parser.add_argument("--most", type=float, default=math.inf, help="no size above it")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=9.5, help="no size begins that would not end in them")
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="that the ranks share")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables and the plot into this page")
+    given = parser.parse_args()
+    for axis in given.axis:
+        if axis not in AXES:
+            parser.error(f"--axis={axis} must be one of {', '.join(AXES)}")
+    if given.rounds < 1:
+        parser.error(f"--rounds={given.rounds} must be at least 1; 2 show how much it varies")
+    if given.cores < 1:
+        parser.error(f"--cores={given.cores} must be at least 1; leave it out for those that there are")
+    least = min(size for axis in given.axis for size in AXES[axis].sizes)
+    if given.most < least:
+        parser.error(f"--most={given.most:g} leaves nothing; try {least}")
+    MEASURED.check_typed(parser, given.write)
+    return given
+
+
+def main() -> int:
+    given = arguments()
+    end = time.monotonic() + 60 * given.minutes
+    load = os.getloadavg()[0]
+    sizes = [(axis, size) for axis in given.axis for size in AXES[axis].sizes if size <= given.most]
+    absent = left_out(sizes, free_mib())
+    print(*absent.values(), sep="\n", file=sys.stderr, end="\n" if absent else "")
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Place(Path(scratch), Path(scratch))
+        cells = run([size for size in sizes if size not in absent], given.rounds, place, end)
+    measured = f"{facts(load, list(absent.values()), ['torch'])}\n\n{render(cells, given.cores)}"
+    print(measured)
+    if given.write:
+        from growth_plot import draw
+
+        draw(cells, given.cores, given.write.parent / "images" / "growth.png")
+        write = f"{measured}\n![seconds against ranks, samples and parameters](images/growth.png)"
+        MEASURED.write(given.write, write)
+    return 0 if all(cell.logged and cell.silent for cell in cells) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

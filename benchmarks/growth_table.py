@@ -1,0 +1,179 @@
+"""What growth.py has measured as Markdown: a table for each axis, and the formula by which each figure grows."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from page import MAX_SPREAD, Section, spread
+
+MEASURED = Section("<!-- growth: written by the command above -->", "<!-- end of the growth -->")
+FIGURES = {  # by name: its column, and what a second is multiplied by
+    "step_s": ("step, ms", 1e3),
+    "first_step_s": ("command to first step, s", 1),
+    "evaluation_s": ("evaluation, s", 1),
+    "checkpoint_s": ("checkpoint, s", 1),
+}
+SHARED, LOGGING = "step_x_cores_over_ranks_s", "logging_s"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What grows, where it is measured, and where the formula is read beyond that."""
+
+    name: str
+    sizes: tuple[int, ...]
+    beyond: int
+    term: Callable[[float], float]  # what a figure is a line in
+    term_name: str
+    fitted_from: int = 1  # a world of one has no process group
+
+
+AXES = {
+    "ranks": Axis("ranks", (1, 2, 4, 8, 16, 32), 1024, float, "ranks", fitted_from=2),
+    "samples": Axis("samples", (10**3, 10**6, 10**9, 10**10), 10**12, math.log10, "log10(samples)"),
+    "parameters": Axis("parameters", (10**4, 10**5, 10**6, 10**7, 10**8), 10**9, float, "parameters"),
+}
+
+
+@dataclass
+class Cell:
+    """One size: the figures of its rounds by name, of runs that log each step and of those that log none."""
+
+    axis: str
+    size: int
+    logged: list[Mapping[str, float]] = field(default_factory=list)
+    silent: list[Mapping[str, float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def values(self, figure: str, cores: int) -> list[float]:
+        """Of all rounds; a step's of those that log, and the rest of both."""
+        if figure == SHARED:
+            share = min(cores, self.size) / self.size
+            return [value * share for value in self.values("step_s", cores)]
+        rounds = self.logged if figure == "step_s" else self.logged + self.silent
+        return [figures[figure] for figures in rounds]
+
+    def sure(self, figure: str, cores: int) -> float | None:
+        """The median, of rounds that agree."""
+        values = self.values(figure, cores)
+        varies = spread(values)
+        return statistics.median(values) if varies is not None and varies <= MAX_SPREAD else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """start + slope x term; off: by how much a measured median is off it at most, as a part of the median."""
+
+    start: float
+    slope: float
+    off: float
+
+    def at(self, term: float) -> float:
+        return self.start + self.slope * term
+
+
+def fit(terms: Sequence[float], values: Sequence[float]) -> Line | None:
+    """The line with the least squares of what it is off by, as parts of the values; None of fewer than three.
+
+    One that leads below 0, or down by no more than the rounds may vary, is level.
+    """
+    if len(terms) < 3:
+        return None
+    weights = [1 / value**2 for value in values]
+    total = sum(weights)
+    middle = sum(weight * term for weight, term in zip(weights, terms, strict=True)) / total
+    mean = sum(weight * value for weight, value in zip(weights, values, strict=True)) / total
+    across = sum(weight * (term - middle) ** 2 for weight, term in zip(weights, terms, strict=True))
+    both = zip(weights, terms, values, strict=True)
+    slope = sum(weight * (term - middle) * (value - mean) for weight, term, value in both) / across
+    if abs(slope) * (max(terms) - min(terms)) <= MAX_SPREAD * statistics.median(values):
+        slope, middle, mean = 0.0, 0.0, statistics.median(values)
+    start = mean - slope * middle
+    off = max(abs(start + slope * term - value) / value for term, value in zip(terms, values, strict=True))
+    return Line(start, slope, off)
+
+
+def fitted(cells: Sequence[Cell], axis: Axis, figure: str, cores: int) -> Line | None:
+    """Of the sizes whose rounds agree; None where those of the largest do not: it shows best what is beyond."""
+    sure = [(cell.size, cell.sure(figure, cores)) for cell in cells if cell.size >= axis.fitted_from]
+    if not sure or max(sure)[1] is None:
+        return None
+    known = [(axis.term(size), value) for size, value in sure if value is not None]
+    return fit([term for term, _ in known], [value for _, value in known])
+
+
+def render(cells: Sequence[Cell], cores: int) -> str:
+    """A table for each axis that was measured, one of formulas, and what failed."""
+    blocks, lines = [], []
+    for axis in AXES.values():
+        rows = [cell for cell in cells if cell.axis == axis.name]
+        if not rows:
+            continue
+        shared = [f"step x {cores} cores / ranks, ms"] if axis.name == "ranks" else []
+        head = [axis.name, "step, ms", *shared, "logging a step, ms", *(name for name, _ in [*FIGURES.values()][1:])]
+        head += ["memory of rank 0, MiB", "n"]
+        blocks.append("\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(_row(c, cores) for c in rows)]))
+        lines += [_formula(rows, axis, figure, cores) for figure in figures_of(axis)]
+    head = ["against", "what", "formula", "off by at most", "extrapolated to"]
+    blocks.append("\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines]))
+    failed = [f"- {cell.size:,} {cell.axis}: {why}" for cell in cells for why in cell.failures]
+    return "\n\n".join([*blocks, *(["Failed:", "\n".join(failed)] if failed else [])]) + "\n"
+
+
+def figures_of(axis: Axis) -> list[str]:
+    """Those that have a formula."""
+    return [*(("step_s", SHARED) if axis.name == "ranks" else ("step_s",)), *list(FIGURES)[1:]]
+
+
+def _row(cell: Cell, cores: int) -> str:
+    steps = [text(cell.values("step_s", cores), 1e3)]
+    if cell.axis == "ranks":
+        steps.append(text(cell.values(SHARED, cores), 1e3))
+    rest = [text(cell.values(figure, cores), times) for figure, (_, times) in [*FIGURES.items()][1:]]
+    memory = cell.values("memory_mib", cores)
+    shown = [f"{cell.size:,}", *steps, logging(cell), *rest, f"{statistics.median(memory):,.0f}" if memory else "-"]
+    return f"| {' | '.join([*shown, str(len(cell.logged))])} |"
+
+
+def text(values: Sequence[float], times: float = 1) -> str:
+    """The median and the best, unless they vary so much that they say nothing."""
+    if not values:
+        return "-"
+    varies = spread(values)
+    if varies is None:
+        return "one round"
+    if varies > MAX_SPREAD:
+        return f"too busy: {varies:.0%}"
+    return f"{_number(times * statistics.median(values))} ({_number(times * min(values))})"
+
+
+def logging(cell: Cell) -> str:
+    """What a step that logs takes longer, in the median of the rounds: a figure where it is above what they vary by."""
+    logged, silent = ([figures["step_s"] for figures in rounds] for rounds in (cell.logged, cell.silent))
+    if min(len(logged), len(silent)) < 2:
+        return "one round" if logged and silent else "-"
+    varies = max(max(logged) - min(logged), max(silent) - min(silent))
+    more = statistics.median(logged) - statistics.median(silent)
+    return _number(1e3 * more) if more > varies else f"under {_number(1e3 * (varies + max(more, 0)))}"
+
+
+def _formula(cells: Sequence[Cell], axis: Axis, figure: str, cores: int) -> str:
+    name, times = ("step x cores / ranks, ms", 1e3) if figure == SHARED else FIGURES[figure]
+    line, beyond = fitted(cells, axis, figure, cores), f"{axis.beyond:,} {axis.name}"
+    if line is None:
+        return f"| {axis.name} | {name} | too few sizes whose rounds agree, or not the largest | - | - |"
+    formula = _number(times * line.start)
+    if line.slope:
+        formula += f" {'-' if line.slope < 0 else '+'} {_number(abs(times * line.slope))} x {axis.term_name}"
+    else:
+        formula += ", whatever they are"
+    there = times * line.at(axis.term(axis.beyond))
+    return f"| {axis.name} | {name} | {formula} | {line.off:.0%} | {beyond}: {_number(there)} |"
+
+
+def _number(value: float) -> str:
+    """With three digits that count."""
+    if value == 0 or abs(value) < 1e-3:
+        return f"{value:.2g}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -1,0 +1,23 @@
+"""The meter as a callback of the runner: callbacks=meter, with this folder as --config-dir."""
+
+from meter import Meter
+
+from runner.training.callback import Callback, Moment, Outcome, RunInfo
+
+
+class RunnerMeter(Callback):
+    def __init__(self, warmup_steps: int = 20) -> None:
+        self.warmup_steps = warmup_steps
+
+    def on_start(self, run: RunInfo) -> None:
+        self._meter, self._writes = Meter(run.config.batch_size, self.warmup_steps), run.rank == 0
+
+    def after_step(self, now: Moment) -> None:
+        self._meter.tick()
+
+    def after_evaluation(self, now: Moment) -> None:
+        self._meter.evaluated()
+
+    def on_end(self, now: Moment, outcome: Outcome) -> None:
+        if self._writes and outcome == "finished":
+            self._meter.write()

@@ -1,0 +1,104 @@
+"""What the peers' scripts share: the work that was asked for as plain torch, and how a script ends.
+
+Each is started as `python SCRIPT WORK ROOT STEPS`, by torchrun where it does not start its ranks itself.
+"""
+
+import importlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from meter import Meter
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+from torchvision.datasets import MNIST
+from torchvision.transforms import ToTensor
+from works import TEXT, WORKS, Work
+
+LOG_EVERY = 50
+
+
+class Blocks(Dataset[tuple[Tensor, Tensor]]):
+    """Blocks of tokens and the tokens that follow them, sample by sample."""
+
+    def __init__(self, train: bool) -> None:
+        from data.text import Text
+
+        tokens = Text("train" if train else "val", TEXT.sample_shape, TEXT.num_outputs).tokens
+        self.tokens, self.size = torch.from_numpy(tokens.astype("int64")), TEXT.sample_shape[0]
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.size
+        return self.tokens[start : start + self.size], self.tokens[start + 1 : start + self.size + 1]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The work that was asked for."""
+
+    work: Work
+    root: str  # of the MNIST-format files
+    steps: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.work.batch_size
+
+    def model(self) -> nn.Module:
+        module, _, name = self.work.model.rpartition(".")
+        make = getattr(importlib.import_module(module), name)
+        return make(list(self.work.data.sample_shape), self.work.data.num_outputs)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.work.optimizer)(parameters, **self.work.options)
+
+    def data(self, train: bool) -> Dataset[tuple[Tensor, Tensor]]:
+        return Blocks(train) if self.work.data is TEXT else MNIST(self.root, train=train, transform=ToTensor())
+
+    def val_loader(self, rank: int, world_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
+        """This rank's share of the validation data."""
+        data = self.data(train=False)
+        sampler = DistributedSampler(data, world_size, rank, shuffle=False) if world_size > 1 else None
+        return DataLoader(data, self.batch_size // world_size, sampler=sampler)
+
+    def meter(self) -> Meter:
+        return Meter(self.batch_size, self.work.warmup_of(self.steps))
+
+    def finish(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any], meter: Meter, rank: int
+    ) -> None:
+        """Evaluate, save from rank 0, and write what was measured. All ranks must call it."""
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for inputs, targets in itertools.islice(loader, self.work.eval_batches):
+                sums += torch.tensor([loss_of(model(inputs), targets).item() * len(targets), len(targets)])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        meter.evaluated()
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loss": sums[0] / sums[1]}
+            torch.save(state, Path(tempfile.mkdtemp(), "checkpoint.pt"))
+            meter.write()
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """outputs: (N, num_outputs), targets: (N,); of sequences (N, T, num_outputs) and (N, T)."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def given() -> Given:
+    """From the command line."""
+    name, root, steps = sys.argv[1:4]
+    return Given(WORKS[name], root, int(steps))
