@@ -23,8 +23,9 @@ from runner.config.own_folders import absolute, add_to_path
 from runner.config.resume import Typed
 from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
 from runner.errors import InputError, Preempted, tell
+from runner.launchers.imported import end_imports
 
-FINISHED, FAILED, REFUSED, PREEMPTED = 0, 1, 2, 143
+FINISHED, FAILED, REFUSED, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
 
 
 def main() -> int:
@@ -49,6 +50,8 @@ def main() -> int:
         return _refuse_everywhere(error.messages, init)
     except Preempted:
         return PREEMPTED
+    except KeyboardInterrupt:  # a second Ctrl-C; what there was to say of it has been said
+        return INTERRUPTED
     except BrokenPipeError:  # whoever read what is printed, as `head` does, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
         return FINISHED
@@ -94,10 +97,12 @@ def _run(typed: Typed, multirun: bool, rank_info: RankInfo) -> int:
     if multirun:
         from runner.sweeps.start import run_sweep
 
+        end_imports()
         return run_sweep(typed, rank_info, sys.orig_argv).status
     config, request = prepare(typed, rank_info, sys.orig_argv)
     from runner.launchers.launch import launch_and_tell
 
+    end_imports()
     return launch_and_tell(config, request, rank_info)
 
 
@@ -133,5 +138,9 @@ def _refuse_everywhere(messages: list[str], init: str) -> int:
             return REFUSED
     except InputError as error:  # there is no such world
         messages = error.messages
+    except Preempted:
+        return PREEMPTED
+    except TimeoutError:  # the others do not come to where they would be told
+        pass
     tell(messages)
     return REFUSED

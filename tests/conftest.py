@@ -12,6 +12,8 @@ from commands import Commands
 
 from runner.main import main
 
+pytest_plugins = ("fault_matrix", "leftovers")
+
 # The first backward of a process decides which threads autograd starts, after which no forked rank can go backward. It
 # must come before any test has a FakeTensorMode, with which torch counts a GPU that is not there.
 torch.ones((), requires_grad=True).backward()
@@ -40,11 +42,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
-    """Commands that run in the test's own folder. What is left of them at its end is killed."""
+    """Commands that run in the test's own folder. Those that still run at its end are killed."""
     own = Commands(tmp_path)
     yield own
     for process in own.started:
-        own.kill(process)
+        if process.poll() is None:  # what one that has ended leaves behind fails the test: support/leftovers.py
+            own.kill(process)
         assert process.stdout and process.stderr
         process.stdout.close()
         process.stderr.close()

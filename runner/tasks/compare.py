@@ -2,6 +2,7 @@
 
 import csv
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,9 +171,9 @@ def _measure_references(cells: list[Cell], path: Path, request: Request, rank_in
 
 
 def _compare_weights(cells: list[Cell], references: dict[float, Cell], path: Path) -> None:
-    def weights(cell: Cell) -> dict[str, torch.Tensor]:
+    def weights(cell: Cell) -> Mapping[str, torch.Tensor]:
         (newest,) = available(path / "cells" / cell.name / CHECKPOINTS)
-        return checkpoint.load(newest)[0]["model"]
+        return checkpoint.open_checkpoint(newest).model()
 
     for cell in cells:
         reference = references.get(cell.metrics.get("micro_batches", 0))

@@ -1,6 +1,5 @@
 """task=export: the trained model of a run as a file that other programs read, with a JSON file that says what it is."""
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,9 @@ from runner.errors import InputError
 from runner.fault_tolerance.checkpoint import weights_sha256
 from runner.fault_tolerance.trained_model import Trained, restore_model
 from runner.runs.provenance import git_state, versions
-from runner.runs.run_directory import METRICS, Request, read_result
+from runner.runs.records import lines_of
+from runner.runs.run_directory import Request, read_result
+from runner.runs.strict_json import dumps
 from runner.tasks.example_call import Example, Examples, describe_call, describe_tensors
 from runner.tasks.exported import (
     PACKAGES,
@@ -86,8 +87,7 @@ def _export(config: Config, request: Request) -> Path:
     try:
         partial.mkdir()
         lines = _write(config, request, trained, partial / path.name)
-        for file in sorted(partial.iterdir(), key=lambda file: file.name == path.name):  # what says all is there: last
-            file.replace(path.parent / file.name)
+        _take_place(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         for folder in made:
@@ -99,6 +99,15 @@ def _export(config: Config, request: Request) -> Path:
     print(f"export   {model}, {run.name} after step {trained.progress.step}", *lines, sep="\n")
     print(f"written  {path} ({size / 1e6:,.1f} MB), {path.name}.json", flush=True)
     return path
+
+
+def _take_place(partial: Path, path: Path) -> None:
+    """Of an earlier export of that name nothing stays: a large ONNX file has its weights in one beside it."""
+    written = sorted(partial.iterdir(), key=lambda file: file.name == path.name)  # what says that all is there: last
+    for file in written:
+        file.replace(path.parent / file.name)
+    if path.suffix == SUFFIXES["onnx"] and not any(file.name == f"{path.name}.data" for file in written):
+        path.with_name(f"{path.name}.data").unlink(missing_ok=True)
 
 
 def _path_of(config: Config, request: Request, run: Path, trained: Trained) -> Path:
@@ -146,7 +155,7 @@ def _write(config: Config, request: Request, trained: Trained, path: Path) -> li
         taken = "of any number of samples" if facts["batch"] is None else "of one sample, which the model insists on"
         lines.append(f"batches  {taken}")
         lines.append(f"checked  outputs differ from the model's by {largest:.1g} of the largest at most")
-    path.with_name(f"{path.name}.json").write_text(json.dumps(facts, indent=1, default=str) + "\n")
+    path.with_name(f"{path.name}.json").write_text(dumps(facts, indent=1, default=str) + "\n")
     return lines
 
 
@@ -213,13 +222,8 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
 
 def _metrics_at(run: Path, step: int) -> dict[str, float]:
     """What the run measured at that step."""
-    path = run / METRICS
     found: dict[str, float] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            measured = json.loads(line)
-        except ValueError:  # a crash has cut it short
-            continue
+    for measured in lines_of(run):
         if measured.get("step") == step:
             found |= {key: value for key, value in measured.items() if "/" in key and not key.startswith("perf/")}
     return found

@@ -9,6 +9,7 @@ from runner.config.schema import Config
 from runner.distributed.traffic import KINDS, CommunicationCounter
 from runner.distributed.world import World
 from runner.fault_tolerance import checkpoint
+from runner.fault_tolerance.writers import Writers
 from runner.runs.loggers.several import Several
 from runner.runs.run_directory import RunDirectory
 from runner.runs.train_state import TrainState
@@ -58,10 +59,7 @@ class Measure:
 
         for _ in range(self.compared_steps):
             trainer.step(next(batches))
-        state = spread.state()
-        if directory.writes:
-            checkpoint.save(directory.checkpoints, state, trainer.state)
-        del state
+        checkpoint.save(directory.checkpoints, spread.state(), trainer.state, Writers.of(world))
 
         meter.pause()
         for _ in range(self.timed_steps):

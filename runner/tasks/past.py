@@ -1,12 +1,14 @@
 """What a run that is resumed has come by: its evaluations, and of which of them there is a checkpoint."""
 
 import json
+import math
 from dataclasses import dataclass
 
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.runs.monitor import Monitor
 from runner.runs.run_directory import RunDirectory
+from runner.runs.strict_json import dumps
 from runner.runs.train_state import TrainState, available, step_of
 
 
@@ -35,7 +37,7 @@ def read_past(directory: RunDirectory, monitor: Monitor, world: World) -> Past:
     def read() -> str:
         checkpoints = [step_of(path) for path in available(directory.checkpoints)]
         values = directory.evaluations(monitor.name) if checkpoints else {}
-        return json.dumps([list(values.items()), checkpoints])
+        return dumps([list(values.items()), checkpoints])
 
     values, checkpoints = json.loads(world.agreement.share("past", read))
-    return Past(dict(values), checkpoints)
+    return Past({step: math.nan if value is None else value for step, value in values}, checkpoints)

@@ -32,21 +32,22 @@ class Report:
         """
         named = [("run", config.run)] if config.run else []
         named += [("report.runs", path) for path in config.report.runs]
-        jobs = [job for key, path in named for job in read_jobs(Path(path).absolute(), key, read_standing)]
+        left_out: list[str] = []
+        jobs = [job for key, path in named for job in read_jobs(Path(path).absolute(), key, read_standing, left_out)]
+        if left_out and not jobs:
+            raise InputError(*left_out)
         summary = summarize(_once(jobs), config.report.metric, config.report.direction)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         try:
-            world.agreement.share(
-                "report", lambda: _tell(summary, config, [Path(path) for _, path in named], rank_info)
-            )
+            world.agreement.share("report", lambda: _tell(summary, config, [Path(path) for _, path in named], left_out))
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be kept ({error}); name a folder for it") from None
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 
 
-def _tell(summary: Summary, config: Config, named: list[Path], rank_info: RankInfo) -> str:
+def _tell(summary: Summary, config: Config, named: list[Path], left_out: list[str]) -> str:
     if config.report.output:
         folder = Path(config.report.output).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def _tell(summary: Summary, config: Config, named: list[Path], rank_info: RankIn
         folder = named[0].absolute()
     else:
         folder = new_directory(config.outputs, config.name, prefix="report-")
-    print(as_text(summary), flush=True)
+    print(as_text(summary), *left_out, sep="\n", flush=True)
     title = named[0].name if len(named) == 1 else f"{len(summary.jobs)} runs"
     pictures = draw(summary, folder)
     (folder / "report.md").write_text(as_markdown(summary, title, pictures))

@@ -14,6 +14,7 @@ from runner.distributed.world import World
 from runner.runs.provenance import DIFF
 from runner.runs.records import dotted
 from runner.runs.run_directory import CONFIG, RunDirectory, read_result
+from runner.runs.train_state import OLDER_ORDER, ORDER
 from runner.tasks.train import Train
 from runner.training.build import Experiment
 
@@ -58,6 +59,10 @@ class Rerun:
             return [f"run={path} is of task={result.get('task')}, and task=rerun trains; name a training run"]
         if result["state"] != "finished":
             return [f"run={path} is {result['state']}, and has no final weights to compare with; try resume={path}"]
+        if (order := _order_of(path)) not in (OLDER_ORDER, ORDER):
+            return [
+                f"run={path} read its samples in order={order}, which this version does not know; use the one it is of"
+            ]
         if (size := result["world_size"]) != world_size:
             return [
                 f"run={path} ran in a world of {size}, and this one is of {world_size}, in which sums are "
@@ -74,7 +79,8 @@ class Rerun:
             log.info("again   %s", then)
             for line in lines or ["nothing: commit, versions, machine and configuration are the same"]:
                 log.info("differs %s", line)
-        metrics = Train().run(config, experiment, world, directory, console)
+        order = int(world.agreement.share("order", lambda: str(_order_of(then))))
+        metrics = Train().run(config, experiment, world, directory, console, order)
         if not directory.writes:
             return metrics
         was, now = (read_result(then) or {})["weights_sha256"], directory.result.weights_sha256
@@ -97,6 +103,11 @@ def differences(then: Path, now: RunDirectory) -> list[str]:
         lines.append(f"uncommitted changes: compare {then / DIFF} with {now.path / DIFF}")
     old, new = (_settings(path) for path in (then, now.path))
     return lines + [f"{key}: was {old[key]}, is {new.get(key)}" for key in old if old[key] != new.get(key)]
+
+
+def _order_of(run: Path) -> Any:
+    """Of its samples, as its result says; that of a version which knew one order alone says nothing."""
+    return (read_result(run) or {}).get("order", OLDER_ORDER)
 
 
 def _diff(path: Path) -> str:

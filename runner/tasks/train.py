@@ -2,18 +2,22 @@
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from runner.config.debugging import BATCHES
+from runner.config.differences import told
 from runner.config.schema import Averaging, Config
 from runner.distributed.world import World
-from runner.fault_tolerance.checkpoint import restore
+from runner.fault_tolerance.checkpoint import restore, sweep
 from runner.fault_tolerance.checkpointing import Checkpointing
+from runner.fault_tolerance.finite_weights import FiniteWeights
+from runner.fault_tolerance.writers import Writers
 from runner.runs.monitor import LOSS, shown
 from runner.runs.run_directory import RunDirectory
-from runner.runs.train_state import TrainState, available
+from runner.runs.train_state import ORDER, TrainState, available
 from runner.tasks.past import Past, read_past
 from runner.training.build import Experiment
 from runner.training.callback import Callbacks, RunInfo
@@ -48,19 +52,35 @@ class Train:
         return []
 
     def run(
-        self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
+        self,
+        config: Config,
+        experiment: Experiment,
+        world: World,
+        directory: RunDirectory,
+        console: Console,
+        order: int = ORDER,
     ) -> dict[str, float]:
+        """order: of the samples, for a run that begins; one that goes on keeps to its own."""
         for line in describe(config, experiment, world, directory):
             log.info("%s", line)
         for line in (*experiment.warnings, *_alone(experiment, world, directory)):
             log.warning("%s", line)
         spread = experiment.parallel.prepare(experiment.recipe, world)
         average = average_of(spread, experiment.recipe.module, config.ema)
-        state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
+        state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size, order=order)
         if available(directory.checkpoints):
             state = restore(directory.checkpoints, spread, world, average=average)
             log.info("resuming after step %d", state.step)
-            directory.result.step, directory.result.epoch = state.step, state.epoch
+            if state.batch_size != config.batch_size:
+                state = _cut_anew(state, config)
+        elif config.resume or directory.attempt.number > 1:
+            log.info("the run has no checkpoint yet: it begins again at step 0")
+        _keep_to(state.order, experiment)
+        directory.result.order = state.order
+        directory.commit(state.step)
+        directory.result.step, directory.result.epoch = state.step, state.epoch
+        if directory.writes:
+            sweep(directory.checkpoints)
         directory.forget_after(state.step)
         meter = ThroughputMeter()
         recorder = Recorder(directory, experiment.logger, meter, metric_names(experiment))
@@ -108,6 +128,25 @@ class Train:
         return metrics
 
 
+def _cut_anew(state: TrainState, config: Config) -> TrainState:
+    """With another batch size: in the middle of an epoch, the first step whose samples are not all read already."""
+    if state.step_in_epoch and not config.resume_force:
+        raise ValueError(
+            f"batch_size={config.batch_size}: the sound checkpoint was taken {state.step_in_epoch} steps into an epoch "
+            f"with batch_size={state.batch_size}, which cannot change there; keep that, or add resume_force=true"
+        )
+    read = state.step_in_epoch * state.batch_size
+    return replace(state, step_in_epoch=read // config.batch_size, batch_size=config.batch_size)
+
+
+def _keep_to(order: int, experiment: Experiment) -> None:
+    """Read the training samples in the order that the run was begun with."""
+    loader = experiment.train_loader
+    if order != loader.sampler.order:
+        loader.read_by(replace(loader.sampler, order=order))
+        log.info("the samples are in the order of the older version that the run was begun with")
+
+
 def observers(
     config: Config,
     experiment: Experiment,
@@ -147,6 +186,8 @@ def observers(
             experiment.monitor,
             past.kept,
             experiment.logger.flush,
+            FiniteWeights(spread, world, config.on_nonfinite),
+            Writers.of(world),
             average,
         ),
     )
@@ -182,6 +223,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"world    {ranks} ({world.rank_info.found}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
         *([_describe_average(config.ema)] if config.ema.decay is not None else []),
+        *(told(key, *values) for key, values in directory.attempt.changed.items()),
         *(
             [f"debug    {BATCHES} batches an epoch and an evaluation, no loader workers, anomaly detection"]
             * config.debug

@@ -39,7 +39,7 @@ def test_every_kind_has_an_example_that_a_command_uses() -> None:
 def test_the_command_runs(line: str, mine: Path, commands: Commands) -> None:
     reads = "run=last" in line  # what a training run has left
     if reads:
-        assert commands.runner("model=toy", "data=toy", "max_steps=3").returncode == 0
+        assert commands.forked("model=toy", "data=toy", "max_steps=3").returncode == 0
     done = finish(line, commands, *([] if reads else ["max_steps=6"]))
     assert done.returncode == 0, done.stderr
     newest = max((mine.parent / "outputs" / "run").iterdir(), key=lambda path: path.stat().st_mtime)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Commands
 from hydra.core.global_hydra import GlobalHydra
+from own_folders import write_files
 
 from runner.main import main
 
@@ -53,6 +54,7 @@ TABLE = {
     "logger=tensorbord": "logger=tensorbord: no such logger; did you mean tensorboard?",
     "experiment=nothing": "experiment=nothing: no such experiment",
     "optimizer.lrr=0.1": "optimizer.lrr=0.1: no such key; did you mean optimizer.lr?",
+    "logger=csv logger.csv.path=x": "logger.csv.path=x: no such key; logger.csv has no options",
     "data.num_train=64": "data.num_train=64: no such key; data has sample_shape, num_outputs",
     "checkpoint.every=3": "checkpoint.every=3: no such key; did you mean checkpoint.every_",
     "+typo=1": "+typo=1: no such key",
@@ -212,9 +214,7 @@ WORLDS = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory, with the user's folder in it and whatever an earlier command changed set back."""
-    for name, text in MINE.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # importing from the user's folder writes nothing there
@@ -224,6 +224,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@pytest.mark.fault("bad input", outcome="refused")
 @pytest.mark.parametrize("line", TABLE)
 def test_what_is_typed(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -259,6 +260,7 @@ def test_real_command(line: str, folder: Path, commands: Commands) -> None:
 ONE_PROCESS = "parallel=none is for one process, but the world has 2; try parallel=ddp"
 
 
+@pytest.mark.fault("bad input, on several ranks", outcome="refused")
 @pytest.mark.thorough
 def test_ranks_that_the_runner_started_say_it_once(folder: Path, commands: Commands) -> None:
     before = listing(folder)
@@ -280,6 +282,7 @@ if os.environ.get("RANK") == "0":
 
 
 # The first is found before the ranks know of each other, the second when they have met.
+@pytest.mark.fault("bad input, on several ranks", outcome="refused")
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -4,28 +4,20 @@ DASHBOARD_SCREENSHOTS=1 keeps the pages in docs/images, where README has them fr
 """
 
 import json
-import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Commands, free_port, wait_until
+from browser import keep, needs_browser, page_of
+from commands import Commands
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-TIMEOUT_S = 300
-
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package has it)"),
-]
+pytestmark = [pytest.mark.thorough, needs_browser]
 
 
 @dataclass
@@ -33,7 +25,6 @@ class Dashboard:
     """TensorBoard's page on the outputs of one sweep."""
 
     page: Any
-    url: str
     sweep: Path
 
     @property
@@ -42,19 +33,8 @@ class Dashboard:
 
     def open(self, tab: str) -> Any:
         self.page.goto("about:blank")  # a new fragment alone would not load the page anew
-        self.page.goto(f"{self.url}/{tab}")
+        self.page.goto(f"/{tab}")
         return self.page
-
-    def keep(self, name: str) -> None:
-        """The page as README shows it, when asked to."""
-        if os.environ.get("DASHBOARD_SCREENSHOTS"):
-            from PIL import Image
-
-            IMAGES.mkdir(parents=True, exist_ok=True)
-            path = IMAGES / f"{name}.png"
-            self.page.screenshot(path=path)
-            Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
-            assert path.stat().st_size < 150_000
 
 
 @pytest.fixture(scope="module")
@@ -75,32 +55,10 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dashboard(sweep: Path) -> Iterator[Dashboard]:
-    commands, port = Commands(sweep.parent), free_port()
-    where = ("--logdir", str(sweep), "--host", "127.0.0.1", "--port", str(port))
-    server = commands.start("-m", "tensorboard.main", *where)
-
-    def answers() -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        wait_until(answers, server, timeout_s=TIMEOUT_S)
-        with playwright.sync_playwright() as driver:
-            # Inside of a container, root has no sandbox to put the pages in; they are this machine's own.
-            browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            try:
-                page = browser.new_page(viewport={"width": 1200, "height": 720})
-                page.set_default_timeout(TIMEOUT_S * 1000)
-                page.route("**/data/environment*", hide_folder)
-                playwright.expect.set_options(timeout=TIMEOUT_S * 1000)
-                yield Dashboard(page, f"http://127.0.0.1:{port}", sweep)
-            finally:
-                browser.close()
-    finally:
-        commands.kill(server)
-        assert server.stdout and server.stderr
-        server.stdout.close()
-        server.stderr.close()
+    words = ("-m", "tensorboard.main", "--logdir", str(sweep))
+    with page_of(Commands(sweep.parent), *words, width=1200) as page:
+        page.route("**/data/environment*", hide_folder)
+        yield Dashboard(page, sweep)
 
 
 def hide_folder(route: Any) -> None:
@@ -132,7 +90,7 @@ def test_runs_and_scalars_are_there_with_their_values(dashboard: Dashboard) -> N
 def test_a_run_that_was_gone_on_with_has_one_value_per_step(dashboard: Dashboard) -> None:
     dashboard.open("#timeseries")
     for tag, steps in (("train/loss", list(range(1, 70))), ("val/loss", [23, 46, 69])):
-        query = f"{dashboard.url}/data/plugin/scalars/scalars?run={dashboard.jobs[0].name}&tag={tag}"
+        query = f"/data/plugin/scalars/scalars?run={dashboard.jobs[0].name}&tag={tag}"
         read = dashboard.page.evaluate("url => fetch(url).then(answer => answer.json())", query)
         assert [step for _, step, _ in read] == steps
 
@@ -143,7 +101,7 @@ def test_losses_of_training_and_validation_share_a_chart(dashboard: Dashboard) -
     playwright.expect(page.get_by_text("Matches (8)")).to_be_visible()  # two losses of four runs
     charts = page.locator("tf-custom-scalar-multi-line-chart-card")
     playwright.expect(charts.first.locator(".plot.line-plot").first).to_be_attached()
-    dashboard.keep("custom_scalars")
+    keep(dashboard.page, "custom_scalars")
 
 
 def test_predictions_are_shown_as_they_were_logged(dashboard: Dashboard) -> None:
@@ -159,13 +117,13 @@ def test_predictions_are_shown_as_they_were_logged(dashboard: Dashboard) -> None
         )
         source = loader.locator("img").get_attribute("src")
         pixels = loader.locator("img").evaluate("image => image.decode().then(() => image.naturalWidth)")
-        content = page.request.get(f"{dashboard.url}/{source}").body()
+        content = page.request.get(f"/{source}").body()
         events = EventAccumulator(str(dashboard.sweep / name), size_guidance={"images": 0})
         events.Reload()
         assert content == events.Images(tag)[-1].encoded_image_string and pixels > 100
         shown.add((name, tag))
     assert shown == {(job.name, tag) for job in dashboard.jobs for tag in ("val/confusion", "val/predictions")}
-    dashboard.keep("predictions")
+    keep(dashboard.page, "predictions")
 
 
 def test_hparams_has_a_row_per_job_with_its_values(dashboard: Dashboard) -> None:
@@ -190,7 +148,7 @@ def test_hparams_has_a_row_per_job_with_its_values(dashboard: Dashboard) -> None
     lines_drawn = page.locator("tf-hparams-parallel-coords-plot svg path[d]")
     playwright.expect(lines_drawn.first).to_be_attached()
     assert sum("L" in (path.get_attribute("d") or "") for path in lines_drawn.all()) >= 4
-    dashboard.keep("hparams")
+    keep(dashboard.page, "hparams")
 
 
 def test_the_page_says_when_there_is_nothing(dashboard: Dashboard) -> None:

@@ -1,6 +1,8 @@
 """Launchers on one machine: the same numbers by each, and no process that outlives its parent or a Ctrl-C."""
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -8,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Commands, free_port, wait_until
+from commands import Commands, by_age, free_port, newest_step, parent_of, wait_until
+from own_folders import SLOW, SLOWLY, write_files
 from worlds import Run, run
+
+from runner.runs.train_state import available
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, "epochs=100000", "log_every=100")
@@ -28,10 +33,11 @@ def start(commands: Commands, way: str, *words: str, num_ranks: int = 2) -> "sub
 @pytest.mark.parametrize(
     ("way", "num_ranks"),
     [
-        *((way, 2) for way in ("torchrun", "spawn", "agent")),
+        *((way, 2) for way in ("torchrun", "spawn")),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("launch", 2), ("agent", 4))),
         *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (("torchrun", 1), ("launch", 1), ("launch", 2), *((way, 4) for way in FOUND))
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("torchrun", 1), ("launch", 1), *((way, 4) for way in FOUND if way != "agent"))
         ),
     ],
 )
@@ -42,6 +48,8 @@ def test_the_same_weights_by_every_launcher(way: str, num_ranks: int, commands: 
     assert f"process{'es' if num_ranks > 1 else ''} ({FOUND[way]})" in done.stdout
     (path,) = (tmp_path / "outputs" / "run").iterdir()
     assert Run(path).result["weights_sha256"] == here.result["weights_sha256"]
+    assert Run(path).result["world_size"] == num_ranks
+    assert done.stdout == (path / "log.txt").read_text()
 
 
 @pytest.mark.thorough
@@ -52,6 +60,7 @@ def test_runs_at_once_share_neither_port_nor_directory(commands: Commands, tmp_p
     assert len(list((tmp_path / "outputs" / "run").iterdir())) == 3
 
 
+@pytest.mark.fault("Ctrl-C", outcome="went_on")
 @pytest.mark.parametrize("way", ["spawn", pytest.param("agent", marks=pytest.mark.thorough)])
 def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_path: Path) -> None:
     process = begun(commands, way, tmp_path)
@@ -62,28 +71,73 @@ def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_pa
     wait_until(lambda: commands.living(process) == [])
 
 
+@pytest.mark.fault("kill -9 of the agent", outcome="refused")
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["spawn", "torchrun", "agent"])
-def test_ranks_end_with_a_parent_that_was_killed(way: str, commands: Commands, tmp_path: Path) -> None:
-    process = begun(commands, way, tmp_path)
+def test_ranks_save_and_end_with_a_parent_that_was_killed(
+    way: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When they have saved, and not when the time for that is over, which is longer here than the test waits."""
+    write_files(tmp_path, {"site/sitecustomize.py": "import runner.distributed.parent as it; it.GRACE_S = 600.0"})
+    monkeypatch.setenv("PYTHONPATH", commands.with_path(tmp_path / "site")["PYTHONPATH"])
+    process = begun(commands, way, tmp_path, "loader.num_workers=2")
     process.kill()
     wait_until(lambda: commands.living(process) == [])
+    (path,) = (tmp_path / "outputs" / "run").iterdir()
+    assert Run(path).result["error"] is None
+    assert Run(path).result["state"] == "preempted"
+    log = (path / "log.txt").read_text()
+    # Whichever rank has noticed it first asks the others to stop.
+    assert re.search(r"(the process that started this rank has ended|a signal to another rank): saved after step", log)
+    # What was being written without the store of that process is made up for at the end.
+    assert available(path / "checkpoints")[-1].name == f"step_{Run(path).result['step']}"
 
 
-def begun(commands: Commands, way: str, tmp_path: Path) -> "subprocess.Popen[str]":
+@pytest.mark.fault("a rank stopped by SIGSTOP, under every launcher", outcome="refused")
+@pytest.mark.leaves_tmp  # rank 0's of the best checkpoint
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["hand", "spawn", "torchrun", "agent"])
+def test_rank_0_that_is_stopped_is_named_and_all_end(way: str, commands: Commands, tmp_path: Path) -> None:
+    """By hand it serves the ranks' store itself, which then answers no more."""
+    words = (*LONG, "backend.timeout_s=5", "checkpoint.every_epochs=100000")
+    if way == "hand":
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        started = [commands.start("-m", "runner", *words, env={**world, "RANK": str(rank)}) for rank in range(2)]
+    else:
+        started = [start(commands, way, *words)]
+    wait_until(lambda: any("epoch " in log.read_text() for log in tmp_path.glob("outputs/run/*/log.txt")), started[0])
+    (holder,) = tmp_path.glob("outputs/run/*/holder-*.json")
+    os.kill(json.loads(holder.read_text())["pid"], signal.SIGSTOP)
+    ended = [commands.finish(process) for process in started]
+    assert [each.returncode for each in ended] == ([-signal.SIGKILL, 1] if way == "hand" else [1])
+    said = [line for line in ended[-1].stderr.splitlines() if line.startswith("no word from rank 0 on ")]
+    assert len(said) == 1, ended[-1].stderr
+    assert " within backend.timeout_s=5: in " in said[0] and ", stopped by a signal" in said[0]
+    result = Run(holder.parent).result
+    assert result["state"] == "failed" and said[0] in result["error"]
+    assert all(commands.living(process) == [] for process in started)
+
+
+def begun(commands: Commands, way: str, tmp_path: Path, *words: str) -> "subprocess.Popen[str]":
     """The command once its ranks are in the middle of training."""
-    process = start(commands, way, *LONG)
-    wait_until(lambda: any(tmp_path.glob("outputs/run/*/checkpoints/step_*")), process)
+    process = start(commands, way, *LONG, *words)
+    wait_until(lambda: newest_step(tmp_path) > 0, process)
     return process
 
 
+@pytest.mark.fault("kill -9 of a rank that is restarted", outcome="survived")
 @pytest.mark.thorough
-def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(commands: Commands, tmp_path: Path) -> None:
-    long = (*TINY, "epochs=30", "eval_every=30")
+@pytest.mark.parametrize("way", ["spawn", "agent"])
+def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(
+    way: str, commands: Commands, tmp_path: Path
+) -> None:
+    long = (*TINY, "epochs=10", "eval_every=10")
     whole = run(tmp_path / "here", 2, *long, "backend=gloo")
-    process = start(commands, "agent", *long, "launcher.max_restarts=1")
-    wait_until(lambda: any(tmp_path.glob("outputs/run/*/checkpoints/step_*")), process)
+    write_files(tmp_path, SLOW)
+    process = start(commands, way, *long, *SLOWLY, "loader.num_workers=2", "launcher.max_restarts=1")
+    wait_until(lambda: newest_step(tmp_path) > 0, process)
     os.kill(rank_1(commands, process), signal.SIGKILL)
+    (tmp_path / "has-acted").touch()
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "outputs" / "run").iterdir()
@@ -91,9 +145,10 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(commands
     assert Run(path).result["weights_sha256"] == whole.result["weights_sha256"]
 
 
+@pytest.mark.fault("kill -9 of a rank that is not restarted", outcome="refused")
 @pytest.mark.thorough
 def test_a_killed_rank_is_told_once_where_it_is_not_replaced(commands: Commands, tmp_path: Path) -> None:
-    process = begun(commands, "agent", tmp_path)
+    process = begun(commands, "agent", tmp_path, "loader.num_workers=2")
     os.kill(rank_1(commands, process), signal.SIGKILL)
     done = commands.finish(process)
     assert done.returncode == 1
@@ -103,11 +158,9 @@ def test_a_killed_rank_is_told_once_where_it_is_not_replaced(commands: Commands,
 
 def rank_1(commands: Commands, process: "subprocess.Popen[str]") -> int:
     """The process of rank 1: the younger one of those that the fork server made."""
-    parents = {
-        pid: int(Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[1]) for pid in commands.living(process)
-    }
+    parents = {pid: parent for pid in commands.living(process) if (parent := parent_of(pid)) is not None}
     (server,) = [pid for pid, parent in parents.items() if parent == process.pid and pid in parents.values()]
-    return max(pid for pid, parent in parents.items() if parent == server)
+    return max((pid for pid, parent in parents.items() if parent == server), key=by_age)
 
 
 def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(

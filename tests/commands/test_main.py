@@ -2,7 +2,6 @@
 
 import re
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,13 +12,14 @@ from commands import Commands, is_loopback, listening, wait_until
 from worlds import Run, run
 
 from runner.config.schema import KEYS
-from runner.runs import run_directory as run_dir
 
 # 32 steps of two samples: enough for a steady state, whose speed is known only after the first 20
 STEPS = ("data=toy", "data.num_train=64", "data.num_val=16", "batch_size=2", "epochs=1")
 TINY = ("model=toy", *STEPS)
-FILES = {"config.yaml", "overrides.yaml", "result.json", "metrics.jsonl", "log.txt"}
-FILES |= {f"checkpoints/step_32/{name}" for name in ("manifest.json", "progress.json", "state.pt")}
+FILES = {"config.yaml", "overrides.yaml", "result.json", "metrics.jsonl", "log.txt", "attempts.jsonl"}
+FILES |= {
+    f"checkpoints/step_32/{name}" for name in ("manifest.json", "progress.json", "rank_0.safetensors", "state.json")
+}
 RESULT = {
     "state": str,
     "task": str,
@@ -34,6 +34,8 @@ RESULT = {
     "model": str,
     "data": str,
     "seed": int,
+    "samples": dict,
+    "order": int,
     "samples_per_second": float,
     "seconds": float,
     "weights_sha256": str,
@@ -129,16 +131,6 @@ def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_pat
 
 
 @pytest.mark.thorough
-def test_ranks_of_torchrun_share_one_directory(commands: Commands, tmp_path: Path) -> None:
-    done = commands.torchrun(2, *TINY, "logger=none", "parallel=ddp")
-    assert done.returncode == 0, done.stdout + done.stderr
-    one = only_run(tmp_path)
-    assert files(one.path) == FILES
-    assert one.result["world_size"] == 2
-    assert done.stdout == (one.path / "log.txt").read_text()
-
-
-@pytest.mark.thorough
 def test_ranks_started_by_hand_agree_though_their_clocks_do_not(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
@@ -192,6 +184,7 @@ def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
         assert rows[path.name] == ["finished", f"{result['metrics']['val/loss']:.4f}"]
 
 
+@pytest.mark.fault("one rank raises", outcome="refused")
 @pytest.mark.parametrize("launched", ["torchrun", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
     launched: str, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
@@ -207,6 +200,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
     assert result["error"].startswith("rank 1 on ") and result["error"].endswith("lost on rank 1\n")
 
 
+@pytest.mark.fault("SIGTERM to the command", outcome="survived")
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     num_ranks: int, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
@@ -240,7 +234,7 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
 @pytest.mark.thorough
 def test_evaluate_gives_the_metrics_of_training(commands: Commands, tmp_path: Path) -> None:
     trained = run(tmp_path / "outputs", 1, "model=mlp", "epochs=1", "backend=gloo", "logger=none")
-    done = commands.runner("task=evaluate", "run=last")
+    done = commands.forked("task=evaluate", "run=last")
     assert (done.returncode, done.stderr) == (0, "")
     (evaluated,) = (Run(path) for path in (tmp_path / "outputs" / "run").iterdir() if path != trained.path)
     expected = {name: value for name, value in trained.result["metrics"].items() if name.startswith("val/")}
@@ -250,7 +244,7 @@ def test_evaluate_gives_the_metrics_of_training(commands: Commands, tmp_path: Pa
 
 
 def in_one_process(commands: Commands, *words: str) -> CompletedProcess[str]:
-    return commands.runner(*words)
+    return commands.forked(*words)
 
 
 def under_torchrun(commands: Commands, *words: str) -> CompletedProcess[str]:
@@ -296,23 +290,6 @@ def test_a_job_that_raises_does_not_take_the_next_ones_along(
     assert [words[0] for words in rows.values()] == states
     assert rows["0-fails-True_seed-0"][1:] == ["ArithmeticError:", "lost", "on", "rank", "1"]
     assert "2 of 4 jobs finished" in done.stdout
-
-
-def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_dir.time, "strftime", lambda form: "20300101-000000")
-    start = threading.Barrier(5)
-    made = []
-
-    def make() -> None:
-        start.wait(timeout=120)
-        made.append(run_dir.new_directory(str(tmp_path), "run"))
-
-    threads = [threading.Thread(target=make) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert len(set(made)) == 5 and set(made) == set((tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize("words", [("--cfg", "job"), ("--help", "all")], ids=lambda words: words[0])

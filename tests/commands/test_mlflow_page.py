@@ -4,21 +4,16 @@ DASHBOARD_SCREENSHOTS=1 keeps the page in docs/images, where docs/dashboards.md 
 """
 
 import json
-import os
 import re
-import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Commands, free_port, wait_until
+from browser import keep, needs_browser, page_of
+from commands import Commands
 from dashboards import Held, read_mlflow
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-TIMEOUT_S = 300
 SMALL = ("logger=[tensorboard,mlflow]", "model=mlp", "data.sample_shape=[1,8,8]", "epochs=3")
 ENDS = """
 import os, signal
@@ -36,10 +31,7 @@ class Ends(Callback):
 """
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package has it)"),
-]
+pytestmark = [pytest.mark.thorough, needs_browser]
 
 
 @pytest.fixture(scope="module")
@@ -65,32 +57,10 @@ def held(outputs: Path) -> dict[str, Held]:
 
 @pytest.fixture(scope="module")
 def page(outputs: Path) -> Iterator[Any]:
-    commands, port = Commands(outputs.parent), free_port()
-    where = ("--host", "127.0.0.1", "--port", str(port), "--workers", "1")
-    server = commands.start("-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{outputs / 'mlflow.db'}", *where)
-
-    def answers() -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        wait_until(answers, server, timeout_s=TIMEOUT_S)
-        with playwright.sync_playwright() as driver:
-            # Inside of a container, root has no sandbox to put the pages in; they are this machine's own.
-            browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            try:
-                page = browser.new_page(viewport={"width": 1280, "height": 720}, base_url=f"http://127.0.0.1:{port}")
-                page.set_default_timeout(TIMEOUT_S * 1000)
-                playwright.expect.set_options(timeout=TIMEOUT_S * 1000)
-                yield page
-            finally:
-                browser.close()
-    finally:
-        commands.kill(server)
-        assert server.stdout and server.stderr
-        server.stdout.close()
-        server.stderr.close()
-        wait_until(lambda: not commands.living(server), timeout_s=60)
+    store = f"sqlite:///{outputs / 'mlflow.db'}"
+    words = ("-m", "mlflow", "ui", "--backend-store-uri", store, "--workers", "1")
+    with page_of(Commands(outputs.parent), *words) as page:
+        yield page
 
 
 def result(job: Path) -> dict[str, Any]:
@@ -140,7 +110,7 @@ def test_the_page_shows_the_runs_and_their_charts(page: Any, outputs: Path, held
     playwright.expect(page.locator(".js-plotly-plot .scatterlayer .trace")).to_have_count(
         16
     )  # a line and a band of each run
-    keep(page)
+    keep(page, "mlflow")
 
 
 def test_a_run_has_its_numbers_and_its_picture(page: Any, outputs: Path, held: dict[str, Held]) -> None:
@@ -155,15 +125,3 @@ def test_a_run_has_its_numbers_and_its_picture(page: Any, outputs: Path, held: d
     picture = page.request.get(f"/get-artifact?path=confusion%2Fstep_69.png&run_uuid={run.id}").body()
     kept = outputs / "mlflow-artifacts" / "digits" / run.id / "artifacts" / "confusion" / "step_69.png"
     assert picture == kept.read_bytes() and picture.startswith(b"\x89PNG")
-
-
-def keep(page: Any) -> None:
-    """The page as the documentation shows it, when asked to."""
-    if os.environ.get("DASHBOARD_SCREENSHOTS"):
-        from PIL import Image
-
-        path = IMAGES / "mlflow.png"
-        page.wait_for_timeout(2000)  # charts move into their places
-        page.screenshot(path=path)
-        Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
-        assert path.stat().st_size < 150_000

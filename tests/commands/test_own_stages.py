@@ -69,6 +69,7 @@ def test_it_is_pipelined_without_a_change_here(folder: Path, commands: Commands)
     assert piped == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.fault("kill -9 of a rank that is not restarted", outcome="refused")
 def test_a_killed_rank_is_told_by_who_started_it(folder: Path, commands: Commands) -> None:
     done = commands.runner("--config-dir", str(folder), *WORDS, *PIPELINE, "model.lives=60")
     assert done.returncode == 1

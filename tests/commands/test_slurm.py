@@ -104,6 +104,7 @@ def test_wrong_input_is_told_once_under_srun(cluster: Cluster, commands: Command
     assert refused.stderr.count("launcher=spawn starts processes itself, but srun has started this one as rank 0") == 1
 
 
+@pytest.mark.fault("a Slurm job out of time, and preempted", outcome="survived")
 def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     """Twice: by its time limit, and for a job of more priority. It ends with the weights of a run left alone.
 
@@ -169,6 +170,7 @@ def test_a_queued_job_runs_the_code_of_its_submission_or_says_that_it_is_another
         assert f"--config-dir={tmp_path}/mine" in (one.path / "overrides.yaml").read_text()
 
 
+@pytest.mark.fault("a Slurm job that cannot save in time", outcome="survived")
 def test_a_task_of_an_array_that_cannot_save_in_time_goes_on_from_its_checkpoint(
     cluster: Cluster, commands: Commands, tmp_path: Path
 ) -> None:
@@ -209,11 +211,23 @@ def test_a_job_that_is_cancelled_ends_though_it_has_saved(cluster: Cluster, comm
     assert (again != job, same) == (True, one)
 
 
-def test_a_job_that_ends_before_its_run_begins_has_its_status(cluster: Cluster, commands: Commands) -> None:
-    words = (*TINY, "launcher=slurm", "launcher.setup=['exit 3']", "launcher.wait=true")
+@pytest.mark.fault("a Slurm job that dies in setup", outcome="refused")
+@pytest.mark.parametrize(
+    ("setup", "status", "at"),
+    [("launcher.setup=['exit 3']", 3, "exit 3"), ("launcher.venv=/no/venv", 1, 'source "/no/venv/bin/activate"')],
+)
+def test_a_job_that_ends_before_its_run_begins_has_its_status_and_says_why(
+    setup: str, status: int, at: str, cluster: Cluster, commands: Commands
+) -> None:
+    words = (*TINY, "launcher=slurm", setup, "launcher.wait=true")
     done = commands.finish(commands.start("-m", "runner", *words, env=cluster.env))
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "ended FAILED, status 3; its log is" in done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
+    assert f"ended FAILED, status {status}; its log is" in done.stderr
+    match = re.search(r"run directory: (.+)\n", done.stdout)
+    assert match, done.stdout
+    why = f"the job ended with status {status} before its run was started, at: {at}"
+    assert {"state": "failed", "error": why}.items() <= Run(Path(match[1])).result.items()
+    assert why in done.stdout
 
 
 def newest(one: Run) -> int:
@@ -230,6 +244,41 @@ def test_a_job_that_fails_has_its_status(cluster: Cluster, commands: Commands, t
     assert done.returncode == 1
     assert "ended FAILED, status 1; its log is" in done.stderr
     assert "data.root=nowhere" in done.stdout
+
+
+FAILS = """\
+import os
+
+from models.mlp import MLP
+
+
+class Fails(MLP):
+    steps = 0
+
+    def forward(self, samples):
+        self.steps += self.training
+        if self.steps > (13 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2 else 3):
+            raise RuntimeError("no step after this one")
+        return super().forward(samples)
+"""
+
+
+def test_a_job_is_started_again_as_long_as_it_gets_on(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "fails.py").write_text(FAILS)
+    (tmp_path / "mine" / "model" / "fails.yaml").write_text("defaults:\n  - mlp\n_target_: fails.Fails\n")
+    words = ("--config-dir=mine", "model=fails", *TINY[1:], "launcher=slurm", "launcher.nproc_per_node=2")
+    often = ("launcher.max_restarts=1", "launcher.wait=true", "max_steps=60", "checkpoint.every_steps=10")
+    done = commands.finish(commands.start("-m", "runner", *words, *often, env=cluster.env))
+    assert done.returncode == 1
+    (path,) = (tmp_path / "outputs" / "job").iterdir()
+    log = log_of(Run(path))
+    assert log.count("resuming after step 10") == log.count("resuming after step 23") == 1, log  # an epoch has 23
+    assert log.count(": started again, from step ") == 2
+    assert log.count("not started again: it has failed twice in the same way, and got no further than step 23") == 1
+    assert log.count("Traceback") == log.count("no step after this one\n") == 3  # by the ranks, and by no agent
+    assert Run(path).result["state"] == "failed"
+    assert len((path / "attempts.jsonl").read_text().splitlines()) == 3
 
 
 def test_what_sbatch_refuses_is_told_and_nothing_is_left(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from own_folders import write_files
 
 EXITING = """\
 import sys
@@ -47,9 +48,7 @@ SMALL = ("--config-dir", "mine", "data=toy", "max_steps=3", "batch_size=16", "ba
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, FILES)
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("told_")]:
         del sys.modules[name]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ways import tier
 from worlds import Run, run
 
 HERE = Path(__file__).parent
@@ -58,7 +59,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 @pytest.mark.parametrize(
     ("name", "mode", "micro_batches"),
     [
-        pytest.param(*cell, id="-".join(map(str, cell)), marks=() if cell[1:] == ("ddp", 1) else pytest.mark.thorough)
+        pytest.param(
+            *cell, id="-".join(map(str, cell)), marks=tier(cell[1:] == ("ddp", 1), cell[1] != "ddp" and cell[2] == 3)
+        )
         for cell in CELLS
     ],
 )
@@ -91,17 +94,17 @@ def test_a_game_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(
 
     whole, stopped = play(), play("max_steps=7")
     before = stopped.result["weights_sha256"]
-    assert stopped.state["optimizer"]["turns"].keys() == {"discriminator", "generator"}
+    assert stopped.state["turns"].keys() == {"discriminator", "generator"}
     resumed = run(tmp_path, world_size, f"resume={stopped.path}", "max_steps=10", f"outputs={tmp_path}")
     assert resumed.path == stopped.path and resumed.result["step"] == whole.result["step"] == 10
     assert resumed.result["weights_sha256"] == whole.result["weights_sha256"] != before
 
 
 def test_each_optimizer_of_a_game_has_the_rate_of_its_group(one_process: Callable[..., Run]) -> None:
-    turns = one_process("adversarial", "micro_batches=1").state["optimizer"]["turns"]
+    turns = one_process("adversarial", "micro_batches=1").state["turns"]
     rates = {
-        name: {group["lr"] for group in optimizer["param_groups"] if group["params"]}
-        for name, optimizer in turns.items()
+        name: {group["lr"] for group in turn["optimizer"]["param_groups"] if group["params"]}
+        for name, turn in turns.items()
     }
     assert rates == {"discriminator": {0.002}, "generator": {0.001}}
 
@@ -109,11 +112,12 @@ def test_each_optimizer_of_a_game_has_the_rate_of_its_group(one_process: Callabl
 def assert_same(one: Run, reference: Run) -> None:
     assert one.losses.keys() == reference.losses.keys() and len(reference.losses) >= 4
     for line, expected in zip(one.lines, reference.lines, strict=True):
-        assert line.keys() == expected.keys()
-        for key in expected:
+        measured = [key for key in expected if not key.startswith("perf/")]
+        assert [key for key in line if not key.startswith("perf/")] == measured
+        for key in measured:
             if key.startswith(("train/", "val/")):
                 assert line[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), (key, expected["step"])
     assert one.result["metrics"] == pytest.approx(reference.result["metrics"], rel=1e-9, abs=1e-12)
-    assert list(one.weights) == list(reference.weights)
+    assert one.weights.keys() == reference.weights.keys()
     for name, tensor in reference.weights.items():
         torch.testing.assert_close(one.weights[name], tensor, rtol=1e-9, atol=1e-11, msg=name)

@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from commands import Commands
 
@@ -55,6 +58,24 @@ class Hosts:
     def cut(self, host: int) -> None:
         """Take the host's link down: nobody is told, nothing arrives any more."""
         _ip("-n", self._name(0), "link", "set", f"v{host}", "down")
+
+    def lose(self, host: int, commands: Commands, process: "subprocess.Popen[str]") -> None:
+        """As where the power fails: the host's command is gone, and no connection of it is closed towards another."""
+        self.cut(host)
+        self.kill(commands, process)
+
+    @staticmethod
+    def kill(commands: Commands, process: "subprocess.Popen[str]") -> None:
+        """All processes of a host's command but that which tidies up /dev/shm, as a host does that starts anew.
+
+        As a host loses them, at once: none does anything more once the first has gone.
+        """
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in commands.living(process):
+                with suppress(ProcessLookupError, FileNotFoundError):
+                    if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        os.kill(pid, number)
+        process.wait(timeout=60)
 
     def stop(self) -> None:
         for name in reversed(self.made):

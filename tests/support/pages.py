@@ -67,10 +67,9 @@ class Page:
 
 
 def finish(line: str, commands: Commands, *more: str) -> CompletedProcess[str]:
-    """The command of a page, with words of one's own behind it, to its end."""
+    """The command of a page, with words of one's own behind it, to its end. One that starts no process is forked."""
     words = [*shlex.split(line), *more]
     if words[0] == "torchrun":
-        words[:1] = [*TORCHRUN, f"--master-port={free_port()}"]
-    else:
-        assert words.pop(0) == "python"
-    return commands.finish(commands.start(*words))
+        return commands.finish(commands.start(*TORCHRUN, f"--master-port={free_port()}", *words[1:]))
+    assert words[:3] == ["python", "-m", "runner"]
+    return commands.runner(*words[3:]) if "launcher" in line else commands.forked(*words[3:])

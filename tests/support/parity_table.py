@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from marked_part import write_part
+
 BEGIN, END = "<!-- parity matrix: written by the command above -->", "<!-- end of the parity matrix -->"
 
 
@@ -33,11 +35,7 @@ def render(cells: Sequence[Cell]) -> str:
 
 def write(path: Path, table: str) -> None:
     """Put the table between the marks of a file. Raises ValueError where there are none."""
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{after}")
+    write_part(path, BEGIN, END, table)
 
 
 def _is_exact(cell: Cell) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import pytest
 from worlds import MODES
 
 
@@ -43,3 +44,8 @@ WAYS = [
 ]
 # One of each mode, on two ranks where it may have two: what the default tier tests.
 SLICE = [way for way in PLAIN if way.world_size == (1 if way.mode in ("none", "dp") else 2)]
+
+
+def tier(by_default: bool, thorough: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a cell of a matrix. CI has each mode with each kind of experiment once; the rest is soak."""
+    return () if by_default else (pytest.mark.thorough if thorough else pytest.mark.soak,)

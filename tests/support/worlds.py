@@ -19,9 +19,11 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
+from runner.fault_tolerance.checkpoint import open_checkpoint
 from runner.launchers.job import run_job
 from runner.runs.run_directory import Request
 from runner.runs.train_state import available
+from runner.training.saved_state import SavedState
 
 MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
 _numbers = itertools.count()
@@ -46,13 +48,34 @@ class Run:
         return {line["step"]: line["train/loss"] for line in self.lines if "train/loss" in line}
 
     @property
+    def saved(self) -> SavedState:
+        """The newest checkpoint."""
+        return open_checkpoint(available(self.path / "checkpoints")[-1])
+
+    @property
     def state(self) -> dict[str, Any]:
-        newest = available(self.path / "checkpoints")[-1]
-        return torch.load(newest / "state.pt", weights_only=True)
+        return state_of(self.saved)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        return self.state["model"]
+        return dict(self.saved.model())
+
+
+def state_of(saved: SavedState) -> dict[str, Any]:
+    """A checkpoint as nested dicts, each tensor whole."""
+    facts = {key: fact for key, fact in saved.facts.items() if key not in ("world_size", "parallel")}
+    state: dict[str, Any] = {"model": dict(saved.model()), **facts}
+    if average := dict(saved.average()):
+        state["average"] = average
+    for facts, part in [
+        (state.get("optimizer", {}), saved),
+        *((turn["optimizer"], saved.under(f"turns.{name}")) for name, turn in state.get("turns", {}).items()),
+    ]:
+        for name, tensor in part.tensors.items():
+            if name.startswith("optimizer."):
+                parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+                facts["state"].setdefault(parameter, {})[key] = tensor.read()
+    return state
 
 
 def configure(*overrides: str) -> tuple[Config, Request]:
@@ -72,7 +95,7 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
     """Run what the overrides say on this many forked ranks; what it raises is raised here."""
     # One thread: OpenMP's workers do not survive a fork, and a later test forks from what this one leaves behind.
     words = [*overrides, "threads=1"]
-    if not any(word.startswith("outputs=") for word in overrides):
+    if not any(word.startswith(("outputs=", "resume=")) for word in overrides):  # a run that goes on stays where it is
         words.append(f"outputs={outputs}")
     config, request = configure(*words)
     agreement = outputs / f"store-{next(_numbers)}"  # a used one would be read as this world's

@@ -18,6 +18,7 @@ from worlds import Run, run
 
 from data.digits import Digits
 from runner import ROOT
+from runner.fault_tolerance.checkpoint import open_checkpoint
 from runner.tasks import exported
 
 OWN = Path(__file__).parents[1] / "parallel" / "own"
@@ -41,10 +42,13 @@ def test_a_program_takes_the_model_s_own_inputs(
     done = train(tmp_path, *HEADS, "parallel=ddp", ranks=2)
     recorded = yaml.safe_load((done.path / "overrides.yaml").read_text())
     (done.path / "overrides.yaml").write_text(yaml.safe_dump([*recorded, "launcher=slurm", "launcher.nodes=2"]))
+    file = done.path / "export" / f"two_heads-step_3{exported.SUFFIXES[kind]}"
+    file.parent.mkdir()
+    for name in (file.name, f"{file.name}.data") if kind == "onnx" else (file.name,):
+        (file.parent / name).write_text("of an earlier, larger export")
     assert here("task=export", f"run={done.path}", f"export.format={kind}") == 0
     said = capfd.readouterr().out
     assert "batches  of any number of samples" in said and "checked  outputs differ" in said
-    file = done.path / "export" / f"two_heads-step_3{exported.SUFFIXES[kind]}"
     facts = json.loads(file.with_name(f"{file.name}.json").read_text())
     assert [file.name, f"{file.name}.json"] == sorted(path.name for path in file.parent.iterdir())
     assert facts["inputs"] == [
@@ -168,8 +172,8 @@ assert not {"runner", "hydra", "data", "conf"} & sys.modules.keys()
     assert went.returncode == 0, went.stderr
     outputs, predicted = np.load(tmp_path / "outputs.npy"), np.load(arrays / "output.npy")
     assert np.abs(outputs - predicted).max() < tolerance and np.abs(predicted).max() > 0.1
-    state = torch.load(done.path / "checkpoints" / "best" / "state.pt", weights_only=True)
-    assert not torch.equal(state["average"]["head.weight"], state["model"]["head.weight"])
+    saved = open_checkpoint(done.path / "checkpoints" / "best")
+    assert not torch.equal(saved.average()["head.weight"], saved.model()["head.weight"])
 
 
 @pytest.mark.thorough

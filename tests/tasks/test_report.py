@@ -226,17 +226,21 @@ def test_nothing_that_a_directory_names_is_executed(tmp_path: Path, monkeypatch:
     words = (f"--config-dir={tmp_path}/mine", "model=trap", "+model._target_=trap.Trap", "seed=${oc.env:HOME}")
     path = make_run(tmp_path / "run", *words, accuracy=0.5)
     (path / "config.yaml").write_text("model: !!python/object/apply:os.system ['touch executed']\n")
-    assert report(tmp_path, monkeypatch, f"run={path}") == 0
+    assert report(tmp_path, monkeypatch, f"run={path}") == 2
     assert not (tmp_path / "executed").exists() and str(tmp_path / "mine") not in sys.path
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "", "null", '"x"'])
-def test_files_that_are_no_records_are_passed_over(text: str, tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", "model=mlp", accuracy=0.5)
-    for name in ("result.json", "config.yaml", "metrics.jsonl"):
-        (path / name).write_text(text)
-    (job,) = read_jobs(path, "run")
-    assert (job.state, job.metrics, job.curve("val/loss")) == ("not run", {}, [])
+def test_a_run_whose_files_are_no_records_is_left_out(text: str, tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path)
+    jobs = read_jobs(sweep, "run")
+    names = ["result.json", "config.yaml", *(["metrics.jsonl"] if text not in ("{", "") else [])]
+    for job, name in zip(jobs, names, strict=False):
+        (job.directory / name).write_text(text)
+    left_out: list[str] = []
+    left = read_jobs(sweep, "run", left_out=left_out)
+    assert [job.label for job in left] == [job.label for job in jobs[len(names) :]]
+    assert [name in line for name, line in zip(names, left_out, strict=True)] == [True] * len(names)
 
 
 def test_jobs_of_which_none_has_finished_are_listed(tmp_path: Path) -> None:

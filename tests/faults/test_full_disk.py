@@ -1,0 +1,94 @@
+"""A disk that is full, by the run's own checkpoints or by others: the run ends, and goes on when there is space."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import wait_until
+from fault_rig import WORDS, all_sound, assert_same, cut
+from worlds import Run, run
+
+from runner.training.trainer import Trainer
+
+pytestmark = pytest.mark.thorough
+
+LOGGED = (*WORDS, "parallel=ddp", "log_every=1", "checkpoint.every_epochs=9", "checkpoint.keep=99")
+OFTEN, RARELY = "checkpoint.every_steps=2", "checkpoint.every_steps=20"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("whole"), 2, *LOGGED, OFTEN)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 700 KiB, where the runs named `run` are."""
+    path = tmp_path / "run"
+    path.mkdir()
+    made = mount("-t", "tmpfs", "-o", "size=700k", "tmpfs", path)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted: {made.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True, timeout=60)
+
+
+def mount(*words: Any) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(["mount", *words], capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError as error:
+        return subprocess.CompletedProcess(words, 1, "", str(error))
+
+
+def nothing(trainer: Trainer, batch: Any) -> None:
+    pass
+
+
+def fill(trainer: Trainer, batch: Any) -> None:
+    """As another process would, with whatever is left."""
+    if trainer.world.rank != 0 or trainer.state.step != 21:
+        return
+    (directory,) = Path(trainer.config.outputs, trainer.config.name).iterdir()
+    wait_until((directory / "checkpoints" / "step_20").exists)  # it is written beside training
+    with (directory / "others").open("ab", buffering=0) as file:
+        for size in (2**16, 2**12, 1):
+            try:
+                while file.write(b"\0" * size):
+                    pass
+            except OSError:
+                continue
+
+
+@pytest.mark.fault("a full disk", outcome="survived")
+@pytest.mark.parametrize(
+    ("every", "act", "what"),
+    [
+        (OFTEN, nothing, "checkpoint {}/checkpoints/step_"),
+        (OFTEN, fill, "checkpoint {}/checkpoints/step_"),
+        (RARELY, fill, "{}/metrics.jsonl"),
+    ],
+    ids=["by its checkpoints", "by others, at a checkpoint", "by others, at a line"],
+)
+def test_a_full_disk_ends_the_run_and_with_space_it_goes_on(
+    every: str,
+    act: Callable[[Trainer, Any], None],
+    what: str,
+    whole: Run,
+    disk: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    full = cut(tmp_path, 2, (*LOGGED, every), act)
+    told = "".join(capfd.readouterr())
+    _, *lines = told.partition("error: ")[2].strip().splitlines()
+    assert lines[0].startswith(what.format(full.path)) and " could not be written: " in lines[0]
+    assert len(lines) == 2 and lines[1].endswith("and resume")
+    checkpoints = all_sound(full.path / "checkpoints")
+    assert checkpoints[-1] == "step_20" if act is fill else len(checkpoints) > 2
+    assert not list(full.path.rglob("*.tmp"))
+    assert mount("-o", "remount,size=64m", disk).returncode == 0
+    assert_same(run(tmp_path, 2, f"resume={full.path}"), whole)

@@ -1,0 +1,65 @@
+"""kill -9 at every named point of a save and of a deletion, of a resumed run too: a complete checkpoint stays."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_rig import WORDS, all_sound, assert_same, cut
+from worlds import Run, run
+
+from runner import ROOT
+from runner.fault_tolerance import points
+from runner.training.trainer import Trainer
+
+# All that the code has, a new one too.
+POINTS = sorted(
+    {
+        name
+        for path in (ROOT / "runner").rglob("*.py")
+        for name in re.findall(r'\breached\("([^"]+)"\)', path.read_text())
+    }
+)
+SHORT = (*WORDS, "parallel=none", "epochs=2", "checkpoint.keep=1")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("whole"), 1, *SHORT)
+
+
+def die_at(point: str, time: int) -> Callable[[Trainer, Any], None]:
+    """When the rank comes to that point for the so-manieth time, from its first step on."""
+    met: list[str] = []
+
+    def watch(name: str) -> None:
+        met.append(name)
+        if met.count(point) == time:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def act(trainer: Trainer, batch: Any) -> None:
+        if watch not in points.watchers:
+            points.watchers.append(watch)
+
+    return act
+
+
+@pytest.mark.fault("kill -9 at each point of a save and a deletion, of a resumed run too", outcome="survived")
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_there_and_again_when_resumed(point: str, whole: Run, tmp_path: Path) -> None:
+    killed = cut(tmp_path, 1, SHORT, die_at(point, 2))
+    assert all_sound(killed.path / "checkpoints")
+    resume = (f"resume={killed.path}", f"outputs={tmp_path}")
+    again = cut(tmp_path, 1, resume, die_at(point, 1))
+    assert all_sound(again.path / "checkpoints")
+    resumed = run(tmp_path, 1, *resume)
+    assert_same(resumed, whole)
+    left = {path.name for path in (resumed.path / "checkpoints").iterdir()}
+    assert left == {"last", "step_30"}
+
+
+def test_there_are_points_before_and_after_each_change_of_the_disk() -> None:
+    assert {"save: begin", "save: before rename", "save: renamed", "remove: renamed"} <= set(POINTS)

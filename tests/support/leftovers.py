@@ -1,0 +1,197 @@
+"""What a test leaves behind fails it: processes, listening sockets, shared memory, half-written checkpoints.
+
+Several workers test beside each other, and other programs run: what belongs to which test is told by a variable in the
+environment of all that a test executes, and by an open file in all that it forks.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+from commands import accepting, listening, sockets_of
+
+MARK = "RUNNER_TEST"
+WAIT_S = 60.0  # what ends by itself, after its parent, may take so long on a loaded machine
+SHARED = Path("/dev/shm")
+
+
+class Mark:
+    """The mark of the test that runs now, and of the fixtures that outlast a test."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # of an open file whose name is the mark; a fork has it too
+        self.value = ""
+
+    def set(self, value: str) -> None:
+        self.value = os.environ[MARK] = value
+        file = os.memfd_create(value)
+        if self.number is None:
+            self.number = os.dup(file)
+        else:
+            os.dup2(file, self.number, inheritable=False)
+        os.close(file)
+
+    def bears(self, pid: int, value: str) -> bool:
+        """Whether a process has been started under this mark, by whomever."""
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{self.number}") == f"/memfd:{value} (deleted)":
+                return True
+        try:
+            return f"{MARK}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile, or is somebody else's
+            return False
+
+
+mark = Mark()
+wide = uuid.uuid4().hex  # the mark of fixtures of the module that runs now
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(os, "memfd_create"):  # Linux
+        config.pluginmanager.register(Leftovers(), "leftovers of tests")
+
+
+class Leftovers:
+    """What was there before the test, and what is there after it."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+        self.sockets: set[int] = set()
+        self.shared: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        if not mark.value:
+            own_shared_memory()
+        mark.set(uuid.uuid4().hex)
+        self.pids, self.sockets, self.shared = running(), sockets_of(os.getpid()), shared_memory()
+        yield
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
+        """What a fixture of a module starts may live until the module's end."""
+        if fixturedef.scope == "function":
+            return (yield)
+        own = mark.value
+        sockets, shared = sockets_of(os.getpid()), shared_memory()
+        mark.set(wide)
+        try:
+            return (yield)
+        finally:
+            mark.set(own)
+            self.sockets |= sockets_of(os.getpid()) - sockets
+            self.shared |= shared_memory() - shared
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        yield
+        is_last = nextitem is None or nextitem.path != item.path  # of its module
+        left = self.of(item, is_last)
+        if left:
+            gc.collect()  # a socket may hang on a cycle
+        deadline = time.monotonic() + WAIT_S
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = self.of(item, is_last)
+        for pid in self.processes(is_last):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left:
+            pytest.fail(f"left behind {WAIT_S:.0f} s after the test:\n" + "\n".join(left), pytrace=False)
+
+    def of(self, item: pytest.Item, is_last: bool) -> list[str]:
+        left = []
+        for pid in self.processes(is_last):
+            ports = [f", listens at {address}" for address in addresses_of(pid)]
+            left.append(f"process {pid}: {command_of(pid)}{''.join(ports)}")
+        if opened := sockets_of(os.getpid()) - self.sockets:
+            left += [f"a socket of the tests themselves, listens at {address}" for address in accepting(opened)]
+        left += [f"{SHARED / name}, which nobody uses" for name in unused(shared_memory() - self.shared)]
+        folder = getattr(item, "funcargs", {}).get("tmp_path")
+        if isinstance(folder, Path) and not item.get_closest_marker("leaves_tmp"):
+            left += half_written(folder)
+        return left
+
+    def processes(self, is_last: bool) -> list[int]:
+        """Those of the test, and after a module's last one those of its fixtures."""
+        found = bearing(mark.value, running() - self.pids)
+        return found + bearing(wide, running()) if is_last else found
+
+
+def running() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def bearing(value: str, pids: set[int]) -> list[int]:
+    """Those that run under this mark. The servers of multiprocessing that serve the tests themselves are no test's."""
+    servers = {
+        getattr(resource_tracker, "_resource_tracker")._pid,  # noqa: B009
+        getattr(forkserver, "_forkserver")._forkserver_pid,  # noqa: B009
+        os.getpid(),
+    }
+    return [pid for pid in sorted(pids - servers) if mark.bears(pid, value) and not is_zombie(pid)]
+
+
+def addresses_of(pid: int) -> list[str]:
+    try:
+        return listening([pid])
+    except OSError:  # it has ended meanwhile
+        return []
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
+    except OSError:
+        return "has ended"
+
+
+def own_shared_memory() -> None:
+    """An empty /dev/shm for this process and those that it starts, so that what is in it is theirs.
+
+    Where that is not allowed, what a test that ran beside this one leaves there counts for both.
+    """
+    libc, new_mounts, slave, all_below = ctypes.CDLL(None, use_errno=True), 0x20000, 1 << 19, 1 << 14
+    if (
+        SHARED.is_dir()
+        and libc.unshare(new_mounts) == 0
+        and libc.mount(b"none", b"/", None, slave | all_below, None) == 0
+    ):
+        libc.mount(b"tmpfs", bytes(SHARED), b"tmpfs", 0, b"mode=1777")
+
+
+def half_written(folder: Path) -> list[str]:
+    try:
+        return [str(path) for path in folder.glob("**/checkpoints/*.tmp")]
+    except FileNotFoundError as error:  # a folder has gone between being found and being read: to be looked at again
+        return [str(error)]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir(SHARED)) if SHARED.is_dir() else set()
+
+
+def unused(names: set[str]) -> list[str]:
+    """Those that no process has mapped: what is left when all that used it has been killed."""
+    if not names:
+        return []
+    maps = ""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            maps += (entry / "maps").read_text()
+    return sorted(name for name in names if f"{SHARED / name}" not in maps and (SHARED / name).exists())

@@ -1,0 +1,128 @@
+"""What a test leaves behind fails that test, and no other; faults come into the matrix. Seen on tests made for it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fault_matrix import BEGIN, END
+
+TESTS = """
+import os, socket, subprocess, time
+import leftovers, pytest
+
+leftovers.WAIT_S = 3
+kept = []
+
+@pytest.fixture(scope="module")
+def server():
+    process, listener = subprocess.Popen(["sleep", "SECONDS"]), socket.create_server(("127.0.0.1", 0))
+    yield process
+    listener.close()
+    process.kill()
+    process.wait()
+
+@pytest.fixture(scope="module")
+def forgotten():
+    subprocess.Popen(["sleep", "SECONDS"])
+
+def test_fork():
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(SECONDS)
+        os._exit(0)
+    os.wait()
+
+@pytest.mark.fault("two kinds", outcome="refused")
+def test_orphan():
+    subprocess.run(["sh", "-c", "sleep SECONDS & sleep 0.5"], start_new_session=True)  # by when it has its name
+
+def test_socket():
+    kept.append(socket.create_server(("127.0.0.1", 0)))
+
+def test_shared():
+    open("/dev/shm/SHARED", "w").close()
+
+def test_half(tmp_path):
+    (tmp_path / "run/checkpoints/step_1.tmp").mkdir(parents=True)
+
+@pytest.mark.leaves_tmp
+@pytest.mark.fault("a half", outcome="survived")
+def test_allowed(tmp_path, record_property):
+    record_property("injected", 7)
+    (tmp_path / "run/checkpoints/step_1.tmp").mkdir(parents=True)
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.fault("two kinds", outcome="refused")
+def test_clean(n, server):
+    short = subprocess.Popen(["sleep", "0.05"])  # ends by itself
+    kept.append(short)
+
+@pytest.mark.thorough
+@pytest.mark.soak
+@pytest.mark.fault("not here", outcome="refused")
+def test_skipped():
+    pytest.skip("no such machine")
+
+def test_last(forgotten, server):
+    pass
+"""
+SECONDS = 100_000 + os.getpid()  # no other test sleeps as long
+SHARED = f"runner-test-left-{os.getpid()}"
+MARKERS = ["faults", "fault", "leaves_tmp", "soak", "thorough"]
+
+
+def pytest_in(folder: Path, *words: str) -> str:
+    (folder / "test_inner.py").write_text(TESTS.replace("SECONDS", str(SECONDS)).replace("SHARED", SHARED))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n" + "".join(f"  {name}\n" for name in MARKERS))
+    plugins = ("-p", "fault_matrix", "-p", "leftovers")
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", "--no-header", "-rA", *words]
+    env = {"PYTHONPATH": str(Path(__file__).parent), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return done.stdout + done.stderr
+
+
+def test_what_is_left_fails_the_test_that_left_it_and_faults_are_tabled(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    old = "| fault |\n|---|\n| older | 1 | refused cleanly | - | x |\n| a half | 1 | FAILED |"
+    page.write_text(f"before\n{BEGIN}\n\n{old}\n\n{END}\nafter\n")
+    try:
+        said = pytest_in(tmp_path, "-n", "2", "-m", "faults or not faults", "--fault-matrix", "page.md")
+    finally:
+        Path("/dev/shm", SHARED).unlink(missing_ok=True)
+    parts = re.findall(r"ERROR at teardown of (\w+).*?\n(.*?)(?=\n___|\n===)", said, re.DOTALL)
+    left = {name.removeprefix("test_"): text for name, text in parts}
+    assert left.keys() == {"fork", "orphan", "socket", "shared", "half", "last"}, said
+    assert "process" in left["fork"] and f"sleep {SECONDS}" in left["orphan"] and f"sleep {SECONDS}" in left["last"]
+    assert "listens at 0100007F:" in left["socket"] and SHARED in left["shared"]
+    assert "step_1.tmp" in left["half"]
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if f"sleep\0{SECONDS}" in words_of(path)]
+
+    rows = [re.sub(r" \d+\.\d \|", "", line) for line in page.read_text().splitlines()]
+    assert rows[0] == "before" and rows[-1] == "after" and "| older | 1 | refused cleanly | - | x |" in rows
+    inner = [row for row in rows if "test_inner" in row]
+    assert inner == [
+        "| a half | 7 | survived to the bit | test_inner.py |",
+        "| not here | 0 | skipped: no such machine | test_inner.py |",
+        "| two kinds | 3 | FAILED in 1 of 3 tests | test_inner.py |",
+    ]
+    shown = re.sub(r" \d+\.\d \|", "", said)
+    assert all(row in shown for row in inner)
+
+
+def test_soak_is_for_those_who_ask_for_it(tmp_path: Path) -> None:
+    chosen = {words: pytest_in(tmp_path, "--collect-only", "-m", words) for words in ("thorough", "soak", "faults")}
+    assert {words: "test_skipped" in said for words, said in chosen.items()} == {
+        "thorough": False,
+        "soak": True,
+        "faults": True,
+    }
+
+
+def words_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended meanwhile
+        return ""
