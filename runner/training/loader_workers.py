@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, TypeVar
 
@@ -49,7 +50,11 @@ def death_behind(error: Exception, workers: Sequence[Any]) -> WorkerDied | None:
     workers: of multiprocessing. Where a connection has ended, its worker is waited for.
     """
     if workers and isinstance(error, ConnectionError | EOFError):
-        connection.wait([worker.sentinel for worker in workers], _DEATH_S)
+        with suppress(RuntimeError):  # of torch's handler of SIGCHLD, once it is gone
+            ended = connection.wait([worker.sentinel for worker in workers], _DEATH_S)
+            for worker in workers:
+                if worker.sentinel in ended:  # a connection too
+                    worker.join(_DEATH_S)
     dead = [(number, worker) for number, worker in enumerate(workers) if not worker.is_alive()]
     if not dead:
         return None
