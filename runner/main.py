@@ -23,6 +23,7 @@ from runner.config.own_folders import absolute, add_to_path
 from runner.config.resume import Typed
 from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
 from runner.errors import InputError, Preempted, tell
+from runner.launchers.freed_memory import keep_freed_memory
 from runner.launchers.imported import end_imports
 
 FINISHED, FAILED, REFUSED, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
@@ -103,6 +104,7 @@ def _run(typed: Typed, multirun: bool, rank_info: RankInfo) -> int:
     from runner.launchers.launch import launch_and_tell
 
     end_imports()
+    keep_freed_memory()
     return launch_and_tell(config, request, rank_info)
 
 

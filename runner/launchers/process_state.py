@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runner.launchers.freed_memory import give_back_freed_memory
 from runner.launchers.imported import set_aside
 
 _first: list[Callable[[], Any]] = []  # what sets the process back to how it was before its first job
@@ -28,6 +29,7 @@ def reset_process(seed: int) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        give_back_freed_memory()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the highest memory so far starts anew
     random.seed(seed)

@@ -25,6 +25,7 @@ from runner.distributed.signals import (
     listen_as_rank,
 )
 from runner.errors import InputError, JobFailed, Preempted
+from runner.launchers.freed_memory import keep_freed_memory
 from runner.launchers.imported import end_imports
 from runner.launchers.job import run_job
 from runner.runs.run_directory import Request
@@ -151,4 +152,5 @@ def begin_rank() -> None:
     """
     listen_as_rank()
     end_imports()
+    keep_freed_memory()
     multiprocessing.set_start_method(None, force=True)

@@ -30,7 +30,7 @@ class FSDP:
     reshard_after_forward: drop the gathered parameters after forward, and gather them again in backward.
     mixed_precision: gather the parameters in bfloat16 and reduce the gradients in float32.
     meta_init: no rank holds the whole model, at the start neither; build.py reads it.
-    On a CPU, glibc keeps freed memory for later; MALLOC_MMAP_THRESHOLD_=1048576 in the environment gives it back.
+    On a CPU, what is freed is kept for later; MALLOC_MMAP_THRESHOLD_=1048576 in the environment gives it back.
     """
 
     needs_group = True

@@ -11,6 +11,7 @@ from runner.config.own_folders import add_to_path
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.distributed.signals import listen
+from runner.launchers.freed_memory import keep_freed_memory
 from runner.launchers.imported import begin_imports, end_imports
 from runner.runs.run_directory import Request
 
@@ -34,6 +35,7 @@ def main() -> int:
     from runner.launchers.launch import launch_and_tell
 
     end_imports()
+    keep_freed_memory()
     return launch_and_tell(slotted.config, slotted.request, RankInfo())
 
 

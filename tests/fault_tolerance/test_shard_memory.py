@@ -16,6 +16,7 @@ from runner.distributed.world import World
 from runner.fault_tolerance import checkpoint
 from runner.fault_tolerance.background import Background, Snapshot
 from runner.fault_tolerance.writers import Writers
+from runner.launchers.freed_memory import keep_freed_memory
 from runner.parallel.fsdp import FSDP
 from runner.runs.train_state import TrainState
 from runner.training.batch import MicroBatch, StepBatch
@@ -51,6 +52,7 @@ def spread_over(world: World) -> Spread:
 @pytest.mark.thorough
 def test_a_rank_needs_little_more_than_its_part(tmp_path: Path) -> None:
     def act(rank: int, world_size: int) -> list[float]:
+        keep_freed_memory()  # as the ranks of a command do
         world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
         spread = spread_over(world)
         ones = torch.ones(2, WIDTH)
