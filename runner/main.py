@@ -3,10 +3,12 @@
 torch is imported only once there is something to run: --help, --cfg and completion answer at once.
 """
 
+import io
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +25,6 @@ from runner.config.own_folders import absolute, add_to_path
 from runner.config.resume import Typed
 from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
 from runner.errors import InputError, Preempted, tell
-from runner.launchers.freed_memory import keep_freed_memory
 from runner.launchers.imported import end_imports
 
 FINISHED, FAILED, REFUSED, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
@@ -101,6 +102,7 @@ def _run(typed: Typed, multirun: bool, rank_info: RankInfo) -> int:
         end_imports()
         return run_sweep(typed, rank_info, sys.orig_argv).status
     config, request = prepare(typed, rank_info, sys.orig_argv)
+    from runner.launchers.freed_memory import keep_freed_memory
     from runner.launchers.launch import launch_and_tell
 
     end_imports()
@@ -110,12 +112,22 @@ def _run(typed: Typed, multirun: bool, rank_info: RankInfo) -> int:
 
 def _ask_hydra(args: Namespace, typed: Typed) -> int:
     """Let Hydra answer --cfg, --info, --hydra-help and shell completion; it reads sys.argv by itself."""
-    if args.cfg:
-        compose(typed.overrides)  # Hydra's own report of an error is long and ends with status 1
     sys.argv[1 : 1 + len(args.overrides)] = typed.overrides  # with what the run recorded that resume= or run= names
+    composer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     setup_globals()
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()
+    except SystemExit:
+        if args.cfg and composer is not None:  # its own report of an error is long and ends with status 1
+            GlobalHydra.instance().clear()
+            GlobalHydra.instance().initialize(composer)
+            compose(typed.overrides)
+        sys.stderr.write(said.getvalue())
+        raise
+    sys.stderr.write(said.getvalue())
     return FINISHED
 
 
