@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from runner.distributed.world import World
 from runner.errors import JobFailed
+from runner.training.finite import are_finite
 from runner.training.saved_state import local_part
 from runner.training.strategy import Spread
 
@@ -43,5 +44,5 @@ class FiniteWeights:
                 log.warning("step %d: weights that are not finite; the checkpoint of finite ones stays besides", step)
 
     def _are_finite(self) -> bool:
-        finite = all(bool(local_part(tensor).isfinite().all()) for tensor in self._spread.held().values())
+        finite = are_finite(local_part(tensor.detach()) for tensor in self._spread.held().values())
         return not self._world.collectives.any_later(not finite)()

@@ -16,6 +16,7 @@ from runner.errors import JobFailed
 from runner.runs.train_state import TrainState
 from runner.training.batch import StepBatch
 from runner.training.build import Experiment
+from runner.training.finite import each_is_finite, norms_are_finite
 from runner.training.pytree import known
 from runner.training.strategy import Stepping
 
@@ -127,15 +128,9 @@ class Guard:
 
 def _are_finite(loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[bool, bool]:
     """Of both, with one wait for the device."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    norms = [torch.stack(torch._foreach_norm(group)) for group in alike.values()]
-    finite = [loss.detach().isfinite(), *(each.isfinite().all().to(loss.device) for each in norms)]
+    finite = [loss.detach().isfinite(), *(flag.to(loss.device) for flag in norms_are_finite(gradients))]
     first, *others = torch.stack(finite).tolist()
-    # A sum of squares may overflow where no gradient has; to look for the largest takes six times as long.
-    return first, all(others) or all(bool(gradient.isfinite().all()) for gradient in gradients)
+    return first, all(others) or each_is_finite(gradients)
 
 
 def _jumps(loss: float, recent: Sequence[float], factor: float) -> bool:
