@@ -1,8 +1,9 @@
 """What it is worth that a step has the memory which the one before has freed: the runner with that and without.
 
 usage: python benchmarks/freed_memory.py [--work convnet,resnet18] [--rounds 3]
-One process, one thread; the two take turns. Without, it is as glibc does by itself: whether that gives memory back depends on how the heap
-happens to lie, so that the rounds differ. Pages are those that the system hands out in the whole command, in thousands.
+One process, one thread; the two take turns. Without, it is as glibc does by itself: whether that gives memory back
+depends on how the heap happens to lie, so that the rounds differ. Pages are those that the system hands out in the
+whole command, in thousands.
 """
 
 import argparse
