@@ -32,6 +32,7 @@ if server == 0:
 asked = store(False)
 asked.set("there", "")
 os.kill(server, signal.SIGSTOP)
+os.waitpid(server, os.WUNTRACED)  # until all its threads have stopped
 assert within(0.2, lambda: asked.check(["any"])) is None
 if os.fork() == 0:
     time.sleep(0.1)
