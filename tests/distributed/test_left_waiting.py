@@ -29,15 +29,19 @@ if server == 0:
     served = store(True)
     time.sleep(600)
     os._exit(0)
+ready, tell = os.pipe()
+if os.fork() == 0:  # before there is a thread that could hold a lock
+    os.close(tell)
+    os.read(ready, 1)  # or the other has ended
+    time.sleep(0.1)
+    os.kill(server, signal.SIGKILL)
+    os._exit(0)
 asked = store(False)
 asked.set("there", "")
 os.kill(server, signal.SIGSTOP)
 os.waitpid(server, os.WUNTRACED)  # until all its threads have stopped
 assert within(0.2, lambda: asked.check(["any"])) is None
-if os.fork() == 0:
-    time.sleep(0.1)
-    os.kill(server, signal.SIGKILL)
-    os._exit(0)
+os.write(tell, b"x")
 runner.main.main = lambda: 1
 sys.exit(entry.main())
 """
