@@ -1,8 +1,8 @@
-"""What a small exchange between ranks of one machine costs: gloo's all_reduce and the runner's own, in turn.
+"""What a sum over the ranks of one machine costs: by gloo's all_reduce, and by the runner's own exchange, in turn.
 
-usage: python benchmarks/exchanges.py [--ranks 2 4] [--bytes 64 256 4096 65536] [--rounds 5] [--repeats 200]
-Each round times `repeats` exchanges of each kind after each other, in processes that only exchange. The last two rows
-are the vote of a step, from its start to its answer, with nothing between.
+usage: python benchmarks/exchanges.py [--ranks 2 4] [--bytes 256 4096 25000000] [--rounds 5] [--repeats 200]
+Each round times `repeats` exchanges of each kind after each other, of large ones fewer, in processes that only
+exchange. The last row is the vote of a step, from its start to its answer, with nothing between.
 """
 
 import argparse
@@ -16,9 +16,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from runner.distributed.backend import Backend
+from runner.distributed.collectives import sum_over
 from runner.distributed.environment import RankInfo
 from runner.distributed.local_exchange import LocalExchange, exchange_of
 from runner.distributed.world import World
+
+FULL = 65_536  # up to so many bytes an exchange is repeated in full
 
 
 def kinds(exchange: LocalExchange, num_bytes: int) -> dict[str, Callable[[], object]]:
@@ -27,10 +30,10 @@ def kinds(exchange: LocalExchange, num_bytes: int) -> dict[str, Callable[[], obj
         votes = torch.zeros(2, dtype=torch.int32)
         return {
             "gloo": lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True).wait(),  # type: ignore[union-attr]
-            "sockets": lambda: exchange.any_of_later([False, False])(),
+            "runner": lambda: exchange.any_of_later([False, False])(),
         }
-    tensor = torch.zeros(num_bytes // 8, dtype=torch.float64)
-    return {"gloo": lambda: dist.all_reduce(tensor), "sockets": lambda: exchange.sum(tensor)}
+    tensor = torch.zeros(num_bytes // 4)
+    return {"gloo": lambda: dist.all_reduce(tensor), "runner": lambda: sum_over(None, tensor)}
 
 
 def measure(rank: int, world_size: int, store: str, sizes: list[int], rounds: int, repeats: int) -> None:
@@ -43,11 +46,12 @@ def measure(rank: int, world_size: int, store: str, sizes: list[int], rounds: in
     assert exchange is not None, "this system has no sockets of the kind that the runner's exchanges need"
     for num_bytes in [*sizes, 0]:
         seconds: dict[str, list[float]] = {}
+        number = max(10, min(repeats, repeats * FULL // max(num_bytes, 1)))
         for _ in range(rounds):
             for name, act in kinds(exchange, num_bytes).items():
-                for _ in range(repeats // 10):
+                for _ in range(number // 10):
                     act()
-                for _ in range(repeats):
+                for _ in range(number):
                     start = time.perf_counter()
                     act()
                     seconds.setdefault(name, []).append(time.perf_counter() - start)
@@ -56,7 +60,7 @@ def measure(rank: int, world_size: int, store: str, sizes: list[int], rounds: in
             median = {name: 1e6 * statistics.median(taken) for name, taken in seconds.items()}
             cells = [f"{best[name]:6,.0f} | {median[name]:6,.0f}" for name in seconds]
             what = f"{num_bytes:,} B" if num_bytes else "vote"
-            ratio = median["gloo"] / median["sockets"]
+            ratio = median["gloo"] / median["runner"]
             print(f"| {world_size} | {what:>8} | {' | '.join(cells)} | {ratio:5.1f} |", flush=True)
     world.group.leave(went_well=True)
 
@@ -64,12 +68,12 @@ def measure(rank: int, world_size: int, store: str, sizes: list[int], rounds: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--bytes", type=int, nargs="+", default=[64, 256, 4096, 65536])
+    parser.add_argument("--bytes", type=int, nargs="+", default=[256, 4096, 65_536, 1_000_000, 25_000_000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=200)
     args = parser.parse_args()
-    print(f"microseconds, n={args.rounds * args.repeats}\n")
-    print("| ranks | exchange | gloo, best | median | sockets, best | median | gloo / sockets, of the medians |")
+    print(f"microseconds, n={args.rounds * args.repeats}, fewer above {FULL:,} bytes\n")
+    print("| ranks | exchange | gloo, best | median | runner, best | median | gloo / runner, of the medians |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:

@@ -12,11 +12,12 @@ from runner.distributed.local_exchange import exchange_of, is_small
 def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
     """Sum the tensor over the group's ranks, in place. All of them must call it; None is all ranks.
 
-    A small one on the CPU is summed in the order of the ranks, wherever they are.
+    A small one on the CPU is summed in the order of the ranks, wherever they are, a large one on one machine.
     """
     exchange, num_ranks = exchange_of(group), dist.get_world_size(group)
     if not is_small(tensor, num_ranks):
-        dist.all_reduce(tensor, group=group)
+        if exchange is None or not exchange.sum_large(tensor):
+            dist.all_reduce(tensor, group=group)
     elif exchange is not None:
         exchange.sum(tensor)
     else:

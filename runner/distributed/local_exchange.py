@@ -1,6 +1,8 @@
-"""Small exchanges between ranks of one machine, which cost gloo's threads a hundred times what they move."""
+"""Exchanges between ranks of one machine, which cost gloo's threads many times what they move."""
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from runner.distributed.local_sockets import LARGEST, LocalSockets
+from runner.distributed.shared_memory import SharedMemory, new_file
 from runner.distributed.traffic import count
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -27,10 +30,28 @@ class LocalExchange:
         self._others = [other for other in sorted(ranks) if other != rank]
         self._topic = int.from_bytes(hashlib.sha256(topic.encode()).digest()[:8], "little")
         self._count = 0
+        self._memory: SharedMemory | None = None
+        self._has_asked_for_memory = False
 
     def sum(self, tensor: torch.Tensor) -> None:
         """In place."""
         self._merge(tensor, torch.Tensor.add_)
+
+    def sum_large(self, tensor: torch.Tensor) -> bool:
+        """In place, of any size on the CPU. Returns whether it could: on all ranks, or on none."""
+        if not _is_plain(tensor):
+            return False
+        if not self._has_asked_for_memory:
+            self._memory, self._has_asked_for_memory = self._shared_memory(), True
+        if self._memory is None:
+            return False
+        count("all_reduce", tensor.nbytes)
+        with _told_to_profiler("all_reduce"):
+            flat = tensor.detach().contiguous().view(-1)
+            self._memory.sum(flat)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(flat.view(tensor.shape))
+        return True
 
     def max(self, tensor: torch.Tensor) -> None:
         """In place."""
@@ -87,6 +108,36 @@ class LocalExchange:
         if not tensor.is_contiguous():
             tensor.detach().copy_(flat.view(tensor.shape))
 
+    def _wait_for_all(self, num_bytes: int) -> None:
+        tag, deadline = self._next(), self._sockets.deadline()
+        own = num_bytes.to_bytes(8, "little")
+        for other in self._others:
+            self._sockets.send(other, tag, own, deadline)
+        for other in self._others:
+            if (data := self._received(other, tag, len(own), deadline)) != own:
+                theirs = int.from_bytes(data, "little")
+                raise RuntimeError(f"rank {other} sums {theirs} bytes where this one sums {num_bytes}")
+
+    def _shared_memory(self) -> SharedMemory | None:
+        """None on all ranks where one of them has none."""
+        ranks = [self._root, *self._leaves]
+        tag, deadline = self._next(), self._sockets.deadline()
+        memory, file = None, None
+        with contextlib.suppress(OSError):  # no such memory, or too many files are open
+            if self._rank == self._root:
+                file = new_file(len(ranks))
+        if self._rank == self._root:
+            for leaf in self._leaves:
+                self._sockets.send(leaf, tag, b"", deadline, file)
+        else:
+            file = self._sockets.receive_file(self._root, tag, deadline)
+        if file is not None:
+            with contextlib.suppress(OSError):
+                memory = SharedMemory(file, ranks.index(self._rank), len(ranks), self._wait_for_all)
+            os.close(file)
+        (is_missing,) = self.any_of_later([memory is None])()
+        return None if is_missing else memory
+
     def _next(self) -> tuple[int, int]:
         self._count += 1
         return self._topic, self._count
@@ -117,13 +168,12 @@ class LocalExchanges:
 
 
 def is_small(tensor: torch.Tensor, num_ranks: int) -> bool:
-    """Whether an exchange is for tensors like this one, of so many ranks together: small ones on the CPU."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.dtype in DTYPES
-        and tensor.layout is torch.strided
-        and tensor.nbytes * num_ranks <= LARGEST
-    )
+    """Whether such tensors of so many ranks go into one message together."""
+    return _is_plain(tensor) and tensor.dtype in DTYPES and tensor.nbytes * num_ranks <= LARGEST
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 # As torch has its process groups: a layer of a model knows its group, and nothing of the world.

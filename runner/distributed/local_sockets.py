@@ -11,7 +11,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from runner.distributed.peer_failure import PeerMissing
 from runner.distributed.rank_trace import RankProcess, state_of
@@ -21,6 +21,7 @@ JOIN_S = 60.0  # until all are connected: a rank that could not is waited for
 TICK_S = 0.5  # a wait looks so often whether it is over
 Tag = tuple[int, int]  # of a group of ranks, and of what it exchanges: how many exchanges it has begun before
 _HEADER = struct.Struct("=QQ")
+_FILE = struct.Struct("@i")
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _TIME = struct.Struct("@ll")  # seconds, microseconds
 _open: "weakref.WeakSet[LocalSockets]" = weakref.WeakSet()
@@ -52,11 +53,14 @@ class LocalSockets:
         """Until when the others may take for what begins now, on the monotonic clock."""
         return time.monotonic() + self._timeout_s
 
-    def send(self, rank: int, tag: Tag, data: bytes | bytearray | memoryview, deadline: float) -> None:
-        """Of at most LARGEST bytes. It returns before they are read."""
+    def send(
+        self, rank: int, tag: Tag, data: bytes | bytearray | memoryview, deadline: float, file: int | None = None
+    ) -> None:
+        """Of at most LARGEST bytes, and a file that is open here. It returns before they are read."""
+        files = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(file))]
         while True:
             try:
-                self._sockets[rank].sendmsg([_HEADER.pack(*tag), data])
+                self._sockets[rank].sendmsg([_HEADER.pack(*tag), data], files)
                 return
             except BlockingIOError:
                 self._wait_on(rank, "has read", deadline)
@@ -68,11 +72,30 @@ class LocalSockets:
 
     def receive(self, rank: int, tag: Tag, deadline: float) -> bytearray:
         """What the rank has sent, or will send, under the tag."""
+        return self._receive(rank, tag, deadline, lambda connection: connection.recv_into(self._buffer))
+
+    def receive_file(self, rank: int, tag: Tag, deadline: float) -> int | None:
+        """The file that has come with what the rank sends under the tag: who receives it has to close it.
+
+        All that the rank sends must be received in the order in which it is sent, up to this.
+        """
+        found: list[int] = []
+
+        def read(connection: socket.socket) -> int:
+            size, ancillary, *_ = connection.recvmsg_into([self._buffer], socket.CMSG_SPACE(_FILE.size))
+            found.extend(_FILE.unpack(data)[0] for level, kind, data in ancillary)
+            return size
+
+        self._receive(rank, tag, deadline, read)
+        return found[0] if found else None
+
+    def _receive(self, rank: int, tag: Tag, deadline: float, read: Callable[[socket.socket], int]) -> bytearray:
+        """read: puts the next message of a connection into the buffer, and returns how many bytes it has."""
         while True:
             if self._early and (early := self._early.pop((rank, tag), None)) is not None:
                 return early
             try:
-                size = self._sockets[rank].recv_into(self._buffer)
+                size = read(self._sockets[rank])
             except BlockingIOError:
                 self._wait_on(rank, "has sent", deadline)
                 continue

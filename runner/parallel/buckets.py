@@ -2,12 +2,21 @@
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from runner.distributed.collectives import sum_over
+from runner.distributed.local_exchange import exchange_of
+
+Summed = torch.futures.Future[torch.Tensor]
 
 
 class FixedBuckets(DistributedDataParallel):
     """Takes DistributedDataParallel's options. All ranks must make it together.
+
+    It averages gradients, in the background, unless `sum_on_one_machine` is called.
 
     DistributedDataParallel has one bucket in a process's first step, and cuts that one into buckets in the order in
     which gradients became ready there. An all-reduce sums in an order that depends on the place in the bucket (gloo's
@@ -24,6 +33,29 @@ class FixedBuckets(DistributedDataParallel):
         super().__init__(module, **options)
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()  # with find_unused_parameters torch itself cuts them at once, and for good
+
+    def sum_on_one_machine(self) -> bool:
+        """From now on sum, do not average, where all ranks are on the CPU of one machine. Returns whether they are.
+
+        All at once when the last gradient is there: with all cores busy nothing is faster in the background, and ranks
+        wait for each other once. All ranks must call it.
+        """
+        if exchange_of() is None or self.device_type != "cpu":
+            return False
+        waiting: list[tuple[torch.Tensor, Summed]] = []
+
+        def take(state: object, bucket: dist.GradBucket) -> Summed:
+            waiting.append((bucket.buffer(), Summed()))
+            of_this_one = waiting[-1][1]
+            if bucket.is_last():
+                for gradients, summed in waiting:
+                    sum_over(None, gradients)
+                    summed.set_result(gradients)
+                waiting.clear()
+            return of_this_one
+
+        self.register_comm_hook(None, take)
+        return True
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """The trained parameters, and whether the gradient of each is sparse, in the order that buckets are cut by."""

@@ -83,6 +83,7 @@ class DDP:
         alike = {self._broadcast: False} if is_alike else {}
         wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, **self.options | alike)
         memory = self._compress(wrapped, world)
+        sums = self.comm_hook == "none" and wrapped.sum_on_one_machine()
         optimizer = recipe.make_optimizer(turn.parameters)
         first_backward = self.static_graph
 
@@ -101,7 +102,7 @@ class DDP:
             turn,
             sum_over=world.collectives.sum,
             within=wrapped,
-            loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
+            loss_scale=1 if sums else world.world_size,  # where DDP averages: the loss is summed over the ranks
             without_sync=without_sync,
             memory=memory,
         )

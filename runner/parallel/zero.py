@@ -55,7 +55,8 @@ class Zero:
             turn,
             sum_over=world.collectives.sum,
             within=wrapped,
-            loss_scale=world.world_size,  # DDP averages over the ranks, the loss is summed over them
+            # Where DDP averages: the loss is summed over the ranks.
+            loss_scale=1 if wrapped.sum_on_one_machine() else world.world_size,
             without_sync=wrapped.no_sync,
         )
         return ShardedOptimizer(replica, optimizer)

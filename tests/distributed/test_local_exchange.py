@@ -4,68 +4,23 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from commands import sockets_of
-from ranks import run_ranks
-from torch import Tensor, nn
+from one_machine import in_rank_order, no_gloo, on_ranks, values_of
+from torch import nn
 
 from runner.distributed import local_sockets
-from runner.distributed.backend import Backend
 from runner.distributed.collectives import gather_over, max_over, sum_over
-from runner.distributed.environment import RankInfo
 from runner.distributed.local_exchange import DTYPES, exchange_of, is_small
 from runner.distributed.local_sockets import LARGEST, Listener, LocalSockets
 from runner.distributed.peer_failure import PeerMissing, misses_peer
 from runner.distributed.sync_batch_norm import synchronize_batch_norm, use_group
 from runner.distributed.traffic import CommunicationCounter
 from runner.distributed.world import World
-
-
-def on_ranks(path: Path, world_size: int, act: Callable[[World], Any], num_jobs: int = 1) -> list[Any]:
-    """What `act` returns on each rank in the last of so many jobs of a world on one machine."""
-
-    def of(rank: int, world_size: int) -> Any:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        rank_info = RankInfo(rank, rank, world_size, world_size, found="test")
-        world = World(rank_info, dist.FileStore(str(path / "store"), world_size), Backend(timeout_s=60))
-        before = sockets_of(os.getpid())
-        for _ in range(num_jobs):
-            world.begin_job(world.backend)
-            world.group.form(world.backend, world.device)
-            result = act(world)
-            world.group.leave(went_well=True)
-            assert exchange_of() is None and sockets_of(os.getpid()) == before
-        return result
-
-    return run_ranks(of, world_size, forms_group=False)
-
-
-def values_of(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return (1e3 * drawn).to(dtype)
-
-
-def in_rank_order(tensors: list[Tensor]) -> Tensor:
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total
-
-
-@contextmanager
-def no_gloo() -> Iterator[None]:
-    """On a rank that has its process group: meanwhile its collectives fail."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "all_gather"):
-            patch.setattr(dist, name, lambda *args, **kwargs: pytest.fail("goes through gloo"))
-        yield
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 16])
@@ -122,19 +77,17 @@ def test_votes_wait_for_their_answers_while_others_are_asked(tmp_path: Path) -> 
     assert on_ranks(tmp_path, 3, act, num_jobs=2) == [expected] * 3
 
 
-def test_what_is_large_or_of_another_kind_goes_through_the_process_group(tmp_path: Path) -> None:
-    def act(world: World) -> list[int]:
+def test_what_no_message_takes_is_gathered_by_the_process_group(tmp_path: Path) -> None:
+    def act(world: World) -> torch.Size:
         assert exchange_of() is not None
         for tensor in (torch.ones(LARGEST // 8 + 1), torch.ones(2, dtype=torch.bfloat16), torch.ones(2).to_sparse()):
             assert not is_small(tensor, 2)
         assert not is_small(torch.ones(2, device="meta"), 2) and is_small(torch.ones(LARGEST // 8), 2)
-        large = world.collectives.sum(torch.ones(LARGEST // 4 + 1))
-        assert gather_over(None, torch.ones(LARGEST // 4)).shape == (2, LARGEST // 4)
         every_other = torch.arange(6.0)[::2]
         assert world.collectives.sum(every_other).tolist() == [0, 4, 8]
-        return [int(large.min()), int(world.collectives.sum(torch.ones(2, dtype=torch.bfloat16)).min())]
+        return gather_over(None, torch.ones(LARGEST // 4)).shape
 
-    assert on_ranks(tmp_path, 2, act) == [[2, 2]] * 2
+    assert on_ranks(tmp_path, 2, act) == [(2, LARGEST // 4)] * 2
 
 
 def test_a_group_of_some_ranks_has_exchanges_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Gradients that ranks of one machine sum themselves, in the place of DistributedDataParallel."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_machine import in_rank_order, on_ranks
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.distributed.local_exchange import exchange_of
+from runner.distributed.local_sockets import Listener
+from runner.distributed.peer_failure import PeerMissing
+from runner.distributed.world import World
+from runner.parallel.buckets import FixedBuckets
+
+WIDTH = 300  # the weight's gradient is more than a message takes
+SEVERAL = {"bucket_cap_mb": 0.01}
+
+
+class NoProcessGroup(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.namespace != "c10d", f"{function} goes through the process group"
+        return function(*args, **(kwargs or {}))
+
+
+class Model(nn.Module):
+    """Three layers, of which the one in the middle is left out where it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs: Tensor, with_second: bool = True) -> Tensor:
+        hidden = self.first(inputs).tanh()
+        output: Tensor = self.third(hidden)
+        return output + self.second(hidden) if with_second else output
+
+
+def inputs_of(rank: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def alone(rank: int, **options: Any) -> list[Tensor]:
+    """The rank's own gradients."""
+    model = Model()
+    model(inputs_of(rank), **options).sum().backward()
+    return [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, SEVERAL, {"static_graph": True}, {"gradient_as_bucket_view": False}])
+def test_gradients_are_summed_in_the_order_of_the_ranks_without_gloo(options: dict[str, Any], tmp_path: Path) -> None:
+    def act(world: World) -> list[Any]:
+        wrapped = FixedBuckets(Model(), **options)
+        assert wrapped.sum_on_one_machine()
+        for number in range(3):
+            wrapped.zero_grad()
+            if number:
+                with wrapped.no_sync():
+                    wrapped(inputs_of(world.rank)).sum().backward()
+            # In the first step of a static graph the ranks tell each other what they use.
+            with NoProcessGroup() if number else nullcontext():
+                wrapped(inputs_of(world.rank)).sum().backward()
+        return gradients(wrapped)
+
+    expected = [in_rank_order([2 * each for each in parts]) for parts in zip(*map(alone, range(3)), strict=True)]
+    for result in on_ranks(tmp_path, 3, act):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
+def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(tmp_path: Path) -> None:
+    def act(world: World) -> list[Any]:
+        wrapped = FixedBuckets(Model(), find_unused_parameters=True, **SEVERAL)
+        assert wrapped.sum_on_one_machine()
+        results = []
+        for users in ((0, 2), (), (1,)):
+            wrapped.zero_grad()
+            wrapped(inputs_of(world.rank), with_second=world.rank in users).sum().backward()
+            results.append(gradients(wrapped))
+        return results
+
+    for result in on_ranks(tmp_path, 3, act):
+        for users, found in zip(((0, 2), (), (1,)), result, strict=True):
+            of_ranks = [alone(rank, with_second=rank in users) for rank in range(3)]
+            expected = [in_rank_order([*parts]) for parts in zip(*of_ranks, strict=True)]
+            for name, a, b in zip(dict(Model().named_parameters()), found, expected, strict=True):
+                assert a is None and not users if name.startswith("second") and not users else torch.equal(a, b)
+
+
+def test_a_rank_that_has_gone_is_told_of_from_within_backward(tmp_path: Path) -> None:
+    def act(world: World) -> str:
+        wrapped = FixedBuckets(Model())
+        assert wrapped.sum_on_one_machine()
+        if world.rank == 1:
+            exchange_of()._sockets.close()  # type: ignore[union-attr]
+            return ""
+        with pytest.raises(PeerMissing) as caught:
+            wrapped(inputs_of(world.rank)).sum().backward()
+        return str(caught.value)
+
+    assert on_ranks(tmp_path, 2, act) == ["rank 1 has closed its connection to this one", ""]
+
+
+def test_on_several_machines_gradients_are_averaged_by_the_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
+
+    def act(world: World) -> list[Any]:
+        wrapped = FixedBuckets(Model())
+        assert not wrapped.sum_on_one_machine() and exchange_of() is None
+        with pytest.raises(AssertionError, match="goes through the process group"), NoProcessGroup():
+            dist.all_reduce(torch.ones(1))
+        wrapped(inputs_of(world.rank)).sum().backward()
+        return gradients(wrapped)
+
+    for result in on_ranks(tmp_path, 2, act):
+        expected = [in_rank_order([each / 2 for each in parts]) for parts in zip(*map(alone, range(2)), strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))

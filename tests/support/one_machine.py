@@ -1,0 +1,59 @@
+"""Ranks of one machine that form their process group as a job does, and what they exchange."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import sockets_of
+from ranks import run_ranks
+from torch import Tensor
+
+from runner.distributed.backend import Backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.local_exchange import exchange_of
+from runner.distributed.world import World
+
+
+def on_ranks(path: Path, world_size: int, act: Callable[[World], Any], num_jobs: int = 1) -> list[Any]:
+    """What `act` returns on each rank in the last of so many jobs of a world on one machine."""
+
+    def of(rank: int, world_size: int) -> Any:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        rank_info = RankInfo(rank, rank, world_size, world_size, found="test")
+        world = World(rank_info, dist.FileStore(str(path / "store"), world_size), Backend(timeout_s=60))
+        before = sockets_of(os.getpid())
+        for _ in range(num_jobs):
+            world.begin_job(world.backend)
+            world.group.form(world.backend, world.device)
+            result = act(world)
+            world.group.leave(went_well=True)
+            assert exchange_of() is None and sockets_of(os.getpid()) == before
+        return result
+
+    return run_ranks(of, world_size, forms_group=False)
+
+
+def values_of(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (1e3 * drawn).to(dtype)
+
+
+def in_rank_order(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+@contextmanager
+def no_gloo() -> Iterator[None]:
+    """On a rank that has its process group: meanwhile its collectives fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather"):
+            patch.setattr(dist, name, lambda *args, **kwargs: pytest.fail("goes through gloo"))
+        yield
