@@ -58,6 +58,12 @@ class Collectives:
             sum_over(None, tensor)
         return tensor
 
+    def sum_together(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Several of a device in one exchange, in the dtype that holds them all. All ranks must call it."""
+        flat = self.sum(torch.cat([tensor.flatten() for tensor in tensors]))
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks after each other: (n, ...) on each -> (sum of n, ...). All ranks must call it.
 

@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from pathlib import Path
 
 import torch
 
@@ -11,7 +10,7 @@ from runner.training.strategy import Axes
 
 AT_MOST = 1000  # steps, the last ones: each rank's go to all ranks
 # Of this thread, in nanoseconds: on a CPU, ready and waiting for one, and how often it was given one.
-_SCHEDULED = Path("/proc/thread-self/schedstat")
+_SCHEDULED = "/proc/thread-self/schedstat"
 
 
 class Straggler:
@@ -42,21 +41,27 @@ class Straggler:
         work_s, step_s = _work_s() - self._began_work, time.perf_counter() - self._began
         self._steps.append((wait_s + work_s, wait_s + step_s))
 
-    def measured(self) -> dict[str, float]:
-        """Of the steps since it was last called, which all ranks must do together.
+    def work_s(self) -> list[torch.Tensor]:
+        """Of the steps since `measured` was last called, (steps, ranks), to be summed over the ranks; or nothing."""
+        if not self._is_seen:
+            return []
+        table = torch.zeros(len(self._steps), self._world.world_size, dtype=torch.float64)
+        table[:, self._world.rank] = torch.tensor([work_s for work_s, _ in self._steps], dtype=torch.float64)
+        return [table]
+
+    def measured(self, *work_s: torch.Tensor) -> dict[str, float]:
+        """Of the same steps, given the sum of what all ranks have said of `work_s`.
 
         perf/straggler: the part of them, 0 to 1, in which the other ranks, in the mean, wait for the slowest of each
             step. perf/slowest_rank: for which they wait longest.
         """
-        if not self._is_seen:
+        if not work_s:
             return {}
-        work_s, steps_s = zip(*self._steps, strict=True)
+        took_s = sum(step_s for _, step_s in self._steps)
         self._steps.clear()
-        table = torch.zeros(len(work_s), self._world.world_size, dtype=torch.float64)
-        table[:, self._world.rank] = torch.tensor(work_s, dtype=torch.float64)
-        waits_s, slowest = waits_for_slowest(self._world.collectives.sum(table)[:, self._ranks])
+        waits_s, slowest = waits_for_slowest(work_s[0][:, self._ranks])
         return {
-            "perf/straggler": min(float(waits_s.sum()) / max(sum(steps_s), 1e-9), 1.0),
+            "perf/straggler": min(float(waits_s.sum()) / max(took_s, 1e-9), 1.0),
             "perf/slowest_rank": float(self._ranks[slowest]),
         }
 
@@ -75,7 +80,8 @@ def waits_for_slowest(work_s: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _work_s() -> float:
     """How long this thread has run so far, or could have."""
     try:
-        delayed_ns = int(_SCHEDULED.read_text().split()[1])
+        with open(_SCHEDULED, "rb", buffering=0) as scheduled:
+            delayed_ns = int(scheduled.read(64).split()[1])
     except (OSError, IndexError):  # not on Linux
         delayed_ns = 0
     return time.thread_time() + delayed_ns / 1e9

