@@ -14,12 +14,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from formed_world import formed_world
 
-from runner.distributed.backend import Backend
 from runner.distributed.collectives import sum_over
-from runner.distributed.environment import RankInfo
-from runner.distributed.local_exchange import LocalExchange, exchange_of
-from runner.distributed.world import World
+from runner.distributed.local_exchange import LocalExchange
 
 FULL = 65_536  # up to so many bytes an exchange is repeated in full
 
@@ -38,31 +36,25 @@ def kinds(exchange: LocalExchange, num_bytes: int) -> dict[str, Callable[[], obj
 
 def measure(rank: int, world_size: int, store: str, sizes: list[int], rounds: int, repeats: int) -> None:
     """On rank 0, print a row for each size."""
-    torch.set_num_threads(1)
-    world = World(RankInfo(rank, rank, world_size, world_size), dist.FileStore(store, world_size), Backend())
-    world.begin_job(world.backend)
-    world.group.form(world.backend, world.device)
-    exchange = exchange_of()
-    assert exchange is not None, "this system has no sockets of the kind that the runner's exchanges need"
-    for num_bytes in [*sizes, 0]:
-        seconds: dict[str, list[float]] = {}
-        number = max(10, min(repeats, repeats * FULL // max(num_bytes, 1)))
-        for _ in range(rounds):
-            for name, act in kinds(exchange, num_bytes).items():
-                for _ in range(number // 10):
-                    act()
-                for _ in range(number):
-                    start = time.perf_counter()
-                    act()
-                    seconds.setdefault(name, []).append(time.perf_counter() - start)
-        if rank == 0:
-            best = {name: 1e6 * min(taken) for name, taken in seconds.items()}
-            median = {name: 1e6 * statistics.median(taken) for name, taken in seconds.items()}
-            cells = [f"{best[name]:6,.0f} | {median[name]:6,.0f}" for name in seconds]
-            what = f"{num_bytes:,} B" if num_bytes else "vote"
-            ratio = median["gloo"] / median["runner"]
-            print(f"| {world_size} | {what:>8} | {' | '.join(cells)} | {ratio:5.1f} |", flush=True)
-    world.group.leave(went_well=True)
+    with formed_world(rank, world_size, store) as exchange:
+        for num_bytes in [*sizes, 0]:
+            seconds: dict[str, list[float]] = {}
+            number = max(10, min(repeats, repeats * FULL // max(num_bytes, 1)))
+            for _ in range(rounds):
+                for name, act in kinds(exchange, num_bytes).items():
+                    for _ in range(number // 10):
+                        act()
+                    for _ in range(number):
+                        start = time.perf_counter()
+                        act()
+                        seconds.setdefault(name, []).append(time.perf_counter() - start)
+            if rank == 0:
+                best = {name: 1e6 * min(taken) for name, taken in seconds.items()}
+                median = {name: 1e6 * statistics.median(taken) for name, taken in seconds.items()}
+                cells = [f"{best[name]:6,.0f} | {median[name]:6,.0f}" for name in seconds]
+                what = f"{num_bytes:,} B" if num_bytes else "vote"
+                ratio = median["gloo"] / median["runner"]
+                print(f"| {world_size} | {what:>8} | {' | '.join(cells)} | {ratio:5.1f} |", flush=True)
 
 
 def main() -> None:

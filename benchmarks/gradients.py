@@ -1,0 +1,96 @@
+"""What it is worth that ranks of one machine sum their gradients themselves: a step of ddp so, and by gloo.
+
+usage: python benchmarks/gradients.py [--work transformer,resnet18] [--ranks 2 4] [--rounds 12] [--steps 4]
+The two take turns within the same processes, `steps` steps each, so that what else the machine does meets both. Only
+forward, backward, the exchange and the update are timed, of drawn data; BatchNorm is each rank's own. The ratio is that
+of the rates, from the medians of each round: its median, and its quartiles.
+"""
+
+import argparse
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from formed_world import formed_world
+from peers.works import TEXT, WORKS, Work
+
+from runner.launchers.freed_memory import keep_freed_memory
+from runner.parallel.buckets import FixedBuckets
+
+WARMUP_STEPS = 2
+
+
+def step_of(work: Work, num_ranks: int, by_gloo: bool) -> Callable[[], None]:
+    """One optimizer step of a model of its own."""
+    torch.manual_seed(0)
+    module, _, name = work.model.rpartition(".")
+    shape, num_outputs = work.data.sample_shape, work.data.num_outputs
+    model = FixedBuckets(getattr(importlib.import_module(module), name)(list(shape), num_outputs))
+    if not by_gloo:
+        assert model.sum_on_one_machine()
+    optimizer = getattr(torch.optim, work.optimizer)(model.parameters(), **work.options)
+    size = work.batch_size // num_ranks
+    if work.data is TEXT:
+        inputs, targets = torch.randint(num_outputs, (2, size, *shape))
+    else:
+        inputs, targets = torch.rand(size, *shape), torch.randint(num_outputs, (size,))
+
+    def step() -> None:
+        F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(rank: int, num_ranks: int, store: str, name: str, rounds: int, num_steps: int) -> None:
+    """On rank 0, print a row."""
+    keep_freed_memory()
+    with formed_world(rank, num_ranks, store):
+        ways = {way: step_of(WORKS[name], num_ranks, way == "gloo") for way in ("gloo", "runner")}
+        medians: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, step in ways.items():
+                taken = []
+                for number in range(WARMUP_STEPS + num_steps):
+                    start = time.perf_counter()
+                    step()
+                    if number >= WARMUP_STEPS:
+                        taken.append(time.perf_counter() - start)
+                medians[way].append(statistics.median(taken))
+        if rank == 0:
+            ratios = [gloo / own for gloo, own in zip(medians["gloo"], medians["runner"], strict=True)]
+            lower, ratio, upper = statistics.quantiles(ratios, n=4)
+            ms = [1e3 * statistics.median(medians[way]) for way in ways]
+            quartiles = f"{ratio:.2f} ({lower:.2f} to {upper:.2f})"
+            print(f"| {name} | {num_ranks} | {ms[0]:.1f} | {ms[1]:.1f} | {quartiles} |", flush=True)
+        del ways, step  # a live DDP keeps the group alive: https://github.com/pytorch/pytorch/issues/190489
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work", default="convnet,transformer,resnet18", help=", ".join(WORKS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4)
+    given = parser.parse_args()
+    works = given.work.split(",")
+    if unknown := [work for work in works if work not in WORKS]:
+        parser.error(f"--work={unknown[0]} must be one of {', '.join(WORKS)}")
+    if given.rounds < 2:
+        parser.error(f"--rounds={given.rounds} must be at least 2; 12 show how much it varies")
+    print("| work | ranks | by gloo, ms | by the runner, ms | rate, x gloo |\n|---|---|---|---|---|", flush=True)
+    for work in works:
+        for num_ranks in given.ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                options = (num_ranks, f"{folder}/store", work, given.rounds, given.steps)
+                mp.spawn(measure, options, nprocs=num_ranks)
+
+
+if __name__ == "__main__":
+    main()
