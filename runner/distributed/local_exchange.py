@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,20 +15,21 @@ from runner.distributed.shared_memory import SharedMemory, new_file
 from runner.distributed.traffic import count
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+FEW = 4  # ranks of which each tells each: of more the messages are too many
 Merge = Callable[[torch.Tensor, torch.Tensor], object]  # adds the second to the first, in place
 
 
 class LocalExchange:
     """The exchanges of a group of ranks. All of them must call each, in the same order.
 
-    What is summed is so in the order of the ranks, by the lowest, which tells the others: the result is the same to the
-    bit on all, and in each run. Raises PeerMissing where a rank does not come.
+    What is summed is so in the order of the ranks: the result is the same to the bit on all, and in each run. Of a few
+    ranks each tells each; of more all tell the lowest, which tells them. Raises PeerMissing where one does not come.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], topic: str, sockets: LocalSockets):
         self._rank, self._sockets = rank, sockets
-        self._root, *self._leaves = sorted(ranks)
-        self._others = [other for other in sorted(ranks) if other != rank]
+        self._ranks = sorted(ranks)
+        self._others = [other for other in self._ranks if other != rank]
         self._topic = int.from_bytes(hashlib.sha256(topic.encode()).digest()[:8], "little")
         self._count = 0
         self._memory: SharedMemory | None = None
@@ -59,21 +61,10 @@ class LocalExchange:
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of all ranks, in their order.  (...) -> (N, ...)"""
-        num_ranks = 1 + len(self._others)
-        count("all_gather", tensor.nbytes * num_ranks)
-        own = _bytes(tensor.detach().contiguous())
+        count("all_gather", tensor.nbytes * len(self._ranks))
         with _told_to_profiler("all_gather"):
-            tag, deadline = self._next(), self._sockets.deadline()
-            if self._rank == self._root:
-                gathered = bytearray(own)
-                for leaf in self._leaves:
-                    gathered += self._received(leaf, tag, len(own), deadline)
-                for leaf in self._leaves:
-                    self._sockets.send(leaf, tag, gathered, deadline)
-            else:
-                self._sockets.send(self._root, tag, own, deadline)
-                gathered = self._received(self._root, tag, len(own) * num_ranks, deadline)
-        return _tensor(gathered, tensor.dtype).view(num_ranks, *tensor.shape)
+            gathered = self._gather(_bytes(tensor.detach().contiguous()))
+        return _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
 
     def any_of_later(self, flags: Iterable[bool]) -> Callable[[], list[bool]]:
         """Of each flag, whether it is set on any rank: asked now, and answered when the result is called."""
@@ -93,47 +84,52 @@ class LocalExchange:
 
     def _merge(self, tensor: torch.Tensor, merge: Merge) -> None:
         count("all_reduce", tensor.nbytes)
-        flat = tensor.detach().contiguous().reshape(-1)
-        own = _bytes(flat)
+        own = tensor.detach().contiguous()
         with _told_to_profiler("all_reduce"):
-            tag, deadline = self._next(), self._sockets.deadline()
-            if self._rank == self._root:
-                for leaf in self._leaves:
-                    merge(flat, _tensor(self._received(leaf, tag, len(own), deadline), flat.dtype))
-                for leaf in self._leaves:
-                    self._sockets.send(leaf, tag, own, deadline)
-            else:
-                self._sockets.send(self._root, tag, own, deadline)
-                own[:] = self._received(self._root, tag, len(own), deadline)
-        if not tensor.is_contiguous():
-            tensor.detach().copy_(flat.view(tensor.shape))
+            gathered = self._gather(_bytes(own))
+        merged, *others = _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
+        for other in others:
+            merge(merged, other)
+        tensor.detach().copy_(merged)
+
+    def _gather(self, own: bytes | memoryview) -> bytearray:
+        """What each rank gives, as many bytes, in their order."""
+        tag, deadline = self._next(), self._sockets.deadline()
+        if len(self._ranks) <= FEW:
+            for other in self._others:
+                self._sockets.send(other, tag, own, deadline)
+            told = {other: self._received(other, tag, len(own), deadline) for other in self._others}
+            return bytearray().join(told.get(rank, own) for rank in self._ranks)
+        root, *leaves = self._ranks
+        if self._rank != root:
+            self._sockets.send(root, tag, own, deadline)
+            return self._received(root, tag, len(own) * len(self._ranks), deadline)
+        gathered = bytearray().join([own, *(self._received(leaf, tag, len(own), deadline) for leaf in leaves)])
+        for leaf in leaves:
+            self._sockets.send(leaf, tag, gathered, deadline)
+        return gathered
 
     def _wait_for_all(self, num_bytes: int) -> None:
-        tag, deadline = self._next(), self._sockets.deadline()
-        own = num_bytes.to_bytes(8, "little")
-        for other in self._others:
-            self._sockets.send(other, tag, own, deadline)
-        for other in self._others:
-            if (data := self._received(other, tag, len(own), deadline)) != own:
-                theirs = int.from_bytes(data, "little")
-                raise RuntimeError(f"rank {other} sums {theirs} bytes where this one sums {num_bytes}")
+        told = struct.unpack(f"<{len(self._ranks)}q", self._gather(struct.pack("<q", num_bytes)))
+        for rank, theirs in zip(self._ranks, told, strict=True):
+            if theirs != num_bytes:
+                raise RuntimeError(f"rank {rank} sums {theirs} bytes where this one sums {num_bytes}")
 
     def _shared_memory(self) -> SharedMemory | None:
         """None on all ranks where one of them has none."""
-        ranks = [self._root, *self._leaves]
+        root, *leaves = self._ranks
         tag, deadline = self._next(), self._sockets.deadline()
         memory, file = None, None
-        with contextlib.suppress(OSError):  # no such memory, or too many files are open
-            if self._rank == self._root:
-                file = new_file(len(ranks))
-        if self._rank == self._root:
-            for leaf in self._leaves:
+        if self._rank == root:
+            with contextlib.suppress(OSError):  # no such memory, or too many files are open
+                file = new_file(len(self._ranks))
+            for leaf in leaves:
                 self._sockets.send(leaf, tag, b"", deadline, file)
         else:
-            file = self._sockets.receive_file(self._root, tag, deadline)
+            file = self._sockets.receive_file(root, tag, deadline)
         if file is not None:
             with contextlib.suppress(OSError):
-                memory = SharedMemory(file, ranks.index(self._rank), len(ranks), self._wait_for_all)
+                memory = SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
             os.close(file)
         (is_missing,) = self.any_of_later([memory is None])()
         return None if is_missing else memory
@@ -196,7 +192,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _tensor(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
