@@ -5,7 +5,9 @@ import traceback
 from types import TracebackType
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
-_EXCHANGES = tuple(f"/runner/distributed/{name}.py" for name in ("collectives", "local_exchange", "local_sockets"))
+_EXCHANGES = tuple(
+    f"/runner/distributed/{name}.py" for name in ("collectives", "local_exchange", "local_sockets", "shared_memory")
+)
 _WAITING = ("/torch/distributed/", *_EXCHANGES)  # files in which a rank waits for others
 _BELOW = ("/torch/", "<frozen", *_EXCHANGES)  # what says less of where a rank is than who calls it
 _SHOWN = 60  # lines of all threads in a message; the file has all
