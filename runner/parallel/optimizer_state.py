@@ -111,6 +111,8 @@ def _allocate(saved: SavedTensor, parameter: nn.Parameter) -> torch.Tensor:
     if not saved.shape:
         return torch.empty((), dtype=saved.dtype)  # a count of steps, which the optimizer keeps on the CPU or moves
     if not isinstance(parameter, DTensor):
+        if saved.shape == tuple(parameter.shape):  # channels_last too: a fused update goes through memory, not places
+            return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
         return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
     if saved.shape != tuple(parameter.shape):
         raise ValueError(

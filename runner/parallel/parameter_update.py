@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from runner.parallel.optimizer_state import like
 from runner.training.optimizers import by_mesh
 from runner.training.precision import Precision
 
@@ -55,6 +56,9 @@ class ParameterUpdate:
             assert norm is not None
             for parameters in with_gradient:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, norm)
+        for group in self._optimizer.param_groups:
+            if group.get("fused"):
+                lay_out_gradients(group["params"])
         scaler.step(self._optimizer)
         scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -62,9 +66,29 @@ class ParameterUpdate:
 
 
 @torch.no_grad()
+def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each gradient the strides of its parameter (channels_last, say), where a sum over ranks has made it anew.
+
+    A fused update on the CPU goes through the memory of both, and does not look at strides.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        own, of_own = _local(parameter), _local(gradient)
+        if own.shape == of_own.shape and own.stride() != of_own.stride():
+            parameter.grad = like(parameter, torch.empty_like(own).copy_(of_own))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is cut."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
 def held_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Of what this rank has of them: whole, its slices, or of sparse ones the values."""
-    own = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    own = [_local(p.grad) for p in parameters if p.grad is not None]
     return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in own]
 
 

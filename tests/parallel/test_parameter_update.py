@@ -65,3 +65,32 @@ def test_a_checkpoint_brings_the_momentum_and_not_the_configuration(tmp_path: Pa
     assert (resumed.param_groups[0]["lr"], resumed.param_groups[0]["momentum"]) == (0.1, 0.8)
     buffers = [resumed.state[p]["momentum_buffer"] for p in other.parameters()]
     assert all(torch.equal(b, torch.ones_like(b)) for b in buffers)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_a_fused_update_takes_a_gradient_of_other_strides(optimizer: type[torch.optim.Optimizer]) -> None:
+    """As a sum over ranks makes it of a parameter in channels_last."""
+    ends = []
+    for fused in (False, True):
+        drawn = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
+        own = nn.Parameter(drawn[0].to(memory_format=torch.channels_last))
+        own.grad = drawn[1].clone()
+        assert own.stride() != own.grad.stride()
+        update = ParameterUpdate(optimizer([own], lr=0.1, fused=fused), [own], FP32)  # type: ignore[call-arg]
+        update.step(lr_factor=1.0, want_norm=False)
+        ends.append(own.detach())
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def test_the_state_of_an_optimizer_comes_back_with_the_strides_of_its_parameter(tmp_path: Path) -> None:
+    module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
+    module(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    path = save(tmp_path, optimizer_state(module, optimizer), TrainState(1, 0, 1, batch_size=1), Writers())
+    again = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
+    load_optimizer_state(module, again, SavedState.open(path))
+    for parameter in module.parameters():
+        for key, tensor in optimizer.state[parameter].items():
+            assert torch.equal(again.state[parameter][key], tensor)
+            assert again.state[parameter][key].stride() == tensor.stride(), key

@@ -152,6 +152,26 @@ def test_option_means_the_same_on_two_ranks(
     assert (expected.losses != reference(model).losses) == changes
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "none",
+        "allreduce",
+        *(pytest.param(mode, marks=pytest.mark.thorough) for mode in ("ddp", "zero", "fsdp", "pipeline")),
+    ],
+)
+def test_a_fused_update_means_the_same_where_parameters_are_channels_last(
+    mode: str, reference: Callable[..., Run], tmp_path: Path
+) -> None:
+    """On the CPU it goes through memory, whatever the strides of parameter, gradient and state."""
+    # Adam divides a gradient by its size: a large eps hides the noise of those that are zero but for their rounding.
+    words = ("memory_format=channels_last", "optimizer=adamw", "optimizer.eps=0.01")
+    one_by_one = reference("convnet", *words, "optimizer.fused=false", *REFERENCE.get(mode, ()))
+    ranks = 1 if mode == "none" else 2
+    fused = run(tmp_path, ranks, *EXPERIMENTS["convnet"], *COMMON, *words, f"parallel={mode}")
+    assert_equal(fused, one_by_one)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "option",
