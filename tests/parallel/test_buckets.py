@@ -97,6 +97,20 @@ def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(t
                 assert a is None and not users if name.startswith("second") and not users else torch.equal(a, b)
 
 
+def test_sparse_gradients_are_summed_by_the_process_group(tmp_path: Path) -> None:
+    def act(world: World) -> list[Any]:
+        table = nn.Embedding(5, 2, sparse=True)
+        wrapped = FixedBuckets(nn.Sequential(table, nn.Linear(2, 3)))
+        assert wrapped.sum_on_one_machine()
+        wrapped(torch.tensor([world.rank, 4])).sum().backward()
+        assert table.weight.grad is not None and table.weight.grad.is_sparse
+        return [table.weight.grad.to_dense(), wrapped.module[1].bias.grad]
+
+    of_table, of_bias = on_ranks(tmp_path, 2, act)[0]
+    assert (of_table != 0).all(1).tolist() == [True, True, False, False, True]
+    assert torch.equal(of_table[4], of_table[0] + of_table[1]) and of_bias.tolist() == [4.0] * 3
+
+
 def test_a_rank_that_has_gone_is_told_of_from_within_backward(tmp_path: Path) -> None:
     def act(world: World) -> str:
         wrapped = FixedBuckets(Model())
