@@ -32,7 +32,7 @@ def step_of(work: Work, num_ranks: int, by_gloo: bool) -> Callable[[], None]:
     shape, num_outputs = work.data.sample_shape, work.data.num_outputs
     model = FixedBuckets(getattr(importlib.import_module(module), name)(list(shape), num_outputs))
     if not by_gloo:
-        assert model.sum_on_one_machine()
+        assert model.sum_on_cpu()
     optimizer = getattr(torch.optim, work.optimizer)(model.parameters(), **work.options)
     size = work.batch_size // num_ranks
     if work.data is TEXT:

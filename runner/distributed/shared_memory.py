@@ -1,4 +1,7 @@
-"""Memory that the ranks of a group on one machine all see, through which they add up what no message takes."""
+"""Memory that the ranks of a group on one machine all see, through which they add up what no message takes.
+
+In the order of gloo's ring: where the ranks are, and whether they have such memory, changes no bit of what they train.
+"""
 
 import mmap
 import os
@@ -8,6 +11,7 @@ import torch
 
 PIECE = 2**22  # bytes of each rank at a time: what the caches of most processors hold of a few ranks
 _LINE = 64  # bytes: no two ranks write into one line of a cache
+_SEGMENT = 2**20  # bytes: the most that gloo's ring sends at once (kMaxSegmentSize in gloo/allreduce.h)
 
 
 def new_file(num_ranks: int) -> int:
@@ -34,22 +38,22 @@ class SharedMemory:
         self._position, self._num_ranks, self._wait_for_all = position, num_ranks, wait_for_all
 
     def sum(self, flat: torch.Tensor) -> None:
-        """In place, in the order of the ranks: (n) on each. Each rank adds up its part of every piece."""
+        """In place: (n) on each. Each rank adds up its part of every piece, in the order in which gloo's ring would."""
         places = [self._place(number, flat.dtype) for number in range(self._num_ranks + 1)]
         own, total = places[self._position], places[-1]
-        for piece in flat.split(len(own)):
+        chunk = _chunk_of_ring(flat, self._num_ranks)
+        for begin, piece in zip(range(0, len(flat), len(own)), flat.split(len(own)), strict=True):
             parts = list(self._parts(piece))
             for position, part in enumerate(parts):
                 if position != self._position:
                     own[part] = piece[part]
             self._wait_for_all(flat.nbytes)
-            part = parts[self._position]
-            first, second, *others = (
-                piece[part] if position == self._position else place[part] for position, place in enumerate(places[:-1])
-            )
-            torch.add(first, second, out=total[part])
-            for other in others:
-                total[part] += other
+            given = [piece if position == self._position else place for position, place in enumerate(places[:-1])]
+            for number, part in _by_chunk(parts[self._position], begin, chunk):
+                first, second, *others = (given[number - i][part] for i in range(1, self._num_ranks + 1))
+                torch.add(first, second, out=total[part])
+                for other in others:
+                    total[part] += other
             self._wait_for_all(flat.nbytes)
             piece.copy_(total[: len(piece)])
 
@@ -62,3 +66,24 @@ class SharedMemory:
         size = -(-len(piece) // (self._num_ranks * line)) * line
         for start in range(0, self._num_ranks * size, size):
             yield slice(min(start, len(piece)), min(start + size, len(piece)))
+
+
+def _chunk_of_ring(flat: torch.Tensor, num_ranks: int) -> int:
+    """How many items of it one rank of gloo's all-reduce ends with the sum of (gloo/allreduce.cc).
+
+    The tensor is cut into as many chunks as there are ranks, the last ones smaller or empty. Rank r's chunk sets out
+    from rank r - 1 and goes round the ring in falling order, to r, and each rank on the way adds its own.
+    """
+    largest = _SEGMENT // flat.itemsize * flat.itemsize
+    segments_of_rank = -(-max(-(-flat.nbytes // largest), 2 * num_ranks) // num_ranks)
+    return segments_of_rank * -(-len(flat) // (segments_of_rank * num_ranks))
+
+
+def _by_chunk(part: slice, begin: int, chunk: int) -> Iterator[tuple[int, slice]]:
+    """The part, of a piece that begins there, cut where chunks begin; before each its chunk's number."""
+    start = part.start
+    while start < part.stop:
+        number = (begin + start) // chunk
+        stop = min(part.stop, (number + 1) * chunk - begin)
+        yield number, slice(start, stop)
+        start = stop

@@ -8,15 +8,39 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.collectives import sum_over
-from runner.distributed.local_exchange import exchange_of
+from runner.distributed.local_exchange import exchange_of, is_small
 
 Summed = torch.futures.Future[torch.Tensor]
+
+
+def _sum_at_once(waiting: list[tuple[torch.Tensor, Summed]], bucket: dist.GradBucket) -> Summed:
+    """A hook that keeps a backward's buckets in its state, and sums them when it has the last one."""
+    waiting.append((bucket.buffer(), summed := Summed()))
+    if bucket.is_last():
+        for gradients, of_these in waiting:
+            sum_over(None, gradients)
+            of_these.set_result(gradients)
+        waiting.clear()
+    return summed
+
+
+def _sum_in_background(state: None, bucket: dist.GradBucket) -> Summed:
+    """A hook that sums each bucket while backward goes on; a small or sparse one at once, as `sum_over` does."""
+    gradients = bucket.buffer()
+    if gradients.is_sparse or is_small(gradients, dist.get_world_size()):
+        sum_over(None, gradients)
+        summed = Summed()
+        summed.set_result(gradients)
+        return summed
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 class FixedBuckets(DistributedDataParallel):
     """Takes DistributedDataParallel's options. All ranks must make it together.
 
-    It averages gradients, in the background, unless `sum_on_one_machine` is called.
+    It averages gradients, in the background, unless `sum_on_cpu` is called.
 
     DistributedDataParallel has one bucket in a process's first step, and cuts that one into buckets in the order in
     which gradients became ready there. An all-reduce sums in an order that depends on the place in the bucket (gloo's
@@ -34,27 +58,19 @@ class FixedBuckets(DistributedDataParallel):
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()  # with find_unused_parameters torch itself cuts them at once, and for good
 
-    def sum_on_one_machine(self) -> bool:
-        """From now on sum, do not average, where all ranks are on the CPU of one machine. Returns whether they are.
+    def sum_on_cpu(self) -> bool:
+        """From now on sum, do not average, where the ranks compute on CPUs. Returns whether they do; all must call it.
 
-        All at once when the last gradient is there: with all cores busy nothing is faster in the background, and ranks
-        wait for each other once. All ranks must call it.
+        On one machine all buckets at once when the last gradient is there: with all cores busy nothing is faster in
+        the background, and ranks wait for each other once. Not with static_graph, in whose first step no bucket knows
+        that it is the last one.
         """
-        if exchange_of() is None or self.device_type != "cpu":
+        if self.device_type != "cpu" or self.static_graph:
             return False
-        waiting: list[tuple[torch.Tensor, Summed]] = []
-
-        def take(state: object, bucket: dist.GradBucket) -> Summed:
-            waiting.append((bucket.buffer(), Summed()))
-            of_this_one = waiting[-1][1]
-            if bucket.is_last():
-                for gradients, summed in waiting:
-                    sum_over(None, gradients)
-                    summed.set_result(gradients)
-                waiting.clear()
-            return of_this_one
-
-        self.register_comm_hook(None, take)
+        if exchange_of() is None:
+            self.register_comm_hook(None, _sum_in_background)
+        else:
+            self.register_comm_hook([], _sum_at_once)
         return True
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:

@@ -83,7 +83,7 @@ class DDP:
         alike = {self._broadcast: False} if is_alike else {}
         wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, **self.options | alike)
         memory = self._compress(wrapped, world)
-        sums = self.comm_hook == "none" and wrapped.sum_on_one_machine()
+        sums = self.comm_hook == "none" and wrapped.sum_on_cpu()
         optimizer = recipe.make_optimizer(turn.parameters)
         first_backward = self.static_graph
 

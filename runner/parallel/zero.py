@@ -56,7 +56,7 @@ class Zero:
             sum_over=world.collectives.sum,
             within=wrapped,
             # Where DDP averages: the loss is summed over the ranks.
-            loss_scale=1 if wrapped.sum_on_one_machine() else world.world_size,
+            loss_scale=1 if wrapped.sum_on_cpu() else world.world_size,
             without_sync=wrapped.no_sync,
         )
         return ShardedOptimizer(replica, optimizer)

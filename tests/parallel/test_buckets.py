@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from one_machine import in_rank_order, on_ranks
+from one_machine import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,30 +57,51 @@ def alone(rank: int, **options: Any) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, SEVERAL, {"static_graph": True}, {"gradient_as_bucket_view": False}])
-def test_gradients_are_summed_in_the_order_of_the_ranks_without_gloo(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, SEVERAL, {"gradient_as_bucket_view": False}])
+def test_gradients_are_summed_without_gloo_and_are_those_of_several_machines_to_the_bit(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def act(world: World) -> list[Any]:
         wrapped = FixedBuckets(Model(), **options)
-        assert wrapped.sum_on_one_machine()
-        for number in range(3):
+        assert wrapped.sum_on_cpu()
+        is_one_machine = exchange_of() is not None
+        for _ in range(3):
             wrapped.zero_grad()
-            if number:
-                with wrapped.no_sync():
-                    wrapped(inputs_of(world.rank)).sum().backward()
-            # In the first step of a static graph the ranks tell each other what they use.
-            with NoProcessGroup() if number else nullcontext():
+            with wrapped.no_sync():
+                wrapped(inputs_of(world.rank)).sum().backward()
+            with NoProcessGroup() if is_one_machine else nullcontext():
                 wrapped(inputs_of(world.rank)).sum().backward()
         return gradients(wrapped)
 
-    expected = [in_rank_order([2 * each for each in parts]) for parts in zip(*map(alone, range(3)), strict=True)]
-    for result in on_ranks(tmp_path, 3, act):
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    on_one = on_ranks(tmp_path, 3, act)
+    monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
+    for result in (*on_one, *on_ranks(tmp_path, 3, act)):
+        assert all(torch.equal(a, b) for a, b in zip(result, on_one[0], strict=True))
+    for found, parts in zip(on_one[0], zip(*map(alone, range(3)), strict=True), strict=True):
+        torch.testing.assert_close(found, 2 * torch.stack(parts).sum(0))
+
+
+@pytest.mark.parametrize("options", [{}, SEVERAL])
+def test_those_of_a_static_graph_are_averaged(options: dict[str, Any], tmp_path: Path) -> None:
+    def act(world: World) -> list[Any]:
+        wrapped = FixedBuckets(Model(), static_graph=True, **options)
+        assert not wrapped.sum_on_cpu()
+        for number in range(2):
+            wrapped.zero_grad()
+            with wrapped.no_sync() if number else nullcontext():
+                wrapped(inputs_of(world.rank)).sum().backward()
+            wrapped(inputs_of(world.rank)).sum().backward()
+        return gradients(wrapped)
+
+    expected = [2 * (first + second) / 2 for first, second in zip(alone(0), alone(1), strict=True)]
+    for result in on_ranks(tmp_path, 2, act):
+        torch.testing.assert_close(result, expected)
 
 
 def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(tmp_path: Path) -> None:
     def act(world: World) -> list[Any]:
         wrapped = FixedBuckets(Model(), find_unused_parameters=True, **SEVERAL)
-        assert wrapped.sum_on_one_machine()
+        assert wrapped.sum_on_cpu()
         results = []
         for users in ((0, 2), (), (1,)):
             wrapped.zero_grad()
@@ -92,16 +112,25 @@ def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(t
     for result in on_ranks(tmp_path, 3, act):
         for users, found in zip(((0, 2), (), (1,)), result, strict=True):
             of_ranks = [alone(rank, with_second=rank in users) for rank in range(3)]
-            expected = [in_rank_order([*parts]) for parts in zip(*of_ranks, strict=True)]
-            for name, a, b in zip(dict(Model().named_parameters()), found, expected, strict=True):
-                assert a is None and not users if name.startswith("second") and not users else torch.equal(a, b)
+            expected = [torch.stack(parts).sum(0) for parts in zip(*of_ranks, strict=True)]
+            for name, total, whole in zip(dict(Model().named_parameters()), found, expected, strict=True):
+                if name.startswith("second") and not users:
+                    assert total is None
+                else:
+                    torch.testing.assert_close(total, whole)
 
 
-def test_sparse_gradients_are_summed_by_the_process_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_sparse_gradients_are_summed_by_the_process_group(
+    num_machines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if num_machines == 2:
+        monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
+
     def act(world: World) -> list[Any]:
         table = nn.Embedding(5, 2, sparse=True)
         wrapped = FixedBuckets(nn.Sequential(table, nn.Linear(2, 3)))
-        assert wrapped.sum_on_one_machine()
+        assert wrapped.sum_on_cpu()
         wrapped(torch.tensor([world.rank, 4])).sum().backward()
         assert table.weight.grad is not None and table.weight.grad.is_sparse
         return [table.weight.grad.to_dense(), wrapped.module[1].bias.grad]
@@ -114,7 +143,7 @@ def test_sparse_gradients_are_summed_by_the_process_group(tmp_path: Path) -> Non
 def test_a_rank_that_has_gone_is_told_of_from_within_backward(tmp_path: Path) -> None:
     def act(world: World) -> str:
         wrapped = FixedBuckets(Model())
-        assert wrapped.sum_on_one_machine()
+        assert wrapped.sum_on_cpu()
         if world.rank == 1:
             exchange_of()._sockets.close()  # type: ignore[union-attr]
             return ""
@@ -123,21 +152,3 @@ def test_a_rank_that_has_gone_is_told_of_from_within_backward(tmp_path: Path) ->
         return str(caught.value)
 
     assert on_ranks(tmp_path, 2, act) == ["rank 1 has closed its connection to this one", ""]
-
-
-def test_on_several_machines_gradients_are_averaged_by_the_process_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
-
-    def act(world: World) -> list[Any]:
-        wrapped = FixedBuckets(Model())
-        assert not wrapped.sum_on_one_machine() and exchange_of() is None
-        with pytest.raises(AssertionError, match="goes through the process group"), NoProcessGroup():
-            dist.all_reduce(torch.ones(1))
-        wrapped(inputs_of(world.rank)).sum().backward()
-        return gradients(wrapped)
-
-    for result in on_ranks(tmp_path, 2, act):
-        expected = [in_rank_order([each / 2 for each in parts]) for parts in zip(*map(alone, range(2)), strict=True)]
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
