@@ -43,6 +43,8 @@ class LocalExchange:
         """In place, of any size on the CPU. Returns whether it could: on all ranks, or on none."""
         if not _is_plain(tensor):
             return False
+        if not tensor.numel():
+            return True
         if not self._has_asked_for_memory:
             self._memory, self._has_asked_for_memory = self._shared_memory(), True
         if self._memory is None:

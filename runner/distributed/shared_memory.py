@@ -42,14 +42,14 @@ class SharedMemory:
         places = [self._place(number, flat.dtype) for number in range(self._num_ranks + 1)]
         own, total = places[self._position], places[-1]
         chunk = _chunk_of_ring(flat, self._num_ranks)
-        for begin, piece in zip(range(0, len(flat), len(own)), flat.split(len(own)), strict=True):
+        for count, piece in enumerate(flat.split(len(own))):
             parts = list(self._parts(piece))
             for position, part in enumerate(parts):
                 if position != self._position:
                     own[part] = piece[part]
             self._wait_for_all(flat.nbytes)
             given = [piece if position == self._position else place for position, place in enumerate(places[:-1])]
-            for number, part in _by_chunk(parts[self._position], begin, chunk):
+            for number, part in _by_chunk(parts[self._position], count * len(own), chunk):
                 first, second, *others = (given[number - i][part] for i in range(1, self._num_ranks + 1))
                 torch.add(first, second, out=total[part])
                 for other in others:

@@ -39,6 +39,7 @@ def test_a_large_sum_is_that_of_gloo_to_the_bit_on_all(world_size: int, tmp_path
         by_gloo += [
             values_of(world.rank, torch.float32, 3, LARGE).T.contiguous(),
             values_of(world.rank, torch.bfloat16, 5),
+            torch.empty(0, dtype=torch.bfloat16),
         ]
         for own in by_gloo:
             dist.all_reduce(own)
@@ -59,7 +60,8 @@ def test_a_large_sum_is_that_of_gloo_to_the_bit_on_all(world_size: int, tmp_path
         sum_over(None, turned)
         assert mappings() == 1
         # Smaller than what goes into a message, of a kind that does not.
-        return [*results, turned, world.collectives.sum(values_of(world.rank, torch.bfloat16, 5))]
+        small = [world.collectives.sum(values_of(world.rank, torch.bfloat16, size)) for size in (5, 0)]
+        return [*results, turned, *small]
 
     for result, by_gloo in on_ranks(tmp_path, world_size, act, num_jobs=2):
         assert all(torch.equal(a, b) for a, b in zip(result, by_gloo, strict=True))
