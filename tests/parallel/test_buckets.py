@@ -40,6 +40,13 @@ class Model(nn.Module):
         return output + self.second(hidden) if with_second else output
 
 
+@pytest.fixture(params=["one machine", "several"])
+def machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the ranks of the test are, each of them alone if on several."""
+    if request.param == "several":
+        monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
+
+
 def inputs_of(rank: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
 
@@ -98,6 +105,7 @@ def test_those_of_a_static_graph_are_averaged(options: dict[str, Any], tmp_path:
         torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.usefixtures("machines")
 def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(tmp_path: Path) -> None:
     def act(world: World) -> list[Any]:
         wrapped = FixedBuckets(Model(), find_unused_parameters=True, **SEVERAL)
@@ -120,13 +128,8 @@ def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(t
                     torch.testing.assert_close(total, whole)
 
 
-@pytest.mark.parametrize("num_machines", [1, 2])
-def test_sparse_gradients_are_summed_by_the_process_group(
-    num_machines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if num_machines == 2:
-        monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
-
+@pytest.mark.usefixtures("machines")
+def test_sparse_gradients_are_summed_by_the_process_group(tmp_path: Path) -> None:
     def act(world: World) -> list[Any]:
         table = nn.Embedding(5, 2, sparse=True)
         wrapped = FixedBuckets(nn.Sequential(table, nn.Linear(2, 3)))

@@ -30,6 +30,12 @@ def attention(precision: str, options: dict[str, Any]) -> tuple[Tensor, list[Ten
 @pytest.fixture
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
+@pytest.fixture
+def products(no_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
 
 
 @pytest.mark.usefixtures("no_tiles")
@@ -64,8 +70,44 @@ def test_a_cpu_with_tiles_computes_attention_in_bfloat16(monkeypatch: pytest.Mon
     assert torch.equal(output, F.scaled_dot_product_attention(*inputs))
 
 
-@pytest.mark.usefixtures("no_tiles")
-def test_a_compiled_model_has_the_same_attention() -> None:
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"attn_mask": None, "dropout_p": 0.0}])
+def test_short_sequences_are_attended_to_by_products_in_bfloat16(options: dict[str, Any]) -> None:
+    """No further from float32 than twice the kernel's own distance in bfloat16, gradients too."""
+    output, gradients = attention("bf16", options)
+    whole, expected = attention("fp32", options)
+    assert output.dtype == torch.bfloat16 and not torch.equal(output, whole.bfloat16())
+    inputs = [drawn(seed).detach().bfloat16().requires_grad_() for seed in range(3)]
+    by_kernel = F.scaled_dot_product_attention(*inputs, **options)
+    by_kernel.float().square().sum().backward()
+    of_kernel = [each.grad for each in inputs if each.grad is not None]
+    right = [whole, *expected]
+    for found, theirs, exact in zip([output, *gradients], [by_kernel, *of_kernel], right, strict=True):
+        assert torch.dist(found.float(), exact) < 2 * torch.dist(theirs.float(), exact)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("places", [32, 33])
+def test_the_scores_of_long_sequences_are_not_kept(places: int) -> None:
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, places, 8)
+    with Precision("bf16", CPU).autocast():
+        output = F.scaled_dot_product_attention(query, key, key)
+    by_kernel = F.scaled_dot_product_attention(query, key, key).bfloat16()
+    assert torch.equal(output, by_kernel) == (places > 32)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("options", [{"attn_mask": MASK}, {"enable_gqa": True}, {"dropout_p": 0.5}])
+def test_what_else_is_asked_of_attention_is_the_kernels(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    output, _ = attention("bf16", options)
+    torch.manual_seed(0)
+    assert torch.equal(output, attention("fp32", options)[0].bfloat16())
+
+
+@pytest.mark.parametrize("attends", ["no_tiles", "products"])
+def test_a_compiled_model_has_the_same_attention(attends: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(attends)
     inputs = [drawn(seed).detach() for seed in range(3)]
     compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
     with Precision("bf16", CPU).autocast():
