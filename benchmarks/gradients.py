@@ -7,7 +7,6 @@ of the rates, from the medians of each round: its median, and its quartiles.
 """
 
 import argparse
-import importlib
 import statistics
 import tempfile
 import time
@@ -15,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 import torch.multiprocessing as mp
-import torch.nn.functional as F
+from drawn_work import loss_of, model_of
 from formed_world import formed_world
-from peers.works import TEXT, WORKS, Work
+from peers.works import WORKS, Work
 
 from runner.launchers.freed_memory import keep_freed_memory
 from runner.parallel.buckets import FixedBuckets
@@ -27,21 +26,13 @@ WARMUP_STEPS = 2
 
 def step_of(work: Work, num_ranks: int, by_gloo: bool) -> Callable[[], None]:
     """One optimizer step of a model of its own."""
-    torch.manual_seed(0)
-    module, _, name = work.model.rpartition(".")
-    shape, num_outputs = work.data.sample_shape, work.data.num_outputs
-    model = FixedBuckets(getattr(importlib.import_module(module), name)(list(shape), num_outputs))
+    model, loss = FixedBuckets(model_of(work)), loss_of(work, work.batch_size // num_ranks)
     if not by_gloo:
         assert model.sum_on_cpu()
     optimizer = getattr(torch.optim, work.optimizer)(model.parameters(), **work.options)
-    size = work.batch_size // num_ranks
-    if work.data is TEXT:
-        inputs, targets = torch.randint(num_outputs, (2, size, *shape))
-    else:
-        inputs, targets = torch.rand(size, *shape), torch.randint(num_outputs, (size,))
 
     def step() -> None:
-        F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+        loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
 
