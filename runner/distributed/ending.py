@@ -100,6 +100,8 @@ class Ending:
         while self._count_told(0) == 0 and not self.is_recorded():
             is_late = time.monotonic() > deadline
             if is_late or self._speaker in self._neighbours.gone():
+                if self.is_recorded():
+                    return False  # it has told, and gone, since this rank looked
                 before, self._speaker = self._speaker, self._neighbours.lowest_here(but=self._speaker)
                 if self._rank_info.rank == self._speaker:
                     self.speaks = self._may_tell(before) and self._count_told(1) <= 1

@@ -141,7 +141,7 @@ def test_all_ranks_end_when_one_dies(
     result = json.loads((path / "result.json").read_text())
     assert result["state"] == "failed"
     told = "".join(capfd.readouterr())
-    assert told.count("Traceback") == (path / "log.txt").read_text().count("Traceback") == 1
+    assert told.count("Traceback") == (path / "log.txt").read_text().count("Traceback") == 1, told
     if die is kill:
         assert f"no word from rank {victim} on" in result["error"]
     else:
