@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from peers.commands import ROOT, RUNNER, Place, command, measure
-from peers.works import WORKS
+from peers.works import WORKS, named
 
 LEFT = {"MALLOC_ARENA_TEST": "8"}  # glibc's own default; with a choice of the user's the runner makes none
 
@@ -28,18 +28,15 @@ def pages() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", default="convnet,resnet18", help=", ".join(WORKS))
+    parser.add_argument("--work", type=named, default="convnet,resnet18", help=", ".join(WORKS))
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    works = given.work.split(",")
-    if unknown := [work for work in works if work not in WORKS]:
-        parser.error(f"--work={unknown[0]} must be one of {', '.join(WORKS)}")
     if given.rounds < 1:
         parser.error(f"--rounds={given.rounds} must be at least 1; 3 show how much it varies")
     with tempfile.TemporaryDirectory() as scratch:
         place = Place(Path(scratch, "data"), Path(scratch))
         subprocess.run([sys.executable, ROOT / "benchmarks" / "mnist_files.py", place.data], check=True)
-        for work in works:
+        for work in given.work:
             found: dict[str, list[tuple[float, float]]] = {"kept": [], "left to glibc": []}
             for _ in range(given.rounds):
                 for way, measured in found.items():

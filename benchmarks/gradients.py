@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing as mp
 from drawn_work import loss_of, model_of
 from formed_world import formed_world
-from peers.works import WORKS, Work
+from peers.works import WORKS, Work, named
 
 from runner.launchers.freed_memory import keep_freed_memory
 from runner.parallel.buckets import FixedBuckets
@@ -65,18 +65,15 @@ def measure(rank: int, num_ranks: int, store: str, name: str, rounds: int, num_s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", default="convnet,transformer,resnet18", help=", ".join(WORKS))
+    parser.add_argument("--work", type=named, default="convnet,transformer,resnet18", help=", ".join(WORKS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
     given = parser.parse_args()
-    works = given.work.split(",")
-    if unknown := [work for work in works if work not in WORKS]:
-        parser.error(f"--work={unknown[0]} must be one of {', '.join(WORKS)}")
     if given.rounds < 2:
         parser.error(f"--rounds={given.rounds} must be at least 2; 12 show how much it varies")
     print("| work | ranks | by gloo, ms | by the runner, ms | rate, x gloo |\n|---|---|---|---|---|", flush=True)
-    for work in works:
+    for work in given.work:
         for num_ranks in given.ranks:
             with tempfile.TemporaryDirectory() as folder:
                 options = (num_ranks, f"{folder}/store", work, given.rounds, given.steps)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from drawn_work import loss_of, model_of
-from peers.works import WORKS, Work
+from peers.works import WORKS, Work, named
 
 from runner.launchers.freed_memory import keep_freed_memory
 from runner.training.precision import Precision
@@ -57,19 +57,16 @@ def ways_of(work: Work, compiles: bool) -> dict[str, Callable[[], None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", default="gpt,transformer,convnet", help=", ".join(WORKS))
+    parser.add_argument("--work", type=named, default="gpt,transformer,convnet", help=", ".join(WORKS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-compile", action="store_true", help="leave out what takes a minute to compile")
     given = parser.parse_args()
-    works = given.work.split(",")
-    if unknown := [work for work in works if work not in WORKS]:
-        parser.error(f"--work={unknown[0]} must be one of {', '.join(WORKS)}")
     if given.rounds < 2:
         parser.error(f"--rounds={given.rounds} must be at least 2; 15 show how much it varies")
     torch.set_num_threads(1)
     keep_freed_memory()
     print("| work | way | best, ms | median, ms | rate, x fp32 |\n|---|---|---|---|---|", flush=True)
-    for work in works:
+    for work in given.work:
         ways = ways_of(WORKS[work], not given.no_compile)
         taken: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(WARMUP_STEPS + given.rounds):

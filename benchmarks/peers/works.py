@@ -1,5 +1,6 @@
 """The works that the runner and its peers are compared on: model, data, optimizer, sizes. No torch is imported here."""
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,3 +50,11 @@ WORKS = {
     "transformer": Work("models.transformer.Transformer", MNIST, 64, 40, 8, 5, "AdamW", ADAMW),
     "gpt": Work("models.gpt.GPT", TEXT, 16, 20, 4, 2, "AdamW", ADAMW),
 }
+
+
+def named(words: str) -> list[str]:
+    """As argparse's type: names of works, separated by commas. Raises ArgumentTypeError for one that there is not."""
+    works = words.split(",")
+    if unknown := [work for work in works if work not in WORKS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} must be one of {', '.join(WORKS)}")
+    return works
