@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from one_machine import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,7 +65,7 @@ def alone(rank: int, **options: Any) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, SEVERAL, {"gradient_as_bucket_view": False}])
+@pytest.mark.parametrize("options", [{}, SEVERAL, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}])
 def test_gradients_are_summed_without_gloo_and_are_those_of_several_machines_to_the_bit(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,19 +73,26 @@ def test_gradients_are_summed_without_gloo_and_are_those_of_several_machines_to_
         wrapped = FixedBuckets(Model(), **options)
         assert wrapped.sum_on_cpu()
         is_one_machine = exchange_of() is not None
+        if not is_one_machine:
+            with pytest.raises(AssertionError, match="goes through the process group"), NoProcessGroup():
+                dist.all_reduce(torch.ones(1))
+        # With find_unused_parameters the ranks tell each other what they use.
+        has_no_other_exchange = is_one_machine and "find_unused_parameters" not in options
         for _ in range(3):
             wrapped.zero_grad()
             with wrapped.no_sync():
                 wrapped(inputs_of(world.rank)).sum().backward()
-            with NoProcessGroup() if is_one_machine else nullcontext():
+            with NoProcessGroup() if has_no_other_exchange else nullcontext():
                 wrapped(inputs_of(world.rank)).sum().backward()
-        return gradients(wrapped)
+        return [is_one_machine, *gradients(wrapped)]
 
-    on_one = on_ranks(tmp_path, 3, act)
+    (is_one, *first), *others = on_ranks(tmp_path, 3, act)
     monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
-    for result in (*on_one, *on_ranks(tmp_path, 3, act)):
-        assert all(torch.equal(a, b) for a, b in zip(result, on_one[0], strict=True))
-    for found, parts in zip(on_one[0], zip(*map(alone, range(3)), strict=True), strict=True):
+    on_several = on_ranks(tmp_path, 3, act)
+    assert is_one and not any(is_one for is_one, *_ in on_several)
+    for _, *result in (*others, *on_several):
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
+    for found, parts in zip(first, zip(*map(alone, range(3)), strict=True), strict=True):
         torch.testing.assert_close(found, 2 * torch.stack(parts).sum(0))
 
 
