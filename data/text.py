@@ -31,6 +31,8 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
     is missing or not in UTF-8.
     """
 
+    reads_ahead = True  # several shares at once: a block is the same, whatever it is cut with
+
     def __init__(
         self,
         split: Literal["train", "val", "test"],

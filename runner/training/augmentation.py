@@ -24,6 +24,8 @@ class Augmented:
     masks: transform targets with their images, as masks.
     """
 
+    reads_ahead = False  # whatever the data set says: transforms take longer than what it would save
+
     def __init__(self, dataset: Any, transforms: Transforms, seed: int, masks: bool):
         self.dataset, self.transforms, self.seed, self.masks = dataset, transforms, seed, masks
 

@@ -13,8 +13,8 @@ from runner.training.batch import MicroBatch
 from runner.training.deferred_init import probe
 from runner.training.losses import ELEMENTWISE, are_log_probabilities
 from runner.training.objective import Objective, Prediction
-from runner.training.pytree import describe, tensors
-from runner.training.reader import Reader, Share
+from runner.training.pytree import describe, split, tensors
+from runner.training.reader import Reader, Share, reads_ahead
 from runner.training.supervised import Supervised, call
 
 
@@ -28,6 +28,8 @@ def read_sample(config: Config, choices: Mapping[str, str], dataset: Any) -> tup
         batch = reader.__getitems__(Share(0, [0]))
         if hasattr(dataset, "collate") and len(dataset) > 1:
             reader.__getitems__(Share(0, [0, 1]))  # one that drops samples shows with two
+        if reads_ahead(dataset) and len(dataset) > 1:
+            split(reader.__getitems__(Share(0, [0, 1])), [1, 1])
     except Exception as error:  # reading runs the user's code, which can fail in any way
         raise InputError(f"data: its first samples cannot be made a batch{_told(error)}") from None
     if not tensors(batch):

@@ -1,5 +1,6 @@
 """Batches of a data set on this rank's device, step by step."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,15 +15,19 @@ from runner.distributed.signals import ignore
 from runner.training.batch import MicroBatch, StepBatch
 from runner.training.loader_workers import death_behind, shared
 from runner.training.precision import Precision
-from runner.training.pytree import map_tensors
-from runner.training.reader import Reader, Share
+from runner.training.pytree import map_tensors, num_bytes, split
+from runner.training.reader import Reader, Share, reads_ahead
 from runner.training.sample_weights import read_weights
 from runner.training.sampler import Sampler
+
+# Of a data set with `reads_ahead`: what it takes to read a share of a few hundred rows is mostly not the reading.
+MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20  # shares; bytes of the batch that they make
 
 
 class Loader:
     """Reads what the sampler says, in this process or by workers, and puts it on the device.
 
+    dataset: where it `reads_ahead`, and there are no workers, several shares are read at once and then cut.
     cuts_empty: a share without samples is of no rows, and not of one that counts nothing.
     """
 
@@ -57,7 +62,9 @@ class Loader:
         self.sampler, self.precision, self.device, self.memory_format = sampler, precision, device, memory_format
         self.dataset = dataset
         self._position = (0, 0)
-        self._drawn: deque[list[int]] = deque()  # the shares that were asked for and are not yielded yet
+        self._drawn: deque[list[list[int]]] = deque()  # the shares of each batch that was asked for and is not here yet
+        # None: as many as BYTES_AT_ONCE hold, which the first batch will tell.
+        self._at_once = None if num_workers == 0 and reads_ahead(dataset) else 1
         self._loader: DataLoader[Any] | None = DataLoader(
             Reader(dataset, cuts_empty, sampler.seed),
             batch_sampler=_Positioned(self),  # any iterable of index lists will do
@@ -76,10 +83,10 @@ class Loader:
         assert self._loader is not None, "closed"
         self._position = (epoch, first_step)
         self._drawn.clear()
-        batches = iter(self._loader)
+        read = self._read(iter(self._loader))
         for step in range(first_step, self.sampler.steps_per_epoch):
             start = time.perf_counter()
-            micro_batches = [self._to_device(self._next(batches)) for _ in range(self.sampler.num_micro_batches(step))]
+            micro_batches = list(itertools.islice(read, self.sampler.num_micro_batches(step)))
             yield StepBatch(micro_batches, self.sampler.step_size(step), time.perf_counter() - start)
 
     def read_by(self, sampler: Sampler) -> None:
@@ -94,6 +101,19 @@ class Loader:
             iterator._shutdown_workers()
         self._loader = None
 
+    def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
+        """Share by share, on the device. Raises ValueError for a batch that cannot be cut."""
+        while True:
+            batch = map_tensors(self._place, self._next(batches))
+            shares = self._drawn.popleft()
+            if self._at_once is None and shares[0]:
+                self._at_once = max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, num_bytes(batch))))
+            if len(shares) == 1:
+                yield MicroBatch(batch, shares[0])
+                continue
+            for part, share in zip(split(batch, [len(share) for share in shares]), shares, strict=True):
+                yield MicroBatch(part, share)
+
     def _next(self, batches: Iterator[Any]) -> Any:
         """The next batch. Raises WorkerDied for that of a worker that has ended."""
         try:
@@ -103,9 +123,6 @@ class Loader:
                 raise died from None
             raise
 
-    def _to_device(self, batch: Any) -> MicroBatch:
-        return MicroBatch(map_tensors(self._place, batch), self._drawn.popleft())
-
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = self.precision.cast(tensor.to(self.device, non_blocking=True))
         return tensor.contiguous(memory_format=self.memory_format) if tensor.dim() == 4 else tensor
@@ -114,17 +131,20 @@ class Loader:
 class _Positioned:
     """The sampler's shares from the loader's position on; DataLoader iterates it anew for every epoch.
 
-    Workers are given shares ahead of time: which indices a batch has is kept until it comes, in the same order.
+    Workers are given shares ahead of time: which shares a batch has is kept until it comes, in the same order.
     """
 
     def __init__(self, loader: Loader):
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, first_step = self._loader._position
-        for indices in self._loader.sampler.shares(epoch, first_step):
-            self._loader._drawn.append(indices)
-            yield Share(epoch, indices)
+        loader, (epoch, first_step) = self._loader, self._loader._position
+        shares = loader.sampler.shares(epoch, first_step)
+        for first in shares:
+            together = [first, *itertools.islice(shares, (loader._at_once or 1) - 1)]
+            for block in [together] if all(together) else [[share] for share in together]:  # an empty one stands alone
+                loader._drawn.append(block)
+                yield Share(epoch, list(itertools.chain.from_iterable(block)))
 
 
 def _begin_worker(worker: int) -> None:

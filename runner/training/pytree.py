@@ -23,6 +23,11 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     return tree_map_only(torch.Tensor, function, known(tree))
 
 
+def num_bytes(tree: Any) -> int:
+    """Of the tensors at the ends."""
+    return sum(tensor.nbytes for tensor in tensors(tree))
+
+
 def num_rows(tree: Any) -> int:
     """The first dimension of the first tensor: how many samples a batch holds. 0 where there is no tensor."""
     return next((len(tensor) for tensor in tensors(tree) if tensor.dim()), 0)
@@ -57,6 +62,21 @@ def join(batches: Sequence[Any]) -> Any:
     return tree_unflatten(joined, flat[0][1])
 
 
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """One batch for each of the sizes, their rows after each other in the given one: what `join` undoes.
+
+    Raises ValueError where the batch has something else than a row for each.
+    """
+    leaves, structure = tree_flatten(known(batch))
+    if not all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == sum(sizes) for leaf in leaves):
+        raise ValueError(
+            f"with reads_ahead every end of a batch must be a tensor with a row for each of its {sum(sizes)} samples, "
+            f"but it is {describe(batch)}; leave reads_ahead out"
+        )
+    parts = [map(_aligned, leaf.split(list(sizes))) for leaf in leaves]
+    return [tree_unflatten(each, structure) for each in zip(*parts, strict=True)]
+
+
 def describe(tree: Any) -> str:
     """The structure in words: (tensor [3, 8, 8], {a: tensor [5], b: int})."""
     if isinstance(tree, torch.Tensor):
@@ -87,6 +107,11 @@ def known(tree: Any) -> Any:
         for value in tree:
             known(value)
     return tree
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """As tensors of their own begin: the last bit of a matrix product depends on it."""
+    return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
 def _is_dataclass(value: Any) -> bool:

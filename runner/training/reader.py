@@ -103,6 +103,11 @@ def read_in(dataset: Any, epoch: int) -> Any:
     return dataset.in_epoch(epoch) if hasattr(dataset, "in_epoch") else dataset
 
 
+def reads_ahead(dataset: Any) -> bool:
+    """Whether the data set says that a row is the same, whatever rows it is cut with: then many are read at once."""
+    return hasattr(dataset, "__getitems__") and bool(getattr(dataset, "reads_ahead", False))
+
+
 def _without_nan(tensor: torch.Tensor) -> torch.Tensor:
     """What counts nothing must not reach the gradients: 0 * NaN is NaN."""
     return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor

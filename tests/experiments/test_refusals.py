@@ -27,6 +27,7 @@ TABLE = {
     "data=mappings": "needs samples (inputs, targets) ... {point: tensor [1, 4], kind: tensor [1]}; ... an objective",
     "data=raising": "its first samples cannot be made a batch with: KeyError: 'no sample 0' (at ... wrongs.py:",
     "data=dropping": "collate of Dropping was given 2 samples ... a batch must hold every sample",
+    "data=uncut_ahead": "a row for each of its 2 samples ... (tensor [2, 4], tensor [2], tensor []) ... leave",
     # losses
     "loss=vector": "loss=vector must give one number per batch, not [1]; set its reduction to mean",
     "loss=floating": "loss=floating must give one number ... not a float; return the tensor, without item()",

@@ -20,6 +20,7 @@ from torchvision.tv_tensors import TVTensor
 from worlds import configure, run
 
 from data.shapes import Shapes
+from data.tensors import TensorData
 from runner import CONF
 from runner.config.schema import Config
 from runner.errors import InputError
@@ -27,6 +28,7 @@ from runner.training.augmentation import Augmented, augment, augmented
 from runner.training.datasets import load_data
 from runner.training.loader import Loader
 from runner.training.precision import Precision
+from runner.training.reader import reads_ahead
 from runner.training.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -162,6 +164,7 @@ def test_what_a_data_set_offers_is_reached_through_it() -> None:
     inputs, targets = whole.__getitems__([4, 2])
     assert torch.equal(inputs[1], whole[2][0]) and targets.tolist() == [4, 2]
     assert whole.__getitems__([])[0].shape == (0, 1, 8, 8)
+    assert not reads_ahead(Augmented(TensorData(IMAGES, torch.arange(22)), {"it": Jitter()}, 0, False))
     named = Augmented(Named(), {"it": lambda inputs: {**inputs, "numbers": inputs["numbers"] + 1}}, 0, False)
     assert named.words == ("no", "yes") and torch.equal(named[3][0]["numbers"], IMAGES[3, 0, 0] + 1)
     assert torch.equal(named.collate([named[3]])[0]["numbers"][0], IMAGES[3, 0, 0] + 1)

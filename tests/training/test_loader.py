@@ -41,6 +41,59 @@ def test_a_batch_carries_the_indices_of_its_samples(num_workers: int, rank: int 
         loader.close()
 
 
+class Rows(TensorDataset):
+    """Counts how often it is asked for rows."""
+
+    reads_ahead = True
+    reads = 0
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.reads += 1
+        return [tensor[indices] for tensor in self.tensors]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("rank", "num_ranks", "micro_batches"), [(0, 1, 1), (1, 3, 2), (2, 3, 2), (None, 3, 1)])
+def test_what_is_read_ahead_is_what_is_read_share_by_share(
+    rank: int | None, num_ranks: int, micro_batches: int, num_workers: int
+) -> None:
+    sampler = Sampler(NUM_SAMPLES, 5, micro_batches, rank, num_ranks)
+    rows = Rows(torch.rand(NUM_SAMPLES, 3, dtype=torch.float64), torch.arange(NUM_SAMPLES))
+    once = Rows(*rows.tensors)
+    once.reads_ahead = False
+    ahead, one_by_one = (
+        Loader(dataset, sampler, Precision("fp32", CPU), CPU, num_workers=num_workers) for dataset in (rows, once)
+    )
+    try:
+        for epoch, first_step in ((0, 0), (1, 3), (2, 0)):
+            found, expected = (
+                [(batch, step.num_samples) for step in loader.steps(epoch, first_step) for batch in step.micro_batches]
+                for loader in (ahead, one_by_one)
+            )
+            assert [(list(batch.indices), size) for batch, size in found] == [
+                (list(batch.indices), size) for batch, size in expected
+            ]
+            for (batch, _), (other, _) in zip(found, expected, strict=True):
+                assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+                # As a resumed run has it: where a tensor begins decides over the last bit of a matrix product.
+                assert batch.inputs.data_ptr() % 64 == batch.targets.data_ptr() % 64 == 0
+    finally:
+        ahead.close()
+        one_by_one.close()
+    if num_workers == 0 and rank in (0, 2):  # the others have many shares without a sample, which are read alone
+        assert 0 < rows.reads < once.reads
+
+
+def test_no_more_is_read_ahead_than_its_bytes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(torch.zeros(NUM_SAMPLES, 64), torch.arange(NUM_SAMPLES))
+    monkeypatch.setattr("runner.training.loader.BYTES_AT_ONCE", 3 * 2 * (64 * 4 + 8))  # 3 shares of 2 samples
+    loader = Loader(rows, Sampler(NUM_SAMPLES, batch_size=2), Precision("fp32", CPU), CPU)
+    assert len(list(loader.steps(epoch=0))) == 11
+    assert rows.reads == 1 + 4  # the first share by itself: how large it is, is not known before
+    assert len(list(loader.steps(epoch=1))) == 11
+    assert rows.reads == 5 + 4
+
+
 def test_the_sampler_stays_as_it_was() -> None:
     given = Sampler(NUM_SAMPLES, batch_size=5)
     loader = make(given, shuffle=False, drop_last=True)

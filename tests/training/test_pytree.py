@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.training.pytree import collate, describe, map_tensors, num_rows, tensors
+from runner.training.pytree import collate, describe, join, map_tensors, num_rows, split, tensors
 from runner.training.reader import Reader, Share
 
 
@@ -58,6 +58,17 @@ def test_each_tensor_is_replaced_and_the_rest_stays() -> None:
     doubled = map_tensors(lambda tensor: tensor + 1, tree)
     assert [tensor.tolist() for tensor in tensors(doubled)] == [[2, 2], [1], [2, 2, 2]]
     assert (doubled["a"][1], doubled["d"], type(doubled["b"])) == ("word", None, Pair)
+
+
+def test_a_batch_is_cut_by_rows_into_tensors_that_begin_as_their_own_would() -> None:
+    batch = Pair(torch.arange(12.0).reshape(6, 2), {"of": torch.arange(6)})
+    parts = split(batch, [1, 3, 2])
+    assert [num_rows(part) for part in parts] == [1, 3, 2]
+    assert same(join(parts), batch)
+    assert all(tensor.data_ptr() % 64 == 0 for part in parts for tensor in tensors(part))
+    for whole in ((torch.ones(6), torch.tensor(1)), (torch.ones(6), torch.ones(5)), (torch.ones(6), list("abcdef"))):
+        with pytest.raises(ValueError, match=r"a row for each of its 6 samples, but it is \(tensor \[6\], "):
+            split(whole, [1, 3, 2])
 
 
 def test_a_structure_is_told_in_words() -> None:

@@ -55,6 +55,16 @@ class Dropping(Points):
         return torch.stack(points), torch.stack(kinds)
 
 
+class UncutAhead(Points):
+    """Says that batches may be cut, and counts the rows of each."""
+
+    reads_ahead = True
+
+    def __getitems__(self, indices):
+        points, kinds = self[indices]
+        return points, kinds, torch.tensor(len(indices))
+
+
 class Ragged(Points):
     """Sample i: (T, 4) and the class of each step, T from 1 to 3."""
 
