@@ -97,11 +97,12 @@ class Ending:
             self._count_told(1)
             return False
         deadline = time.monotonic() + SPEAK_TIMEOUT_S
-        while self._count_told(0) == 0 and not self.is_recorded():
+        while True:
             is_late = time.monotonic() > deadline
-            if is_late or self._speaker in self._neighbours.gone():
-                if self.is_recorded():
-                    return False  # it has told, and gone, since this rank looked
+            gone = self._neighbours.gone()  # asked first: what one that is gone has told is there now
+            if self._count_told(0) or self.is_recorded():
+                return False
+            if is_late or self._speaker in gone:
                 before, self._speaker = self._speaker, self._neighbours.lowest_here(but=self._speaker)
                 if self._rank_info.rank == self._speaker:
                     self.speaks = self._may_tell(before) and self._count_told(1) <= 1
@@ -109,7 +110,6 @@ class Ending:
                 if is_late:
                     return False
             time.sleep(0.02)
-        return False
 
     def _may_tell(self, before: int | None = None) -> bool:
         """Whether no other rank has set out to tell the failure, but the one before; True without a store."""
