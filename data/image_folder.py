@@ -60,6 +60,10 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.unpacked(self.packed(index))
+
+    def packed(self, index: int) -> tuple[Tensor, Tensor]:
+        """The image as (C, H, W) uint8: what is kept of it is a quarter of what it becomes."""
         path, target = self.files[index]
         try:
             with Image.open(path) as file:
@@ -69,7 +73,12 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
         scale = max(self.height / image.height, self.width / image.width)
         size = [max(self.height, round(image.height * scale)), max(self.width, round(image.width * scale))]
         image = F.center_crop(F.resize(image, size), [self.height, self.width])
-        return F.pil_to_tensor(image).to(torch.float32).div_(255), torch.tensor(target)  # (C, H, W), ()
+        return F.pil_to_tensor(image), torch.tensor(target)  # (C, H, W), ()
+
+    def unpacked(self, sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """A sample, or some of them."""
+        images, targets = sample
+        return images.to(torch.float32).div_(255), targets
 
 
 def _classes(directory: Path, root: str) -> list[str]:

@@ -20,6 +20,7 @@ from runner.runs.records import dotted
 FREE: tuple[str, ...] = (
     *("task", "run", "resume", "resume_force", "trust", "name", "outputs", "split", *OF_TASKS),
     *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
+    "keep_samples",
     *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "model.devices"),
 )
 # What the model, the order of the data or a step is made of. Of an optimizer that is its class, and who is in a group.

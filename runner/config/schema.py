@@ -108,6 +108,7 @@ class Config:
     epochs: int = 10
     max_steps: int | None = None
     val_fraction: float | None = None
+    keep_samples: bool = False
     transform_targets: Any = "auto"
     batch_size: int = 64
     micro_batches: Any = 1  # a number, or auto

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runner.distributed.local_sockets import LARGEST, LocalSockets
-from runner.distributed.shared_memory import SharedMemory, new_file
+from runner.distributed.shared_memory import SharedMemory, new_file, size_for
 from runner.distributed.traffic import count
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -84,6 +84,19 @@ class LocalExchange:
 
         return answer
 
+    def shared_file(self, make: Callable[[], int]) -> int | None:
+        """What the lowest rank has made, open on each, which has to close it; None where it, or this rank, has none."""
+        root, *leaves = self._ranks
+        tag, deadline = self._next(), self._sockets.deadline()
+        if self._rank != root:
+            return self._sockets.receive_file(root, tag, deadline)
+        file = None
+        with contextlib.suppress(OSError):  # no such memory, or too many files are open
+            file = make()
+        for leaf in leaves:
+            self._sockets.send(leaf, tag, b"", deadline, file)
+        return file
+
     def _merge(self, tensor: torch.Tensor, merge: Merge) -> None:
         count("all_reduce", tensor.nbytes)
         own = tensor.detach().contiguous()
@@ -119,17 +132,8 @@ class LocalExchange:
 
     def _shared_memory(self) -> SharedMemory | None:
         """None on all ranks where one of them has none."""
-        root, *leaves = self._ranks
-        tag, deadline = self._next(), self._sockets.deadline()
-        memory, file = None, None
-        if self._rank == root:
-            with contextlib.suppress(OSError):  # no such memory, or too many files are open
-                file = new_file(len(self._ranks))
-            for leaf in leaves:
-                self._sockets.send(leaf, tag, b"", deadline, file)
-        else:
-            file = self._sockets.receive_file(root, tag, deadline)
-        if file is not None:
+        memory = None
+        if (file := self.shared_file(lambda: new_file(size_for(len(self._ranks))))) is not None:
             with contextlib.suppress(OSError):
                 memory = SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
             os.close(file)
@@ -148,12 +152,17 @@ class LocalExchange:
 
 
 class LocalExchanges:
-    """Of the groups whose ranks this rank's sockets reach, while the process group is there."""
+    """Of the groups whose ranks this rank's sockets reach, while the process group is there.
+
+    here: of all ranks of this machine; None where there is no other.
+    """
 
     def __init__(self, rank: int, sockets: LocalSockets):
         self._rank, self._sockets = rank, sockets
         self._reached = {rank, *sockets.ranks}
         self._of_group: dict[str, LocalExchange | None] = {}
+        alone = self._reached == {rank}
+        self.here = None if alone else LocalExchange(rank, sorted(self._reached), "machine", sockets)
 
     def of(self, group: dist.ProcessGroup | None) -> LocalExchange | None:
         """That of the group's ranks, all of them for None; None where there is one that is not reached."""
@@ -187,6 +196,11 @@ def use(exchanges: LocalExchanges | None) -> None:
 def exchange_of(group: dist.ProcessGroup | None = None) -> LocalExchange | None:
     """What the group's ranks exchange small tensors by; None where they have their process group alone."""
     return None if _present is None else _present.of(group)
+
+
+def exchange_here() -> LocalExchange | None:
+    """What this machine's ranks exchange by; None for a rank that is alone, or has the process group alone."""
+    return None if _present is None else _present.here
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -14,17 +14,22 @@ _LINE = 64  # bytes: no two ranks write into one line of a cache
 _SEGMENT = 2**20  # bytes: the most that gloo's ring sends at once (kMaxSegmentSize in gloo/allreduce.h)
 
 
-def new_file(num_ranks: int) -> int:
-    """A file of nobody's folder, for so many ranks: all map it. Raises OSError where the system has none."""
+def new_file(num_bytes: int) -> int:
+    """A file of nobody's folder, of so many zeros: several processes may map it. Raises OSError where there is none."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memory without a name")
     file = os.memfd_create("runner")
     try:
-        os.ftruncate(file, (num_ranks + 1) * PIECE)  # of which what is never written takes no memory
+        os.ftruncate(file, num_bytes)  # of which what is never written takes no memory
     except OSError:
         os.close(file)
         raise
     return file
+
+
+def size_for(num_ranks: int) -> int:
+    """Bytes of the file by which so many ranks sum."""
+    return (num_ranks + 1) * PIECE
 
 
 class SharedMemory:
@@ -34,7 +39,7 @@ class SharedMemory:
     """
 
     def __init__(self, file: int, position: int, num_ranks: int, wait_for_all: Callable[[int], None]):
-        self._memory = mmap.mmap(file, (num_ranks + 1) * PIECE)
+        self._memory = mmap.mmap(file, size_for(num_ranks))
         self._position, self._num_ranks, self._wait_for_all = position, num_ranks, wait_for_all
 
     def sum(self, flat: torch.Tensor) -> None:

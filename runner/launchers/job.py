@@ -132,6 +132,8 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
                 world.group.form(world.backend, world.device)
                 world.watch.start()
+                if experiment is not None:
+                    experiment.share_samples()
             with interruptible():
                 metrics = task.run(config, experiment, world, directory, console)
             directory.result.metrics = metrics

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.config.diagnostics.own_line import first_line, own_line
+from runner.config.diagnostics.own_line import failed_with
 from runner.config.instantiate import make_group
 from runner.config.schema import Config
 from runner.errors import InputError
@@ -121,13 +121,13 @@ def augment(config: Config, dataset: Any) -> Any:
     try:
         sample = dataset[0]
     except Exception as error:  # reading runs the user's code, which can fail in any way
-        raise InputError(f"data: its first sample cannot be read{_told(error)}") from None
+        raise InputError(f"data: its first sample cannot be read{failed_with(error)}") from None
     masks = _are_masks(config.transform_targets, sample)
     for number, name in enumerate(transforms, start=1):
         try:
             tried = augmented(sample, dict(list(transforms.items())[:number]), config.seed, 0, 0, masks)
         except Exception as error:
-            raise InputError(f"transforms.{name} fails on the first training sample{_told(error)}") from None
+            raise InputError(f"transforms.{name} fails on the first training sample{failed_with(error)}") from None
         if "sample_shape" in config.data and _shapes(tried) != _shapes(sample):
             raise InputError(
                 f"transforms.{name} makes tensors of {_shapes(tried)} from those of {_shapes(sample)}, but validation "
@@ -151,11 +151,6 @@ def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:
 def _shapes(sample: Any) -> str:
     """Of its tensors and of NumPy's arrays."""
     return " and ".join(str(list(leaf.shape)) for leaf in tree_leaves(known(sample)) if hasattr(leaf, "shape"))
-
-
-def _told(error: Exception) -> str:
-    line = own_line(error)
-    return f" with: {first_line(error)}" + (f" (at {line})" if line else "")
 
 
 def _are_arrays(sample: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from runner.config.debugging import BATCHES
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import SPLITS, Config
+from runner.distributed.local_exchange import exchange_here
 from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError
@@ -19,6 +20,7 @@ from runner.runs.loggers.protocol import Logger
 from runner.runs.loggers.several import Several
 from runner.runs.monitor import Monitor
 from runner.training.activation_checkpointing import checkpoint_activations
+from runner.training.augmentation import Augmented
 from runner.training.build_metrics import choose_monitor, make_metrics
 from runner.training.build_objective import attach, make_objective
 from runner.training.callback import Callback
@@ -29,6 +31,7 @@ from runner.training.device_map import place_parts
 from runner.training.fit import fit, read_sample
 from runner.training.freeze import freeze, moving_batch_norm
 from runner.training.initial_weights import InitialWeights
+from runner.training.kept_samples import KeptSamples
 from runner.training.loader import Loader
 from runner.training.metric_sums import MetricSums
 from runner.training.objective import Objective, Prediction, check_patterns
@@ -63,6 +66,13 @@ class Experiment:
     beginning: list[str]  # lines on where the weights come from, and which are not trained
     warnings: list[str]  # what the user should know before it starts
     num_classes: int | None  # of a classification that has few enough to watch each
+
+    def share_samples(self) -> None:
+        """Keep samples in memory that the ranks of this machine see. All ranks must call it, once they have a group."""
+        loaded = [loader.dataset for loader in (self.train_loader, self.val_loader)]
+        plain = [dataset.dataset if isinstance(dataset, Augmented) else dataset for dataset in loaded]
+        for kept in {id(dataset): dataset for dataset in plain if isinstance(dataset, KeptSamples)}.values():
+            kept.share(exchange_here())
 
     def watch_predictions(self) -> Predictions | None:
         """What an evaluation counts for the logger, if it wants that; on all ranks or on none."""

@@ -7,12 +7,15 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
+from runner.config.diagnostics.own_line import failed_with
 from runner.config.diagnostics.signature import accepts, literals, split_option
 from runner.config.instantiate import make_group
 from runner.config.schema import SPLITS, Config
+from runner.distributed.memory_left import memory_left
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.training.augmentation import augment
+from runner.training.kept_samples import CannotKeep, KeptSamples
 from runner.training.part import Part
 from runner.training.sampler import generator
 
@@ -32,21 +35,42 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
     """The training data, and what is evaluated: config.split. Where files are missing, one process per node fetches
     them first. All ranks must call it.
 
-    Raises InputError for a split that the data set does not have, and for one without index, length or samples.
+    Raises InputError for a split that the data set does not have, for one without index, length or samples, and for
+    samples that cannot be kept.
     """
 
     def load(options: Mapping[str, Any]) -> tuple[Any, Any]:
         splits = _Splits(config, choices, options)
         train = splits.load("train")
-        evaluated = train if config.split == "train" else splits.load(config.split)
-        return augment(config, train), evaluated
+        return train, train if config.split == "train" else splits.load(config.split)
 
-    return _fetched(config, world, load)
+    train, evaluated = _fetched(config, world, load)
+    if config.keep_samples:
+        train, evaluated = _kept(train, evaluated)
+    return augment(config, train), evaluated
 
 
 def load_split(config: Config, choices: Mapping[str, str], world: World, split: str) -> Any:
     """One split by its name: train, val or test. As load_data."""
     return _fetched(config, world, lambda options: _Splits(config, choices, options).load(split))
+
+
+def _kept(train: Any, evaluated: Any) -> tuple[Any, Any]:
+    """Both, so that their samples are read once on each machine."""
+    try:
+        kept = KeptSamples(train)
+        both = kept, kept if evaluated is train else KeptSamples(evaluated)
+    except CannotKeep as error:
+        raise InputError(str(error)) from None
+    except Exception as error:  # reading runs the user's code, which can fail in any way
+        raise InputError(f"data: its first sample cannot be read{failed_with(error)}") from None
+    needed, left = sum({id(each): each.num_bytes for each in both}.values()), memory_left()
+    if needed > left:
+        raise InputError(
+            f"keep_samples=true: the samples take {needed / 2**30:,.1f} GiB, and this machine has {left / 2**30:,.1f} "
+            "GiB of memory left; leave it out"
+        )
+    return both
 
 
 def _fetched(config: Config, world: World, load: Callable[[Mapping[str, Any]], T]) -> T:

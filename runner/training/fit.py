@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.config.diagnostics.own_line import first_line, own_line
+from runner.config.diagnostics.own_line import failed_with
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.training.batch import MicroBatch
@@ -31,7 +31,7 @@ def read_sample(config: Config, choices: Mapping[str, str], dataset: Any) -> tup
         if reads_ahead(dataset) and len(dataset) > 1:
             split(reader.__getitems__(Share(0, [0, 1])), [1, 1])
     except Exception as error:  # reading runs the user's code, which can fail in any way
-        raise InputError(f"data: its first samples cannot be made a batch{_told(error)}") from None
+        raise InputError(f"data: its first samples cannot be made a batch{failed_with(error)}") from None
     if not tensors(batch):
         raise InputError(f"data: a sample must hold tensors or numbers, but the first one is {describe(batch)}")
     notes = [
@@ -61,7 +61,7 @@ def fit(
         raise
     except Exception as error:  # the user's code, which can fail in any way
         what = "model, data and loss" if isinstance(objective, Supervised) else "model, data and objective"
-        raise InputError(f"{what} do not fit: for a sample {describe(batch)} they fail{_told(error)}") from None
+        raise InputError(f"{what} do not fit: for a sample {describe(batch)} they fail{failed_with(error)}") from None
     finally:
         module.train()
         torch.set_rng_state(random_state)
@@ -121,9 +121,3 @@ def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised
             f"loss={choices['loss']} must give one number per batch, a tensor () that backward can begin with, not a "
             f"{type(value).__name__}; return the tensor, without item()"
         )
-
-
-def _told(error: Exception) -> str:
-    """The error and where the user's own code raised it, as the end of a message."""
-    line = own_line(error)
-    return f" with: {first_line(error)}" + (f" (at {line})" if line else "")

@@ -29,6 +29,8 @@ class Part:
         found = getattr(self.dataset, name)
         if name == "__getitems__":
             return lambda indices: found(self._of_whole(indices))
+        if name == "packed":
+            return lambda index: found(int(self.rows[index]))
         if name == "in_epoch":
             return lambda epoch: Part(found(epoch), self.rows)
         if name == "sample_weights":

@@ -31,6 +31,12 @@ def _last(places: Sequence[tuple[str, int | None]]) -> str | None:
     return f"{places[-1][0]}:{places[-1][1]}" if places else None
 
 
+def failed_with(error: BaseException) -> str:
+    """The error and where the user's own code raised it, as the end of a message."""
+    line = own_line(error)
+    return f" with: {first_line(error)}" + (f" (at {line})" if line else "")
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line, behind its kind."""
     lines = str(error).strip().splitlines()
