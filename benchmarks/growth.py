@@ -1,12 +1,12 @@
 """What a run costs against its ranks, its samples and its parameters: a step, logging, start, evaluation, checkpoint.
 
-usage: python benchmarks/growth.py [--axis ranks,samples] [--most 8] [--rounds 2] [--minutes 9.5] [--cores N]
+usage: python benchmarks/growth.py [--axis ranks,samples] [--most 8] [--rounds 6] [--minutes 18] [--cores N]
            [--write docs/benchmarks.md]
 
 Ranks: 1 to 32 in one world on this machine (launcher=spawn, ddp over gloo), 32 samples a step on each. Samples: 10^3
 to 10^10 of data=counting, which computes them from their numbers. Parameters: an mlp of 10^4 to 10^8, plain SGD. All on
 the CPU, one thread a rank. Each size is a command that logs each step and one that logs none, and sizes take turns.
-Without --axis and --most it is under 10 minutes on 2 cores.
+Without --axis and --most it is under 20 minutes on 2 cores; a slower machine has fewer rounds.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from pathlib import Path
 from growth_table import AXES, MEASURED, Cell, render
 from page import facts
 from peers.commands import CommandFailed, Place, measure
+
+from runner.distributed.memory_left import memory_left
 
 HERE = Path(__file__).resolve().parent
 RANK_MIB = 300  # that a rank may take beside what it shares
@@ -64,13 +66,6 @@ def needed_mib(axis: str, size: int) -> float:
     return RANK_MIB * (size if axis == "ranks" else 2) + (MIB_PER_PARAMETER * size if axis == "parameters" else 0)
 
 
-def free_mib() -> float:
-    """Memory that processes can still take; without a limit where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable")), math.inf)
-
-
 def left_out(sizes: Sequence[tuple[str, int]], free: float) -> dict[tuple[str, int], str]:
     """Of the sizes, those that this machine has not the memory for, and a line that says so."""
     return {
@@ -108,8 +103,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axis", type=lambda text: text.split(","), default=list(AXES), help=", ".join(AXES))
     parser.add_argument("--most", type=float, default=math.inf, help="no size above it")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=9.5, help="no size begins that would not end in them")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=18, help="no size begins that would not end in them")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="that the ranks share")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables and the plot into this page")
     given = parser.parse_args()
@@ -132,7 +127,7 @@ def main() -> int:
     end = time.monotonic() + 60 * given.minutes
     load = os.getloadavg()[0]
     sizes = [(axis, size) for axis in given.axis for size in AXES[axis].sizes if size <= given.most]
-    absent = left_out(sizes, free_mib())
+    absent = left_out(sizes, memory_left() / 2**20)
     print(*absent.values(), sep="\n", file=sys.stderr, end="\n" if absent else "")
     with tempfile.TemporaryDirectory() as scratch:
         place = Place(Path(scratch), Path(scratch))

@@ -11,7 +11,7 @@ NAMES = {figure: name.rpartition(",")[0] for figure, (name, _) in FIGURES.items(
 
 
 def draw(cells: Sequence[Cell], cores: int, path: Path) -> None:
-    """The median of each cell, bars from its best round to its worst; the formula, dotted where it is extrapolated."""
+    """The best round of each cell, a bar up to their median; the formula, dotted where it is extrapolated."""
     axes = [axis for axis in AXES.values() if any(cell.axis == axis.name for cell in cells)]
     figure = Figure(figsize=(4.4 * len(axes), 4.4), layout="constrained")
     panels = figure.subplots(1, len(axes), squeeze=False)[0]
@@ -20,14 +20,9 @@ def draw(cells: Sequence[Cell], cores: int, path: Path) -> None:
         rows = [cell for cell in cells if cell.axis == axis.name and cell.logged + cell.silent]
         for name in figures_of(axis):
             known = [(cell.size, values) for cell in rows if (values := cell.values(name, cores))]
-            sizes, middles = [size for size, _ in known], [statistics.median(values) for _, values in known]
-            bars = [
-                [middle - min(values) for middle, (_, values) in zip(middles, known, strict=True)],
-                [max(values) - middle for middle, (_, values) in zip(middles, known, strict=True)],
-            ]
-            panel.errorbar(
-                sizes, middles, bars, fmt="o", color=colors[name], markersize=4, capsize=2, label=NAMES[name]
-            )
+            sizes, bests = [size for size, _ in known], [min(values) for _, values in known]
+            bars = [[0.0] * len(known), [statistics.median(values) - min(values) for _, values in known]]
+            panel.errorbar(sizes, bests, bars, fmt="o", color=colors[name], markersize=4, capsize=2, label=NAMES[name])
             if (line := fitted(rows, axis, name, cores)) is not None:
                 first, last = min(size for size in sizes if size >= axis.fitted_from), max(sizes)
                 for start, end, style in ((first, last, "-"), (last, axis.beyond, ":")):

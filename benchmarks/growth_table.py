@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from page import MAX_SPREAD, Section, spread
+from page import MAX_SPREAD, Section
 
 MEASURED = Section("<!-- growth: written by the command above -->", "<!-- end of the growth -->")
 FIGURES = {  # by name: its column, and what a second is multiplied by
@@ -55,15 +55,15 @@ class Cell:
         return [figures[figure] for figures in rounds]
 
     def sure(self, figure: str, cores: int) -> float | None:
-        """The median, of rounds that agree."""
+        """The best, where another round agrees with it."""
         values = self.values(figure, cores)
-        varies = spread(values)
-        return statistics.median(values) if varies is not None and varies <= MAX_SPREAD else None
+        more = gap(values)
+        return min(values) if more is not None and more <= MAX_SPREAD else None
 
 
 @dataclass(frozen=True)
 class Line:
-    """start + slope x term; off: by how much a measured median is off it at most, as a part of the median."""
+    """start + slope x term; off: by how much a measured figure is off it at most, as a part of the figure."""
 
     start: float
     slope: float
@@ -71,6 +71,15 @@ class Line:
 
     def at(self, term: float) -> float:
         return self.start + self.slope * term
+
+
+def gap(values: Sequence[float]) -> float | None:
+    """By how much the second best is above the best, as a part of it; None of fewer than two.
+
+    Whatever else runs on the machine makes a figure larger and never smaller: two that agree are what it takes.
+    """
+    best, *others = sorted(values) or [0.0]
+    return others[0] / best - 1 if others else None
 
 
 def fit(terms: Sequence[float], values: Sequence[float]) -> Line | None:
@@ -137,24 +146,24 @@ def _row(cell: Cell, cores: int) -> str:
 
 
 def text(values: Sequence[float], times: float = 1) -> str:
-    """The median and the best, unless they vary so much that they say nothing."""
+    """The best and the median, unless no other round agrees with the best."""
     if not values:
         return "-"
-    varies = spread(values)
-    if varies is None:
+    more = gap(values)
+    if more is None:
         return "one round"
-    if varies > MAX_SPREAD:
-        return f"too busy: {varies:.0%}"
-    return f"{_number(times * statistics.median(values))} ({_number(times * min(values))})"
+    if more > MAX_SPREAD:
+        return f"too busy: {more:.0%}"
+    return f"{_number(times * min(values))} ({_number(times * statistics.median(values))})"
 
 
 def logging(cell: Cell) -> str:
-    """What a step that logs takes longer, in the median of the rounds: a figure where it is above what they vary by."""
-    logged, silent = ([figures["step_s"] for figures in rounds] for rounds in (cell.logged, cell.silent))
+    """What a step that logs takes longer at best: a figure where it is above what the two best rounds differ by."""
+    logged, silent = (sorted(figures["step_s"] for figures in rounds) for rounds in (cell.logged, cell.silent))
     if min(len(logged), len(silent)) < 2:
         return "one round" if logged and silent else "-"
-    varies = max(max(logged) - min(logged), max(silent) - min(silent))
-    more = statistics.median(logged) - statistics.median(silent)
+    varies = max(logged[1] - logged[0], silent[1] - silent[0])
+    more = logged[0] - silent[0]
     return _number(1e3 * more) if more > varies else f"under {_number(1e3 * (varies + max(more, 0)))}"
 
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -47,7 +48,10 @@ class KeptSamples:
         self._kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         sizes = (len(self), *(len(self) * leaf.nbytes for leaf in leaves))
         self._begins = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
-        self._map(None)
+        try:
+            self._map(None)
+        except OSError as error:
+            raise CannotKeep(f"no memory for {self.num_bytes / 2**30:,.1f} GiB of samples ({error.strerror})") from None
 
     @property
     def num_bytes(self) -> int:
@@ -61,10 +65,9 @@ class KeptSamples:
         """
         if here is None or (file := here.shared_file(lambda: new_file(self.num_bytes))) is None:
             return
-        try:
+        with suppress(OSError):
             self._map(file)
-        finally:
-            os.close(file)
+        os.close(file)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -75,7 +78,7 @@ class KeptSamples:
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """A batch, collated. Raises CannotKeep for a sample that differs from the first one, or draws."""
         rows = torch.from_numpy(np.asarray(indices, np.int64))
-        for index in rows[self._is_kept.index_select(0, rows) == 0].tolist():
+        for index in rows[self._is_kept.index_select(0, rows) == 0].unique().tolist():
             self._keep(index)
         batch = tree_unflatten([leaf.index_select(0, rows) for leaf in self._leaves], self._structure)
         return self.dataset.unpacked(batch) if hasattr(self.dataset, "packed") else batch

@@ -30,10 +30,10 @@ def figures(step_s: float, other_s: float = 1.0) -> dict[str, float]:
 
 
 def test_the_formula_is_that_of_what_grows(table: ModuleType) -> None:
-    """a + b n is found again, where the rounds agree; what does not grow is level, and what varies is left out."""
+    """a + b n is found again, where the two best rounds agree; what does not grow is level, what varies is left out."""
     cells = []
     for ranks in (1, 2, 4, 8, 16, 32):
-        steps = [0.010 + 0.002 * ranks] * 2 if ranks > 1 else [0.001, 0.001]
+        steps = [9.0, *[0.010 + 0.002 * ranks] * 3] if ranks > 1 else [0.001, 0.001]  # one round was disturbed
         steps = [0.5, 5.0] if ranks == 16 else steps
         cells.append(table.Cell("ranks", ranks, *([figures(step) for step in steps] for _ in range(2))))
     line = table.fitted(cells, table.AXES["ranks"], "step_s", cores=2)
@@ -55,8 +55,8 @@ def test_logging_is_a_figure_only_above_what_rounds_vary_by(table: ModuleType) -
         cell = table.Cell("samples", 10, *([figures(step) for step in steps] for steps in (logged, silent)))
         return table.logging(cell)
 
-    assert said([0.0030, 0.0031], [0.0020, 0.0021]) == "1.00"
-    assert said([0.0030, 0.0034], [0.0028, 0.0030]) == "under 0.700"
+    assert said([0.0031, 0.0900, 0.0030], [0.0020, 0.0021]) == "1.00"
+    assert said([0.0030, 0.0034], [0.0028, 0.0030]) == "under 0.600"
     assert said([0.0030], [0.0020]) == "one round" and said([], []) == "-"
 
 
