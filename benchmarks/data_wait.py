@@ -2,8 +2,7 @@
 
 usage: python benchmarks/data_wait.py [--work mlp,convnet,transformer] [--rounds 7] [--steps 60]
 One process, one thread, and 60,000 drawn images of MNIST's size. The two take turns, `steps` of each in a round, with
-forward, backward and update: a step leaves the caches full of other things. What is read ahead for steps that do not
-come is waited for too.
+forward, backward and update: a step leaves the caches full of other things.
 """
 
 import argparse
@@ -30,18 +29,17 @@ class StepByStep(TensorData):
     reads_ahead = False
 
 
-def measure(work: Work, steps: Iterator[StepBatch], model: torch.nn.Module, number: int) -> tuple[float, float]:
-    """Seconds of a step, and those of them that it waits for its data, in the mean of so many."""
+def measure(work: Work, steps: Iterator[StepBatch], model: torch.nn.Module) -> tuple[float, float]:
+    """Seconds of a step, and those of them that it waits for its data, in the mean of all."""
     optimizer = getattr(torch.optim, work.optimizer)(model.parameters(), **work.options)
-    start, waited = time.perf_counter(), 0.0
-    for _ in range(number):
-        step = next(steps)
-        waited += step.wait_s
+    start, waited = time.perf_counter(), []
+    for step in steps:
+        waited.append(step.wait_s)
         batch = step.micro_batches[0]
         F.cross_entropy(model(batch.inputs), batch.targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return (time.perf_counter() - start) / number, waited / number
+    return (time.perf_counter() - start) / len(waited), statistics.mean(waited)
 
 
 def main() -> None:
@@ -64,14 +62,15 @@ def main() -> None:
     for name in given.work:
         work = WORKS[name]
         model = model_of(work)
+        sampler = Sampler(len(classes), work.batch_size, max_steps=given.steps)
         loaders = {
-            way: Loader(kind(images, classes), Sampler(len(classes), work.batch_size), Precision("fp32", CPU), CPU)
+            way: Loader(kind(images, classes), sampler, Precision("fp32", CPU), CPU)
             for way, kind in (("step by step", StepByStep), ("ahead", TensorData))
         }
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in loaders}
         for number in range(1 + given.rounds):
             for way, loader in loaders.items():
-                figures = measure(work, loader.steps(epoch=number), model, given.steps)
+                figures = measure(work, loader.steps(epoch=number), model)
                 if number:  # the first round warms up
                     found[way].append(figures)
         for way, rounds in found.items():
