@@ -64,6 +64,8 @@ def save(
         return final
     try:
         reached("save: begin")
+        if writers.together:
+            sweep(folder, but=partial)
         partial.mkdir(parents=True, exist_ok=True)  # another rank may have been faster
         # Together all have to meet, also where this rank's disk is full.
         heard = writers.hear(train_state.step, lambda: None) if writers.together else None
@@ -121,7 +123,8 @@ def _save_part(partial: Path, held: HeldState, step: int, writers: Writers) -> N
             return
         writers.tell(step, message)
     except StoreGone:
-        shutil.rmtree(partial, ignore_errors=True)
+        # Its own file alone: rank 0 may be writing beside it, or just about to. What is left goes with the next one.
+        (partial / shard_name(writers.rank)).unlink(missing_ok=True)
         raise
     if failed is not None:
         raise failed
@@ -184,10 +187,10 @@ def remove(path: Path) -> None:
     reached("remove: end")
 
 
-def sweep(folder: Path) -> None:
-    """Remove what dead writers have left. For one rank, before any rank writes."""
+def sweep(folder: Path, but: Path | None = None) -> None:
+    """Remove what dead writers have left. For one rank, while none writes anything but that one."""
     for end in (PARTIAL, DELETING):
-        for left in folder.glob(f"step_*{end}"):
+        for left in {*folder.glob(f"step_*{end}")} - {but}:
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -1,7 +1,9 @@
 """No rank goes on to where it would miss rank 0, while that still writes a checkpoint."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from worlds import run
 
 from runner.errors import JobFailed
 from runner.fault_tolerance import checkpoint
-from runner.fault_tolerance.writers import Writers
+from runner.fault_tolerance.writers import StoreGone, Writers
 from runner.runs.manifest import Written
 from runner.runs.train_state import TrainState, available
 from runner.training.saved_state import HeldState, Piece
@@ -63,6 +65,36 @@ def test_a_rank_whose_folder_rank_0_has_removed_tells_no_cause_of_its_own(
     monkeypatch.setattr(checkpoint, "write_shard", fails_on_rank_0_meanwhile)
     checkpoint.save(tmp_path, held, TrainState(1, 0, 1, 1), Writers(1, 2, store))
     assert not store.check(["1/1"])
+
+
+class Lost(Writers):
+    """Writers whose store goes while this rank writes."""
+
+    def is_dropped(self, step: int) -> bool:
+        raise StoreGone("nobody answers")
+
+    def hear(self, step: int, grown: Callable[[], object]) -> list[dict[str, Any]]:
+        raise StoreGone("nobody answers")
+
+
+def test_a_rank_that_has_lost_the_store_removes_nothing_that_rank_0_writes_meanwhile(tmp_path: Path) -> None:
+    held, state = HeldState({"model.a": Piece.of(torch.ones(4))}), TrainState(1, 0, 1, 1)
+    partial = checkpoint.partial_of(tmp_path, state)
+    partial.mkdir()
+    (partial / "rank_0.safetensors").write_text("half of it")
+    with pytest.raises(StoreGone):
+        checkpoint.save(tmp_path, held, state, Lost(1, 2, dist.HashStore()))
+    assert [path.name for path in partial.iterdir()] == ["rank_0.safetensors"]
+
+
+def test_what_others_have_left_without_a_store_goes_with_the_next_one(tmp_path: Path) -> None:
+    """Rank 0 has given it up and removed it, and another rank, which was later, has made the folder again."""
+    held, state = HeldState({"model.a": Piece.of(torch.ones(4))}), TrainState(1, 0, 1, 1)
+    for rank in (0, 1):
+        with pytest.raises(StoreGone):
+            checkpoint.save(tmp_path, held, state, Lost(rank, 2, dist.HashStore()))
+    checkpoint.save(tmp_path, held, TrainState(2, 0, 2, 1), Writers(together=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_2"]
 
 
 @pytest.mark.thorough
