@@ -1,12 +1,13 @@
 """Activation checkpointing: what a block computes in forward is not kept for backward, but computed again there."""
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from runner.errors import InputError
@@ -69,17 +70,19 @@ def _checkpointed(kind: Any) -> type[nn.Module]:
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Of the forward in its turn, and of the one in backward."""
-    return nullcontext(), _KeepingStatistics(block)
+    return nullcontext(), _Recomputing(block)
 
 
-class _KeepingStatistics(AbstractContextManager[None]):
-    """Lets BatchNorm normalise as it did, but not count the batch a second time; entered once for each recomputation.
+class _Recomputing(AbstractContextManager[None]):
+    """Under what changed torch's functions in forward, which torch.utils.checkpoint brings back for autocast alone.
 
-    A schedule that takes the gradients of inputs and of weights apart has two.
+    Lets BatchNorm normalise as it did, but not count the batch a second time. Entered once for each recomputation: a
+    schedule that takes the gradients of inputs and of weights apart has two.
     """
 
     def __init__(self, block: nn.Module):
         self._block = block
+        self._modes = _get_current_function_mode_stack()
         self._layers = [part for part in block.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
 
     def __enter__(self) -> None:
@@ -90,9 +93,15 @@ class _KeepingStatistics(AbstractContextManager[None]):
         self._others = [(name, b, b._version) for name, b in self._block.named_buffers() if id(b) not in own]
         for layer in self._layers:
             layer.momentum = 0.0  # and not without statistics: what autograd keeps must be the same
+        self._entered = ExitStack()
+        active = _get_current_function_mode_stack()
+        for mode in self._modes:
+            if mode not in active:
+                self._entered.enter_context(mode)
 
     def __exit__(self, *raised: Any) -> None:
         """By an exception too: recomputing is cut short when backward has what it needs."""
+        self._entered.close()
         for layer, momentum in zip(self._layers, self._momenta, strict=True):
             layer.momentum = momentum
         for count, before in self._counts:

@@ -21,7 +21,7 @@ class CpuAttention(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention:
+        if function is not F.scaled_dot_product_attention or not _is_cast((*args, *kwargs.values())):
             return function(*args, **kwargs)
         dtype = torch.get_autocast_dtype("cpu")
         with torch.autocast("cpu", enabled=False):
@@ -31,6 +31,12 @@ class CpuAttention(TorchFunctionMode):
                     return output
             whole = {name: _in_float32(value) for name, value in kwargs.items()}
             return function(*map(_in_float32, args), **whole).to(dtype)
+
+
+def _is_cast(arguments: tuple[Any, ...]) -> bool:
+    """Whether autocast, where it is on at this place, would cast these: it leaves float64."""
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
+    return torch.is_autocast_enabled("cpu") and not any(tensor.dtype == torch.float64 for tensor in tensors)
 
 
 def _by_products(

@@ -63,8 +63,8 @@ class Loader:
         self.dataset = dataset
         self._position = (0, 0)
         self._drawn: deque[list[list[int]]] = deque()  # the shares of each batch that was asked for and is not here yet
-        # None: as many as BYTES_AT_ONCE hold, which the first batch will tell.
-        self._at_once = None if num_workers == 0 and reads_ahead(dataset) else 1
+        self._reads_ahead = num_workers == 0 and reads_ahead(dataset)
+        self._at_once: int | None = None  # shares; the first batch will tell
         self._loader: DataLoader[Any] | None = DataLoader(
             Reader(dataset, cuts_empty, sampler.seed),
             batch_sampler=_Positioned(self),  # any iterable of index lists will do
@@ -91,7 +91,7 @@ class Loader:
 
     def read_by(self, sampler: Sampler) -> None:
         """Read what another sampler of this data says, from the next call of `steps` on."""
-        self.sampler = sampler
+        self.sampler, self._at_once = sampler, None
 
     def close(self) -> None:
         """End the workers. They ignore the signal by which Python would end them when it exits, and it would wait."""
@@ -106,8 +106,9 @@ class Loader:
         while True:
             batch = map_tensors(self._place, self._next(batches))
             shares = self._drawn.popleft()
-            if self._at_once is None and shares[0]:
-                self._at_once = max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, num_bytes(batch))))
+            if self._reads_ahead and self._at_once is None and shares[0]:
+                of_share = num_bytes(batch) * self.sampler.share_size // len(shares[0])  # the first may be smaller
+                self._at_once = max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, of_share)))
             if len(shares) == 1:
                 yield MicroBatch(batch, shares[0])
                 continue

@@ -46,6 +46,11 @@ class Sampler:
         """Samples in a step of an epoch, over all ranks; steps count from 0."""
         return min(self.batch_size, self.num_samples - step * self.batch_size)
 
+    @property
+    def share_size(self) -> int:
+        """Samples in the largest share of a whole step."""
+        return -(-self.batch_size // (self.micro_batches * self.data_ranks))
+
     def num_micro_batches(self, step: int) -> int:
         return min(self.micro_batches, self.step_size(step))
 

@@ -94,6 +94,19 @@ def test_no_more_is_read_ahead_than_its_bytes_allow(monkeypatch: pytest.MonkeyPa
     assert rows.reads == 5 + 4
 
 
+@pytest.mark.parametrize("first_step", [0, 7])
+def test_a_small_first_share_says_no_more_than_a_whole_one(first_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may go on at the end of an epoch, where the last step has one sample of three."""
+    rows = Rows(torch.zeros(NUM_SAMPLES, 64), torch.arange(NUM_SAMPLES))
+    monkeypatch.setattr("runner.training.loader.BYTES_AT_ONCE", 2 * 3 * (64 * 4 + 8))  # 2 shares of 3 samples
+    loader = Loader(rows, Sampler(NUM_SAMPLES, batch_size=3), Precision("fp32", CPU), CPU)
+    assert len(list(loader.steps(0, first_step))) == 8 - first_step
+    loader.read_by(loader.sampler)
+    before = rows.reads
+    assert len(list(loader.steps(1, 7))) == 1 and len(list(loader.steps(2))) == 8
+    assert rows.reads == before + 1 + 4
+
+
 def test_the_sampler_stays_as_it_was() -> None:
     given = Sampler(NUM_SAMPLES, batch_size=5)
     loader = make(given, shuffle=False, drop_last=True)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from runner.training.activation_checkpointing import checkpoint_activations
 from runner.training.precision import Precision
 
 CPU = torch.device("cpu")
@@ -68,6 +69,42 @@ def test_a_cpu_with_tiles_computes_attention_in_bfloat16(monkeypatch: pytest.Mon
     output, _ = attention("bf16", {})
     inputs = [drawn(seed).bfloat16() for seed in range(3)]
     assert torch.equal(output, F.scaled_dot_product_attention(*inputs))
+
+
+@pytest.mark.usefixtures("products")
+def test_attention_out_of_autocast_is_torchs_own() -> None:
+    """Where a model has switched it off for a while, and of float64, which autocast leaves."""
+    inputs = [drawn(seed) for seed in range(3)]
+    wide = [each.double() for each in inputs]
+    expected, exact = F.scaled_dot_product_attention(*inputs), F.scaled_dot_product_attention(*wide)
+    with Precision("bf16", CPU).autocast():
+        with torch.autocast("cpu", enabled=False):
+            output = F.scaled_dot_product_attention(*inputs)
+        of_wide = F.scaled_dot_product_attention(wide[0], wide[1], value=wide[2])
+    assert output.dtype == torch.float32 and torch.equal(output, expected)
+    assert of_wide.dtype == torch.float64 and torch.equal(of_wide, exact)
+
+
+class Attending(nn.Sequential):
+    def forward(self, inputs: Tensor) -> Tensor:
+        inner = super().forward(inputs)
+        return F.scaled_dot_product_attention(inner, inner, inner)
+
+
+@pytest.mark.parametrize("positions", [5, 64])  # by products, and by the kernel
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.usefixtures("products")
+def test_attention_is_the_same_where_a_block_is_computed_again_in_backward(precision: str, positions: int) -> None:
+    found = []
+    for extent in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attending(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+        checkpoint_activations(model, extent)
+        with Precision(precision, CPU).autocast():
+            loss = model(torch.randn(2, positions, 8)).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.usefixtures("products")
