@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runner.parallel.optimizer_state import like
+from runner.parallel.local_part import like, local_part
 from runner.training.optimizers import by_mesh
 from runner.training.precision import Precision
 
@@ -75,20 +75,15 @@ def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
         gradient = parameter.grad
         if gradient is None:
             continue
-        own, of_own = _local(parameter), _local(gradient)
+        own, of_own = local_part(parameter), local_part(gradient)
         if own.shape == of_own.shape and own.stride() != of_own.stride():
             parameter.grad = like(parameter, torch.empty_like(own).copy_(of_own))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is cut."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def held_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Of what this rank has of them: whole, its slices, or of sparse ones the values."""
-    own = [_local(p.grad) for p in parameters if p.grad is not None]
+    own = [local_part(p.grad) for p in parameters if p.grad is not None]
     return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in own]
 
 

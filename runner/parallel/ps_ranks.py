@@ -15,6 +15,7 @@ from torch.distributed import rpc
 from runner.distributed.traffic import count_rpc
 from runner.distributed.world import World
 from runner.parallel import ps_server
+from runner.parallel.gradient_sum import flatten_gradients
 from runner.parallel.ps_server import SERVER, Server
 from runner.parallel.replica import Replica
 from runner.parallel.total_weight import factor_of
@@ -159,7 +160,8 @@ class Training:
             if self._mode.forward == "remote":
                 weights, norm = _ask(ps_server.push_context, self._world.rank, context)
             else:
-                weights, norm = _ask(ps_server.push, self._world.rank, self._take_gradient())
+                gradients = flatten_gradients(self._trained, [parameter.grad for parameter in self._trained])
+                weights, norm = _ask(ps_server.push, self._world.rank, gradients.cpu())
             self._set_weights(weights)
         self._recipe.module.zero_grad(set_to_none=True)
         self._fetched = self._context = None

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rendezvous import register_rendezvous_handler
@@ -21,6 +20,7 @@ from runner.distributed.peer_failure import PeerMissing
 from runner.distributed.traffic import count_rpc
 from runner.distributed.world import World
 from runner.errors import JobFailed
+from runner.parallel.gradient_sum import flatten_gradients, set_gradients
 from runner.parallel.replica import Replica
 from runner.training.objective import Within
 from runner.training.pytree import map_tensors
@@ -64,7 +64,7 @@ class Server:
             arrived, self._arrived = self._arrived, {}
         # In the order of ranks, whatever that of arrival was: the sum is the same to the bit.
         gradients = [gradient for _, (gradient, _) in sorted(arrived.items()) if gradient is not None]
-        self._set_gradients(functools.reduce(torch.add, gradients))
+        set_gradients(self.trained, functools.reduce(torch.add, gradients).to(self.device))
         norm = self.replica.step(lr_factor, want_norm)
         reply = self.weights().detach(), norm
         for _, future in arrived.values():
@@ -136,14 +136,9 @@ class Server:
             return map_tensors(torch.Tensor.cpu, outputs)
 
     def gradients(self, context: int) -> torch.Tensor:
-        """Of what is trained, flat."""
+        """Of what is trained, flat (`flatten_gradients`)."""
         found = dist_autograd.get_gradients(context)
-        return _flatten_dense_tensors([found.get(p, torch.zeros_like(p)) for p in self.trained])
-
-    def _set_gradients(self, flat: torch.Tensor) -> None:
-        gradients = _unflatten_dense_tensors(flat.to(self.device), self.trained)
-        for parameter, gradient in zip(self.trained, gradients, strict=True):
-            parameter.grad = gradient
+        return flatten_gradients(self.trained, [found.get(parameter) for parameter in self.trained])
 
     def _wait(self, holds: Callable[[], bool], what: Callable[[], str]) -> None:
         if not self._changed.wait_for(lambda: self._closed or holds(), self.timeout_s):

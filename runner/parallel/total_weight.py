@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from runner.parallel.local_part import local_part
 
 
 def factor_of(num_samples: int, weight: torch.Tensor, sum_over: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -21,5 +22,5 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) ->
     """In place; factor: ()."""
     for parameter in parameters:
         if parameter.grad is not None:
-            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            own = local_part(parameter.grad)
             own.mul_(factor.to(own))

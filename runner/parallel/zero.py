@@ -18,7 +18,7 @@ from runner.training.strategy import Axes, Carries, Recipe, Spread, Stepping
 
 
 class Zero:
-    """parallel=zero (Rajbhandari et al., "ZeRO", 2020); the option is ZeroRedundancyOptimizer's."""
+    """parallel=zero (Rajbhandari et al., "ZeRO", 2020); the options are ZeroRedundancyOptimizer's and DDP's."""
 
     needs_group = True
     meta_init = False
@@ -26,8 +26,9 @@ class Zero:
     carries: Carries = "several_losses"
     fails_at_once = True
 
-    def __init__(self, parameters_as_bucket_view: bool = False):
+    def __init__(self, parameters_as_bucket_view: bool = False, find_unused_parameters: bool = False):
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
 
     def axes(self, world_size: int) -> Axes:
         return Axes(replicate=world_size)
@@ -48,7 +49,12 @@ class Zero:
         )
         # After the optimizer, whose buckets make channels_last parameters contiguous: DDP's gradients follow them.
         device_ids = [recipe.device] if recipe.device.type == "cuda" else None
-        wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, gradient_as_bucket_view=True)
+        wrapped = FixedBuckets(
+            Within(recipe.module),
+            device_ids=device_ids,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.find_unused_parameters,
+        )
         replica = Replica(
             recipe,
             optimizer,

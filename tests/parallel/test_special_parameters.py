@@ -1,4 +1,4 @@
-"""Frozen, tied and scalar parameters, and those that a constructor loads, in every mode: the numbers of one process."""
+"""Frozen, tied, scalar, unused and loaded parameters, in every mode: the numbers of one process."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from worlds import Run, configure, run
 from runner.parallel.tp import TP
 
 TOY = ("data=toy", "data.num_train=350", "batch_size=90", *COMMON, "clip_grad_norm=0.5", "optimizer.weight_decay=0.1")
-MODELS = ("Tied", "Frozen", "Backbone", "Scaled")
+MODELS = ("Tied", "Frozen", "Backbone", "Scaled", "Idle")
 
 
 def of_model(name: str) -> tuple[str, ...]:
@@ -38,7 +38,8 @@ def _is_apart(way: Way) -> bool:
 
 
 def _in_slice(model: str, way: Way) -> bool:
-    return way in SLICE and way.mode in {"Tied": ("fsdp", "pipeline"), "Scaled": ("fsdp", "tp")}.get(model, ("zero",))
+    slices = {"Tied": ("fsdp", "pipeline"), "Scaled": ("fsdp", "tp"), "Idle": ("allreduce", "tp")}
+    return way in SLICE and way.mode in slices.get(model, ("zero",))
 
 
 def _is_thorough(model: str, way: Way) -> bool:
@@ -58,7 +59,8 @@ def _is_thorough(model: str, way: Way) -> bool:
 )
 def test_mode_equals_one_process(model: str, way: Way, reference: Callable[..., Run], tmp_path: Path) -> None:
     expected = reference(model, *way.reference)
-    spread = run(tmp_path, way.world_size, *of_model(model), *way.words)
+    unused = ("parallel.find_unused_parameters=true",) if model == "Idle" and way.mode in ("ddp", "zero") else ()
+    spread = run(tmp_path, way.world_size, *of_model(model), *way.words, *unused)
     assert_equal(spread, expected)
     norms = [
         [line["train/grad_norm"] for line in each.lines if "train/grad_norm" in line] for each in (spread, expected)

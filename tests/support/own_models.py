@@ -95,6 +95,14 @@ class Backbone(Chain):
             part.requires_grad_(False)
 
 
+class Idle(Chain):
+    """With trained parameters that forward does not use."""
+
+    def __init__(self, sample_shape: Sequence[int], num_outputs: int):
+        super().__init__(sample_shape, num_outputs)
+        self.blocks[0].unused, self.blocks[3].unused = nn.Linear(8, 3), nn.Linear(8, 3)
+
+
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
