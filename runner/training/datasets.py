@@ -17,6 +17,7 @@ from runner.errors import InputError
 from runner.training.augmentation import augment
 from runner.training.kept_samples import CannotKeep, KeptSamples
 from runner.training.part import Part
+from runner.training.sample_lists import as_batches
 from runner.training.sampler import generator
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ class _Splits:
                 raise
             raise NoSplit(f"split={split}: {self._data} has no such split" if split != "val" else "") from None
         self._check(made, split)
-        return made
+        return as_batches(made)
 
     def _cut(self, split: str) -> Any:
         """The training split without the validation samples, or these: drawn from the seed, the same on all ranks."""

@@ -1,14 +1,21 @@
 """Batches of any structure: tuples, lists, mappings and dataclasses, nested, with tensors at the ends."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    register_dataclass,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.data import default_collate
-
-_registered: set[type] = set()
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -93,20 +100,31 @@ def describe(tree: Any) -> str:
 
 
 def known(tree: Any) -> Any:
-    """The same object, its dataclasses made known to torch's pytree functions."""
+    """The same object, its dataclasses and mappings of all kinds made known to torch's pytree functions."""
     if _is_dataclass(tree):
-        if type(tree) not in _registered:
-            _registered.add(type(tree))
+        if type(tree) not in SUPPORTED_NODES:
             register_dataclass(type(tree))
         for field in dataclasses.fields(tree):
             known(getattr(tree, field.name))
     elif isinstance(tree, Mapping):
+        if type(tree) not in SUPPORTED_NODES:
+            made_of = functools.partial(_mapping, type(tree))
+            register_pytree_node(type(tree), lambda mapping: ([*mapping.values()], [*mapping]), made_of)
         for value in tree.values():
             known(value)
     elif isinstance(tree, (tuple, list)):
         for value in tree:
             known(value)
     return tree
+
+
+def _mapping(kind: type, values: Iterable[Any], names: list[Any]) -> Any:
+    """Of its own class (UserDict, Hugging Face's BatchEncoding), or a dict where that is not made of one."""
+    items = dict(zip(names, values, strict=True))
+    try:
+        return kind(items)
+    except TypeError:
+        return items
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 from ranks import RankError
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from worlds import configure, run
 
 from runner.config.schema import Config
@@ -41,6 +41,38 @@ class Batched(Plain):
 
     def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)
+
+
+class Chosen(Subset[Any]):
+    """Its `__getitems__` gives a list of samples."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain(), range(5, 45))
+
+
+class ChosenBatches(Subset[Any]):
+    """Its `__getitems__` gives what that of the whole does."""
+
+    def __init__(self) -> None:
+        super().__init__(Batched(), range(5, 45))
+
+
+class Noisy(Chosen):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.rand(1), target
+
+
+class Padded(Chosen):
+    """With a way of its own to make a batch."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        return torch.stack([inputs + 100 for inputs, _ in samples]), torch.tensor(
+            [int(target) for _, target in samples]
+        )
 
 
 class Halves(Plain):
@@ -177,6 +209,35 @@ def test_a_loader_reads_a_part(kind: type, num_workers: int) -> None:
     finally:
         loader.close()
     assert torch.cat(read).tolist() == part.rows.tolist() and [len(batch) for batch in read] == [4, 4, 4, 3]
+
+
+def read_whole(dataset: Any, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of an epoch."""
+    loader = Loader(dataset, Sampler(len(dataset), batch_size), Precision("fp32", CPU), CPU, shuffle=False)
+    read = [each for step in loader.steps(0) for each in step.micro_batches]
+    return torch.cat([each.inputs for each in read]).flatten(), torch.cat([each.targets for each in read])
+
+
+@pytest.mark.parametrize("kind", [Chosen, ChosenBatches])
+def test_a_subset_of_torchs_reads_like_any_data_set(kind: type) -> None:
+    whole = load_split(of(kind), {}, WORLD, "train")
+    inputs, targets = read_whole(pickle.loads(pickle.dumps(whole)), 16)
+    assert inputs.tolist() == list(range(5, 45)) and targets.tolist() == [row % 2 for row in range(5, 45)]
+    part = load_split(of(kind, val_fraction=0.25), {}, WORLD, "val")
+    inputs, _ = read_whole(part, 16)
+    assert inputs.tolist() == [5 + row for row in part.rows.tolist()]
+
+
+def test_samples_that_come_as_a_list_are_drawn_and_collated_as_others_are() -> None:
+    before = torch.get_rng_state()
+    noisy = load_split(of(Noisy), {}, WORLD, "train")
+    assert torch.equal(torch.get_rng_state(), before)
+    (of_two, _), (of_many, _) = read_whole(noisy, 2), read_whole(noisy, 16)
+    assert torch.equal(of_two, of_many) and of_two.frac().unique().numel() == 40
+    inputs, _ = read_whole(load_split(of(Padded), {}, WORLD, "train"), 16)
+    assert inputs.tolist() == list(range(105, 145))
+    train, _ = load_data(of(Chosen, val_fraction=0.25, transforms={"more": {"_target_": More}}), {}, WORLD)
+    assert (read_whole(train, 16)[0].frac() == 0.5).all()
 
 
 def test_a_data_set_may_know_the_epoch() -> None:

@@ -1,6 +1,7 @@
 """Batches of any structure are collated, moved and described."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,30 @@ class Pair:
 
 
 Point = namedtuple("Point", ["x", "y"])
+
+
+class Encoding(UserDict[str, Any]):
+    """As Hugging Face's BatchEncoding."""
+
+
+class Named(dict[str, Any]):
+    """Of a class of its own."""
+
+
+class Closed(Mapping[str, Any]):
+    """Not made of a mapping."""
+
+    def __init__(self, *, values: torch.Tensor):
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return {"values": self._values}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["values"])
+
+    def __len__(self) -> int:
+        return 1
 
 
 def same(one: Any, other: Any) -> bool:
@@ -51,6 +76,23 @@ def test_samples_become_a_batch_of_their_structure(samples: list[Any], batch: An
     made = collate(samples)
     assert [tensor.tolist() for tensor in tensors(made)] == [tensor.tolist() for tensor in tensors(batch)]
     assert num_rows(made) == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind"),
+    [
+        (Encoding(values=torch.ones(4), inner=[torch.zeros(4)]), Encoding),
+        (Named(values=torch.ones(4), inner=Encoding(a=torch.zeros(4))), Named),
+        (Closed(values=torch.ones(4)), dict),
+    ],
+)
+def test_mappings_of_all_kinds_are_moved_cut_and_joined(batch: Any, kind: type) -> None:
+    doubled = map_tensors(lambda tensor: 2 * tensor, batch)
+    assert type(doubled) is kind and doubled["values"].tolist() == [2.0] * 4
+    assert num_rows(batch) == 4 and len(tensors(batch)) == len(batch)
+    parts = split(batch, [1, 3])
+    assert [num_rows(part) for part in parts] == [1, 3]
+    assert same(join(parts), map_tensors(lambda tensor: tensor, batch))
 
 
 def test_each_tensor_is_replaced_and_the_rest_stays() -> None:
