@@ -1,5 +1,6 @@
 """DistributedDataParallel whose gradients lie in the same buckets in every step, a process's first one included."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.collectives import sum_over
 from runner.distributed.local_exchange import exchange_of, is_small
+from runner.errors import JobFailed
+from runner.training.names import counted
 
 Summed = torch.futures.Future[torch.Tensor]
 
@@ -72,6 +75,21 @@ class FixedBuckets(DistributedDataParallel):
         else:
             self.register_comm_hook([], _sum_at_once)
         return True
+
+    def check_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After a backward: torch sums no bucket that lacks a gradient, and says so in the next forward alone.
+
+        Raises JobFailed where it is so.
+        """
+        if self.find_unused_parameters or self.static_graph:
+            return
+        if without := {parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None}:
+            named = self.module.named_parameters()
+            names = [name.removeprefix("model.") for name, parameter in named if parameter in without]  # of Within
+            raise JobFailed(
+                f"the loss of a step does not depend on {counted(names, 2)}, whose gradients are waited for; "
+                "try parallel.find_unused_parameters=true"
+            )
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """The trained parameters, and whether the gradient of each is sparse, in the order that buckets are cut by."""

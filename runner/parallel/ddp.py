@@ -104,6 +104,7 @@ class DDP:
             within=wrapped,
             loss_scale=1 if sums else world.world_size,  # where DDP averages: the loss is summed over the ranks
             without_sync=without_sync,
+            reduce=wrapped.check_gradients,
             memory=memory,
         )
 

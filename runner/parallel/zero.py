@@ -64,6 +64,7 @@ class Zero:
             # Where DDP averages: the loss is summed over the ranks.
             loss_scale=1 if wrapped.sum_on_cpu() else world.world_size,
             without_sync=wrapped.no_sync,
+            reduce=wrapped.check_gradients,
         )
         return ShardedOptimizer(replica, optimizer)
 

@@ -101,6 +101,14 @@ def test_tied_parameters_stay_tied_over_a_pipeline(tmp_path: Path) -> None:
     assert last.state["optimizer"]["state"].keys() == whole.state["optimizer"]["state"].keys()
 
 
+@pytest.mark.parametrize("mode", ["ddp", "zero"])
+def test_what_no_loss_depends_on_is_named(mode: str, tmp_path: Path) -> None:
+    """Before it makes copies that drift apart: torch would say so in the second step."""
+    named = r"blocks\.0\.unused\.weight, blocks\.0\.unused\.bias and 2 more"
+    with pytest.raises(RankError, match=rf"does not depend on {named}.*; try parallel\.find_unused_parameters=true"):
+        run(tmp_path, 2, *of_model("Idle"), f"parallel={mode}", "max_steps=1")
+
+
 @pytest.mark.parametrize(
     "way", [Way("fsdp", 2), Way("pipeline", 2), Way("pipeline", 2, ("parallel.schedule=ZBV",))], ids=str
 )
