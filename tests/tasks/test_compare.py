@@ -37,9 +37,10 @@ def test_modes_are_measured_and_what_does_not_fit_is_told(tmp_path: Path, monkey
         assert float(row["samples_per_second"]) > 0
         assert float(row["difference_to_none"]) < 1e-12
         assert float(row["memory_mib/rank_1"]) > 50
-    for mode in ("allreduce", "ddp"):  # the step's loss besides
-        assert float(rows[mode, "2"]["bytes_per_step/all_reduce"]) == pytest.approx(num_bytes, abs=32)
-    assert float(rows["ps", "2"]["bytes_per_step/rpc"]) == 2 * num_bytes  # gradients there, weights back
+    flags = 4 * 8  # whether each parameter was used
+    for mode, sent in (("allreduce", num_bytes + flags), ("ddp", num_bytes)):  # the step's loss besides
+        assert float(rows[mode, "2"]["bytes_per_step/all_reduce"]) == pytest.approx(sent, abs=32)
+    assert float(rows["ps", "2"]["bytes_per_step/rpc"]) == 2 * num_bytes + flags  # gradients there, weights back
     assert float(rows["pipeline", "2"]["bytes_per_step/send"]) == 64 * 16 * 8  # what 64 samples are after stage one
     assert rows["pipeline", "2"]["remark"] == "compared with none of micro_batches=4"
     assert "parallel=none is for one process" in rows["none", "2"]["remark"]
