@@ -1,13 +1,15 @@
 """Batches of any structure: tuples, lists, mappings and dataclasses, nested, with tensors at the ends."""
 
+import copy
 import dataclasses
-import functools
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import (
     SUPPORTED_NODES,
+    MappingKey,
     register_dataclass,
     register_pytree_node,
     tree_flatten,
@@ -100,16 +102,17 @@ def describe(tree: Any) -> str:
 
 
 def known(tree: Any) -> Any:
-    """The same object, its dataclasses and mappings of all kinds made known to torch's pytree functions."""
+    """The same object, its dataclasses and kinds of dict made known to torch's pytree functions."""
     if _is_dataclass(tree):
         if type(tree) not in SUPPORTED_NODES:
             register_dataclass(type(tree))
         for field in dataclasses.fields(tree):
             known(getattr(tree, field.name))
     elif isinstance(tree, Mapping):
-        if type(tree) not in SUPPORTED_NODES:
-            made_of = functools.partial(_mapping, type(tree))
-            register_pytree_node(type(tree), lambda mapping: ([*mapping.values()], [*mapping]), made_of)
+        if isinstance(tree, (dict, UserDict)) and type(tree) not in SUPPORTED_NODES:
+            register_pytree_node(
+                type(tree), _flatten_mapping, _unflatten_mapping, flatten_with_keys_fn=_flatten_with_names
+            )
         for value in tree.values():
             known(value)
     elif isinstance(tree, (tuple, list)):
@@ -118,13 +121,27 @@ def known(tree: Any) -> Any:
     return tree
 
 
-def _mapping(kind: type, values: Iterable[Any], names: list[Any]) -> Any:
-    """Of its own class (UserDict, Hugging Face's BatchEncoding), or a dict where that is not made of one."""
-    items = dict(zip(names, values, strict=True))
-    try:
-        return kind(items)
-    except TypeError:
-        return items
+@dataclasses.dataclass(frozen=True)
+class _Mapping:
+    """What a mapping is but for its values: two of the same names are of one structure."""
+
+    names: tuple[Any, ...]
+    original: Any = dataclasses.field(compare=False, repr=False)
+
+
+def _flatten_mapping(mapping: Any) -> tuple[list[Any], _Mapping]:
+    return [*mapping.values()], _Mapping(tuple(mapping), mapping)
+
+
+def _flatten_with_names(mapping: Any) -> tuple[list[tuple[Any, Any]], _Mapping]:
+    return [(MappingKey(name), value) for name, value in mapping.items()], _Mapping(tuple(mapping), mapping)
+
+
+def _unflatten_mapping(values: Iterable[Any], mapping: _Mapping) -> Any:
+    """A copy, with whatever else the original holds."""
+    made = copy.copy(mapping.original)
+    made.update(zip(mapping.names, values, strict=True))
+    return made
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

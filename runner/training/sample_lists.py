@@ -29,10 +29,15 @@ class SampleLists:
                 raise AttributeError(name)
             return self._batch
         found = getattr(self.dataset, name)
-        return (lambda epoch: SampleLists(found(epoch))) if name == "in_epoch" else found
+        return (lambda epoch: _of_lists(found(epoch))) if name == "in_epoch" else found
 
     def _batch(self, indices: Sequence[int]) -> Any:
         return collate(self.dataset.__getitems__(indices))
+
+
+def _of_lists(dataset: Any) -> Any:
+    """That of an epoch: if it reads several at once, then as the whole does."""
+    return SampleLists(dataset) if hasattr(dataset, "__getitems__") else dataset
 
 
 def as_batches(dataset: Any) -> Any:

@@ -66,6 +66,13 @@ class Noisy(Chosen):
         return inputs + torch.rand(1), target
 
 
+class ChosenAnew(Chosen):
+    """Lists of samples, and in each epoch a data set that gives one by one."""
+
+    def in_epoch(self, epoch: int) -> Any:
+        return [(inputs + 100 * epoch, target) for inputs, target in (self[index] for index in range(len(self)))]
+
+
 class Padded(Chosen):
     """With a way of its own to make a batch."""
 
@@ -234,6 +241,8 @@ def test_samples_that_come_as_a_list_are_drawn_and_collated_as_others_are() -> N
     assert torch.equal(torch.get_rng_state(), before)
     (of_two, _), (of_many, _) = read_whole(noisy, 2), read_whole(noisy, 16)
     assert torch.equal(of_two, of_many) and of_two.frac().unique().numel() == 40
+    inputs, _ = read_whole(load_split(of(ChosenAnew), {}, WORLD, "train"), 16)
+    assert inputs.tolist() == list(range(5, 45))
     inputs, _ = read_whole(load_split(of(Padded), {}, WORLD, "train"), 16)
     assert inputs.tolist() == list(range(105, 145))
     train, _ = load_data(of(Chosen, val_fraction=0.25, transforms={"more": {"_target_": More}}), {}, WORLD)

@@ -1,7 +1,6 @@
 """Batches of any structure are collated, moved and described."""
 
 from collections import UserDict, namedtuple
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from runner.tasks.prediction_columns import columns_of
 from runner.training.pytree import collate, describe, join, map_tensors, num_rows, split, tensors
 from runner.training.reader import Reader, Share
 
@@ -28,23 +28,9 @@ class Encoding(UserDict[str, Any]):
 
 
 class Named(dict[str, Any]):
-    """Of a class of its own."""
+    """With an attribute, which its constructor does not take."""
 
-
-class Closed(Mapping[str, Any]):
-    """Not made of a mapping."""
-
-    def __init__(self, *, values: torch.Tensor):
-        self._values = values
-
-    def __getitem__(self, key: str) -> Any:
-        return {"values": self._values}[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["values"])
-
-    def __len__(self) -> int:
-        return 1
+    scale = 1.0
 
 
 def same(one: Any, other: Any) -> bool:
@@ -83,16 +69,25 @@ def test_samples_become_a_batch_of_their_structure(samples: list[Any], batch: An
     [
         (Encoding(values=torch.ones(4), inner=[torch.zeros(4)]), Encoding),
         (Named(values=torch.ones(4), inner=Encoding(a=torch.zeros(4))), Named),
-        (Closed(values=torch.ones(4)), dict),
     ],
 )
-def test_mappings_of_all_kinds_are_moved_cut_and_joined(batch: Any, kind: type) -> None:
+def test_dicts_of_own_classes_are_moved_cut_and_joined(batch: Any, kind: type) -> None:
+    if kind is Named:
+        batch.scale = 3.0
     doubled = map_tensors(lambda tensor: 2 * tensor, batch)
+    assert getattr(doubled, "scale", 3.0) == 3.0 and batch["values"].tolist() == [1.0] * 4
     assert type(doubled) is kind and doubled["values"].tolist() == [2.0] * 4
     assert num_rows(batch) == 4 and len(tensors(batch)) == len(batch)
     parts = split(batch, [1, 3])
     assert [num_rows(part) for part in parts] == [1, 3]
     assert same(join(parts), map_tensors(lambda tensor: tensor, batch))
+
+
+def test_predictions_that_are_such_a_mapping_become_columns() -> None:
+    outputs = Encoding(size=torch.tensor([[2.0], [3.0]]), inner=Named(on=torch.tensor([True, False])))
+    columns = columns_of(outputs, Encoding(), [4, 0])
+    assert columns["output.size"].flatten().tolist() == [2.0, 3.0]
+    assert columns["output.inner.on"].tolist() == [True, False]
 
 
 def test_each_tensor_is_replaced_and_the_rest_stays() -> None:
