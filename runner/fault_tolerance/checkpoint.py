@@ -65,6 +65,7 @@ def save(
     try:
         reached("save: begin")
         if writers.together:
+            check_held()
             sweep(folder, but=partial)
         partial.mkdir(parents=True, exist_ok=True)  # another rank may have been faster
         # Together all have to meet, also where this rank's disk is full.

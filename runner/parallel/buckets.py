@@ -77,7 +77,7 @@ class FixedBuckets(DistributedDataParallel):
         return True
 
     def check_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """After a backward: torch sums no bucket that lacks a gradient, and says so in the next forward alone.
+        """After a step's last backward: torch sums no bucket that lacks a gradient, and says so in the next forward.
 
         Raises JobFailed where it is so.
         """
@@ -90,6 +90,13 @@ class FixedBuckets(DistributedDataParallel):
                 f"the loss of a step does not depend on {counted(names, 2)}, whose gradients are waited for; "
                 "try parallel.find_unused_parameters=true"
             )
+        try:
+            self._check_reducer_finalized()
+        except RuntimeError:  # a gradient is there, of another micro-batch
+            raise JobFailed(
+                "the loss of a step's last micro-batch does not depend on all parameters, and their gradients are "
+                "waited for; try parallel.find_unused_parameters=true"
+            ) from None
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """The trained parameters, and whether the gradient of each is sparse, in the order that buckets are cut by."""

@@ -43,7 +43,7 @@ def set_gradients(trained: Sequence[nn.Parameter], flat: Tensor) -> None:
     *gradients, flags = _unflatten_dense_tensors(flat, [*own, flat.new_empty(len(trained))])
     # Most models use all of their parameters: to look at the flags would wait for the device.
     has_all = all(parameter.grad is not None for parameter in trained)
-    are_there = [True] * len(trained) if has_all else (flags > 0).tolist()
+    are_there = [True] * len(trained) if has_all else (flags != 0).tolist()
     for parameter, cut, gradient, is_there in zip(trained, whole, gradients, are_there, strict=True):
         parameter.grad = like(cut, gradient) if is_there else None
 

@@ -97,6 +97,17 @@ def test_what_others_have_left_without_a_store_goes_with_the_next_one(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_2"]
 
 
+def test_what_another_world_writes_in_the_folder_is_left(tmp_path: Path) -> None:
+    def taken_over() -> None:
+        raise RuntimeError("held by another")
+
+    (theirs := tmp_path / "step_7.tmp").mkdir()
+    held, state = HeldState({"model.a": Piece.of(torch.ones(4))}), TrainState(2, 0, 2, 1)
+    with pytest.raises(RuntimeError, match="held by another"):
+        checkpoint.save(tmp_path, held, state, Writers(together=True), taken_over)
+    assert theirs.exists()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [(), ("checkpoint.asynchronous=false",)])
 def test_a_disk_that_is_slower_than_ranks_wait_for_each_other(

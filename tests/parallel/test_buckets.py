@@ -15,6 +15,7 @@ from runner.distributed.local_exchange import exchange_of
 from runner.distributed.local_sockets import Listener
 from runner.distributed.peer_failure import PeerMissing
 from runner.distributed.world import World
+from runner.errors import JobFailed
 from runner.parallel.buckets import FixedBuckets
 
 WIDTH = 300  # the weight's gradient is more than a message takes
@@ -111,6 +112,28 @@ def test_those_of_a_static_graph_are_averaged(options: dict[str, Any], tmp_path:
     expected = [2 * (first + second) / 2 for first, second in zip(alone(0), alone(1), strict=True)]
     for result in on_ranks(tmp_path, 2, act):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("in_first", [True, False])
+def test_a_gradient_that_is_waited_for_is_told_in_its_step(in_first: bool, view: bool, tmp_path: Path) -> None:
+    """Where another micro-batch has made one, too; else that of each other parameter would be the rank's own."""
+
+    def act(world: World) -> str:
+        wrapped = FixedBuckets(Model(), gradient_as_bucket_view=view)
+        assert wrapped.sum_on_cpu()
+        wrapped(inputs_of(world.rank)).sum().backward()
+        wrapped.check_gradients(wrapped.parameters())
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            wrapped(inputs_of(world.rank), with_second=in_first).sum().backward()
+        wrapped(inputs_of(world.rank), with_second=False).sum().backward()
+        with pytest.raises(JobFailed, match=r"try parallel\.find_unused_parameters=true") as caught:
+            wrapped.check_gradients(wrapped.parameters())
+        return str(caught.value)
+
+    for told in on_ranks(tmp_path, 2, act):
+        assert ("second.weight, second.bias" in told) == (not in_first)
 
 
 @pytest.mark.usefixtures("machines")
