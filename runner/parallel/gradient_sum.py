@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from runner.parallel.local_part import like, local_part
+from runner.parallel.optimizer_state import like
+from runner.training.saved_state import local_part
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor], object]) -> None:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runner.parallel.local_part import like
 from runner.training.checkpoint_tensors import OPTIMIZER, SavedTensor, fill_skeleton, flatten_optimizer
 from runner.training.saved_state import HeldState, Piece, SavedState
 
@@ -121,3 +120,17 @@ def _allocate(saved: SavedTensor, parameter: nn.Parameter) -> torch.Tensor:
             "that is cut over the ranks is not known; resume with parallel=ddp"
         )
     return like(parameter, torch.empty_like(parameter.to_local(), dtype=saved.dtype, requires_grad=False))
+
+
+def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The local tensor as this rank's part of one that is cut as the other is; itself where that is whole."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runner.parallel.local_part import like, local_part
+from runner.parallel.optimizer_state import like
 from runner.training.optimizers import by_mesh
 from runner.training.precision import Precision
+from runner.training.saved_state import local_part
 
 Norm = Callable[[list[list[nn.Parameter]]], torch.Tensor]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from runner.parallel.local_part import local_part
+from runner.training.saved_state import local_part
 
 
 def factor_of(num_samples: int, weight: torch.Tensor, sum_over: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
