@@ -1,9 +1,9 @@
-"""What a checkpoint costs the loop: written beside training against written while it waits, in turn.
+"""The cost of a checkpoint for the training loop: written in the background, and synchronously; interleaved.
 
 usage: python benchmarks/checkpoint.py [--mib 400] [--rounds 5] [--between 100] [--saves 7] [--work mlp ...]
-One process. First how long the loop stops for one checkpoint of so many MiB, best and median of the rounds. Then, in
-one run of each work, what a checkpoint costs so many steps: those that follow one against those between which none is
-taken, which come before and after, median and range of the saves.
+One process. First the time for which the loop stops for one checkpoint of `--mib`, best and median of the rounds. Then,
+in one run of each workload, the rate of the `--between` steps after a save, relative to as many steps before and after
+that are not interrupted: median and range over the saves.
 """
 
 import argparse
@@ -19,42 +19,43 @@ from pathlib import Path
 
 import torch
 
-from runner.fault_tolerance.background import Background, Snapshot
-from runner.fault_tolerance.checkpoint import save
-from runner.fault_tolerance.writers import Writers
-from runner.runs.train_state import TrainState
-from runner.training.saved_state import HeldState, Piece
+from runner.checkpoints.async_writer import AsyncWriter, Snapshot
+from runner.checkpoints.layout import TrainState
+from runner.checkpoints.save import save
+from runner.checkpoints.save_coordination import SaveCoordinator
+from runner.checkpoints.saved_state import LocalState
+from runner.checkpoints.shard_file import LocalChunk
 
 HERE = Path(__file__).parent
 WORKS = {
-    "convnet": [],  # what the first command trains
+    "convnet": [],  # the model of README's first command
     "resnet18": ["model=resnet18", "data.sample_shape=[1,28,28]", "batch_size=8"],  # 85 MiB
-    # 100 MiB, and nothing that has more bytes to write for its arithmetic.
+    # 100 MiB: the most bytes to write for its arithmetic
     "mlp": ["model=mlp", "model.hidden=[1672,1672,1672,1672]", "optimizer=adamw", "batch_size=64"],
 }
 
 
 def stops(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds that the loop stops for a checkpoint, by how it is written; not the first, of new memory."""
+    """Return how many seconds the loop stops for a checkpoint, by kind; without the first, which allocates memory."""
     tensors = {f"model.{number}": torch.randn(2**18) for number in range(mib)}  # 1 MiB each
-    held = HeldState({name: Piece.of(tensor) for name, tensor in tensors.items()})
-    snapshot, background, writers = Snapshot(), Background(), Writers()
+    held = LocalState({name: LocalChunk.of(tensor) for name, tensor in tensors.items()})
+    snapshot, writer, coordinator = Snapshot(), AsyncWriter(), SaveCoordinator()
     found: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
     for number in range(rounds + 1):
         start = time.perf_counter()
-        save(folder / "synchronous", held, TrainState(number, 0, number, 1), writers)
+        save(folder / "synchronous", held, TrainState(number, 0, number, 1), coordinator)
         found["synchronous"].append(time.perf_counter() - start)
         start = time.perf_counter()
         copy = snapshot.of(held)
-        work = functools.partial(save, folder / "asynchronous", copy, TrainState(number, 0, number, 1), writers)
-        background.do(work)
+        work = functools.partial(save, folder / "asynchronous", copy, TrainState(number, 0, number, 1), coordinator)
+        writer.submit(work)
         found["asynchronous"].append(time.perf_counter() - start)
-        background.wait()
+        writer.wait()
     return {way: seconds[1:] for way, seconds in found.items()}
 
 
 def costs(words: Sequence[str], between: int, saves: int) -> list[float]:
-    """Of each save: the rate of the steps that follow it, over that of as many before these and as many after."""
+    """Return for each save the rate of the steps after it, relative to that of as many steps before and after these."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "times"
         command = [sys.executable, "-m", "runner", f"--config-dir={HERE}", "callbacks=step_times", *words]
@@ -65,7 +66,7 @@ def costs(words: Sequence[str], between: int, saves: int) -> list[float]:
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}")
         ends = array.array("d", file.read_bytes())
-    # Of so many steps each, from the second on: none is before the first, which warms up. Every second follows a save.
+    # Intervals of so many steps; the first one warms up, and every second one follows a save.
     blocks = [ends[last] - ends[last - between] for last in range(2 * between - 1, len(ends), between)]
     return [(blocks[n - 1] + blocks[n + 1]) / 2 / blocks[n] for n in range(1, len(blocks), 2)]
 

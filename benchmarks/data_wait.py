@@ -1,8 +1,8 @@
-"""How long a step waits for its data, which are in memory: read for several steps at once and cut, or step by step.
+"""How long a step waits for in-memory data: read for several steps at once and split, or step by step.
 
 usage: python benchmarks/data_wait.py [--work mlp,convnet,transformer] [--rounds 7] [--steps 60]
-One process, one thread, and 60,000 drawn images of MNIST's size. The two take turns, `steps` of each in a round, with
-forward, backward and update: a step leaves the caches full of other things.
+One process, one thread, and 60,000 random images of MNIST's size. The two ways are interleaved, `steps` of each per
+round, with forward, backward and update, so that the caches are as in training.
 """
 
 import argparse
@@ -12,15 +12,14 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from drawn_work import model_of
 from peers.works import MNIST, WORKS, Work, named
+from random_workload import model_of
+from runner.shipped.data.tensors import TensorData
 
-from data.tensors import TensorData
-from runner.launchers.freed_memory import keep_freed_memory
-from runner.training.batch import StepBatch
-from runner.training.loader import Loader
-from runner.training.precision import Precision
-from runner.training.sampler import Sampler
+from runner.input.batch import StepBatch
+from runner.input.loader import Loader
+from runner.input.sampler import Sampler
+from runner.jobs.process_tuning import keep_freed_memory
 
 CPU = torch.device("cpu")
 
@@ -30,7 +29,7 @@ class StepByStep(TensorData):
 
 
 def measure(work: Work, steps: Iterator[StepBatch], model: torch.nn.Module) -> tuple[float, float]:
-    """Seconds of a step, and those of them that it waits for its data, in the mean of all."""
+    """Return the mean seconds of a step, and of its wait for data."""
     optimizer = getattr(torch.optim, work.optimizer)(model.parameters(), **work.options)
     start, waited = time.perf_counter(), []
     for step in steps:
@@ -64,7 +63,7 @@ def main() -> None:
         model = model_of(work)
         sampler = Sampler(len(classes), work.batch_size, max_steps=given.steps)
         loaders = {
-            way: Loader(kind(images, classes), sampler, Precision("fp32", CPU), CPU)
+            way: Loader(kind(images, classes), sampler, torch.float32, CPU)
             for way, kind in (("step by step", StepByStep), ("ahead", TensorData))
         }
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in loaders}

@@ -1,8 +1,8 @@
-"""What a sum over the ranks of one machine costs: by gloo's all_reduce, and by the runner's own exchange, in turn.
+"""The time of a sum over the ranks of one machine: with gloo's all_reduce and with the runner's exchange, interleaved.
 
 usage: python benchmarks/exchanges.py [--ranks 2 4] [--bytes 256 4096 25000000] [--rounds 5] [--repeats 200]
-Each round times `repeats` exchanges of each kind after each other, of large ones fewer, in processes that only
-exchange. The last row is the vote of a step, from its start to its answer, with nothing between.
+Each round times `repeats` exchanges of each kind (fewer of large ones), in processes that do nothing else. The last row
+is the vote of a step, from its start to its result.
 """
 
 import argparse
@@ -14,29 +14,29 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from formed_world import formed_world
+from process_group import process_group
 
 from runner.distributed.collectives import sum_over
-from runner.distributed.local_exchange import LocalExchange
+from runner.distributed.local.exchange import LocalExchange
 
-FULL = 65_536  # up to so many bytes an exchange is repeated in full
+FULL = 65_536  # larger exchanges are repeated less often
 
 
 def kinds(exchange: LocalExchange, num_bytes: int) -> dict[str, Callable[[], object]]:
-    """What is timed of so many bytes, by name; a vote for 0."""
+    """Return the timed functions for a number of bytes, by name; a vote for 0 bytes."""
     if num_bytes == 0:
         votes = torch.zeros(2, dtype=torch.int32)
         return {
             "gloo": lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True).wait(),  # type: ignore[union-attr]
-            "runner": lambda: exchange.any_of_later([False, False])(),
+            "runner": lambda: exchange.any_of_async([False, False])(),
         }
     tensor = torch.zeros(num_bytes // 4)
     return {"gloo": lambda: dist.all_reduce(tensor), "runner": lambda: sum_over(None, tensor)}
 
 
 def measure(rank: int, world_size: int, store: str, sizes: list[int], rounds: int, repeats: int) -> None:
-    """On rank 0, print a row for each size."""
-    with formed_world(rank, world_size, store) as exchange:
+    """Print a row for each size on rank 0."""
+    with process_group(rank, world_size, store) as exchange:
         for num_bytes in [*sizes, 0]:
             seconds: dict[str, list[float]] = {}
             number = max(10, min(repeats, repeats * FULL // max(num_bytes, 1)))

@@ -1,9 +1,9 @@
-"""What it is worth that a step has the memory which the one before has freed: the runner with that and without.
+"""The gain from keeping the memory that a step frees for the next step: the runner with and without it.
 
 usage: python benchmarks/freed_memory.py [--work convnet,resnet18] [--rounds 3]
-One process, one thread; the two take turns. Without, it is as glibc does by itself: whether that gives memory back
-depends on how the heap happens to lie, so that the rounds differ. Pages are those that the system hands out in the
-whole command, in thousands.
+One process, one thread; the two are interleaved. Without it, glibc decides whether memory is returned to the system,
+which depends on the layout of the heap, so that rounds differ. Pages are the page faults of the whole command, in
+thousands.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from pathlib import Path
 from peers.commands import ROOT, RUNNER, Place, command, measure
 from peers.works import WORKS, named
 
-LEFT = {"MALLOC_ARENA_TEST": "8"}  # glibc's own default; with a choice of the user's the runner makes none
+LEFT = {"MALLOC_ARENA_TEST": "8"}  # glibc's default; the runner does not override a setting of the user
 
 
 def pages() -> int:
-    """That all commands so far were handed out, which have ended."""
+    """Return the page faults of all commands that have exited so far."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 

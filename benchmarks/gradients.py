@@ -1,9 +1,9 @@
-"""What it is worth that ranks of one machine sum their gradients themselves: a step of ddp so, and by gloo.
+"""The gain from summing gradients in shared memory on one machine: a step of ddp, with it and with gloo.
 
 usage: python benchmarks/gradients.py [--work transformer,resnet18] [--ranks 2 4] [--rounds 12] [--steps 4]
-The two take turns within the same processes, `steps` steps each, so that what else the machine does meets both. Only
-forward, backward, the exchange and the update are timed, of drawn data; BatchNorm is each rank's own. The ratio is that
-of the rates, from the medians of each round: its median, and its quartiles.
+The two are interleaved in the same processes, `steps` steps each, so that other work on the machine affects both. Only
+forward, backward, the exchange and the update are timed, on random data and without SyncBatchNorm. The ratio of the
+rates is computed from the medians of each round; shown are its median and quartiles.
 """
 
 import argparse
@@ -14,18 +14,18 @@ from collections.abc import Callable
 
 import torch
 import torch.multiprocessing as mp
-from drawn_work import loss_of, model_of
-from formed_world import formed_world
 from peers.works import WORKS, Work, named
+from process_group import process_group
+from random_workload import loss_of, model_of
 
-from runner.launchers.freed_memory import keep_freed_memory
-from runner.parallel.buckets import FixedBuckets
+from runner.jobs.process_tuning import keep_freed_memory
+from runner.parallel.ddp import FixedBuckets
 
 WARMUP_STEPS = 2
 
 
 def step_of(work: Work, num_ranks: int, by_gloo: bool) -> Callable[[], None]:
-    """One optimizer step of a model of its own."""
+    """Return a function that trains a new model for one step."""
     model, loss = FixedBuckets(model_of(work)), loss_of(work, work.batch_size // num_ranks)
     if not by_gloo:
         assert model.sum_on_cpu()
@@ -40,9 +40,9 @@ def step_of(work: Work, num_ranks: int, by_gloo: bool) -> Callable[[], None]:
 
 
 def measure(rank: int, num_ranks: int, store: str, name: str, rounds: int, num_steps: int) -> None:
-    """On rank 0, print a row."""
+    """Print a row on rank 0."""
     keep_freed_memory()
-    with formed_world(rank, num_ranks, store):
+    with process_group(rank, num_ranks, store):
         ways = {way: step_of(WORKS[name], num_ranks, way == "gloo") for way in ("gloo", "runner")}
         medians: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(rounds):

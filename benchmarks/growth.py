@@ -1,12 +1,12 @@
-"""What a run costs against its ranks, its samples and its parameters: a step, logging, start, evaluation, checkpoint.
+"""The time of a step, logging, the start, an evaluation and a checkpoint, by number of ranks, samples and parameters.
 
 usage: python benchmarks/growth.py [--axis ranks,samples] [--most 8] [--rounds 6] [--minutes 18] [--cores N]
            [--write docs/benchmarks.md]
 
-Ranks: 1 to 32 in one world on this machine (launcher=spawn, ddp over gloo), 32 samples a step on each. Samples: 10^3
-to 10^10 of data=counting, which computes them from their numbers. Parameters: an mlp of 10^4 to 10^8, plain SGD. All on
-the CPU, one thread a rank. Each size is a command that logs each step and one that logs none, and sizes take turns.
-Without --axis and --most it is under 20 minutes on 2 cores; a slower machine has fewer rounds.
+Ranks: 1 to 32 in one world on this machine (launcher=spawn, ddp over gloo), 32 samples per step and rank. Samples: 10^3
+to 10^10 of data=counting, which computes them from their indices. Parameters: an mlp of 10^4 to 10^8, plain SGD. All on
+the CPU with one thread per rank. A round runs two commands per size, one that logs each step and one that logs none.
+Without --axis and --most it takes under 20 minutes on 2 cores; a slower machine runs fewer rounds.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from growth_table import AXES, MEASURED, Cell, render
 from page import facts
 from peers.commands import CommandFailed, Place, measure
 
-from runner.distributed.memory_left import memory_left
+from runner.distributed.machine import available_memory
 
 HERE = Path(__file__).resolve().parent
-RANK_MIB = 300  # that a rank may take beside what it shares
-MIB_PER_PARAMETER = 20 / 2**20  # weights, gradients, the copy that a checkpoint is written from, and what makes them
+RANK_MIB = 300  # memory of a rank, without what ranks share
+MIB_PER_PARAMETER = 20 / 2**20  # weights, gradients, the copy for a checkpoint, and temporary memory
 SAMPLE_SIZE, CLASSES = 32, 10
 NEVER = 1_000_000
 
 
 def words_of(axis: str, size: int, logs: bool, scratch: Path) -> list[str]:
-    """The command of one size."""
+    """Return the command of one size."""
     ranks, samples = (size if axis == "ranks" else 1), (size if axis == "samples" else 10**6)
     hidden = width_of(size) if axis == "parameters" else 256
     steps = steps_of(axis, size)
@@ -41,7 +41,7 @@ def words_of(axis: str, size: int, logs: bool, scratch: Path) -> list[str]:
     words += [f"model.hidden=[{hidden},{hidden}]", "data=counting", f"data.num_train={samples}", "threads=1"]
     words += [f"batch_size={32 * ranks}", f"max_steps={steps}", "epochs=1000", f"eval_every={NEVER}", "eval_batches=16"]
     words += ["optimizer=sgd", "optimizer.momentum=0.0", f"log_every={1 if logs else NEVER}"]
-    # Up to the last step but one: none comes between the last one and the evaluation.
+    # Up to the step before the last one, so that no checkpoint is between the last step and the evaluation.
     words += [f"checkpoint.every_steps={(steps - 1) // (5 if steps > 9 else 2)}", f"checkpoint.every_epochs={NEVER}"]
     words += ["checkpoint.keep=1", "checkpoint.keep_best=0", f"outputs={scratch}/outputs"]
     if ranks > 1:
@@ -50,13 +50,13 @@ def words_of(axis: str, size: int, logs: bool, scratch: Path) -> list[str]:
 
 
 def width_of(parameters: int) -> int:
-    """Of the two hidden layers of an mlp with about as many: h (32 + 1) + h (h + 1) + 10 (h + 1)."""
+    """Return the width h of the two hidden layers: about h (32 + 1) + h (h + 1) + 10 (h + 1) parameters."""
     beside = SAMPLE_SIZE + CLASSES + 2
     return round((-beside + math.sqrt(beside**2 + 4 * (parameters - CLASSES))) / 2)
 
 
 def steps_of(axis: str, size: int) -> int:
-    """As many as take a few seconds: one more than a multiple of how often a checkpoint is taken."""
+    """Return a number of steps that take a few seconds: one more than a multiple of the checkpoint interval."""
     if axis == "parameters" and size > 10**6:
         return 21 if size <= 10**7 else 9
     return 101 if axis != "ranks" or size <= 4 else 41 if size <= 8 else 21
@@ -67,20 +67,20 @@ def needed_mib(axis: str, size: int) -> float:
 
 
 def left_out(sizes: Sequence[tuple[str, int]], free: float) -> dict[tuple[str, int], str]:
-    """Of the sizes, those that this machine has not the memory for, and a line that says so."""
+    """Return a message for each size for which this machine has too little memory."""
     return {
-        (axis, size): f"{size:,} {axis} are left out: they need about {need:,.0f} MiB, and {free:,.0f} are free"
+        (axis, size): f"{size:,} {axis} are skipped: they need about {need:,.0f} MiB, and {free:,.0f} are free"
         for axis, size in sizes
         if (need := needed_mib(axis, size)) > free
     }
 
 
 def run(sizes: Sequence[tuple[str, int]], rounds: int, place: Place, end: float) -> list[Cell]:
-    """Round after round until there are enough, or the next command would not end in time."""
+    """Measure round after round, until there are enough or the next command would exceed the time."""
     cells = {(axis, size): Cell(axis, size) for axis, size in sizes}
     took = dict.fromkeys(cells, 0.0)
     for number in range(1, rounds + 1):
-        for axis, size in sorted(cells, key=lambda each: took[each]):  # if time is short, the longest have fewer
+        for axis, size in sorted(cells, key=lambda each: took[each]):  # the longest may have fewer rounds
             cell, start = cells[axis, size], time.monotonic()
             if start + took[axis, size] > end:
                 continue
@@ -99,7 +99,7 @@ def run(sizes: Sequence[tuple[str, int]], rounds: int, place: Place, end: float)
 
 
 def arguments() -> argparse.Namespace:
-    """As typed. Ends with status 2 where something does not fit."""
+    """Parse the command line. Exit with status 2 if a value is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axis", type=lambda text: text.split(","), default=list(AXES), help=", ".join(AXES))
     parser.add_argument("--most", type=float, default=math.inf, help="no size above it")
@@ -127,7 +127,7 @@ def main() -> int:
     end = time.monotonic() + 60 * given.minutes
     load = os.getloadavg()[0]
     sizes = [(axis, size) for axis in given.axis for size in AXES[axis].sizes if size <= given.most]
-    absent = left_out(sizes, memory_left() / 2**20)
+    absent = left_out(sizes, available_memory() / 2**20)
     print(*absent.values(), sep="\n", file=sys.stderr, end="\n" if absent else "")
     with tempfile.TemporaryDirectory() as scratch:
         place = Place(Path(scratch), Path(scratch))

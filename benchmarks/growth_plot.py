@@ -1,17 +1,17 @@
-"""What growth.py has measured as a picture: seconds against size, a panel for each axis."""
+"""The measurements of growth.py as a plot: seconds against size, one panel per axis."""
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from growth_table import AXES, FIGURES, SHARED, Cell, figures_of, fitted
-from matplotlib.figure import Figure  # without pyplot, which keeps every figure and looks for a screen
+from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
 
 NAMES = {figure: name.rpartition(",")[0] for figure, (name, _) in FIGURES.items()} | {SHARED: "step x cores / ranks"}
 
 
 def draw(cells: Sequence[Cell], cores: int, path: Path) -> None:
-    """The best round of each cell, a bar up to their median; the formula, dotted where it is extrapolated."""
+    """Draw the best round of each cell with a bar to the median, and the formula, dotted where it is extrapolated."""
     axes = [axis for axis in AXES.values() if any(cell.axis == axis.name for cell in cells)]
     figure = Figure(figsize=(4.4 * len(axes), 4.4), layout="constrained")
     panels = figure.subplots(1, len(axes), squeeze=False)[0]

@@ -1,4 +1,4 @@
-"""What growth.py has measured as Markdown: a table for each axis, and the formula by which each figure grows."""
+"""The measurements of growth.py as Markdown: a table for each axis, and a formula for each figure."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from page import MAX_SPREAD, Section
 
 MEASURED = Section("<!-- growth: written by the command above -->", "<!-- end of the growth -->")
-FIGURES = {  # by name: its column, and what a second is multiplied by
+FIGURES = {  # by name: the column, and the factor from seconds to its unit
     "step_s": ("step, ms", 1e3),
     "first_step_s": ("command to first step, s", 1),
     "evaluation_s": ("evaluation, s", 1),
@@ -19,12 +19,12 @@ SHARED, LOGGING = "step_x_cores_over_ranks_s", "logging_s"
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows, where it is measured, and where the formula is read beyond that."""
+    """A quantity that grows, its measured sizes, and the size to which the formula is extrapolated."""
 
     name: str
     sizes: tuple[int, ...]
     beyond: int
-    term: Callable[[float], float]  # what a figure is a line in
+    term: Callable[[float], float]  # figures are linear in this function of the size
     term_name: str
     fitted_from: int = 1  # a world of one has no process group
 
@@ -38,7 +38,7 @@ AXES = {
 
 @dataclass
 class Cell:
-    """One size: the figures of its rounds by name, of runs that log each step and of those that log none."""
+    """The figures of one size, for each round, of runs that log each step and of runs that log none."""
 
     axis: str
     size: int
@@ -47,15 +47,15 @@ class Cell:
     failures: list[str] = field(default_factory=list)
 
     def values(self, figure: str, cores: int) -> list[float]:
-        """Of all rounds; a step's of those that log, and the rest of both."""
+        """Return a figure of all rounds; step times only of runs that log."""
         if figure == SHARED:
-            share = min(cores, self.size) / self.size
-            return [value * share for value in self.values("step_s", cores)]
+            fraction = min(cores, self.size) / self.size
+            return [value * fraction for value in self.values("step_s", cores)]
         rounds = self.logged if figure == "step_s" else self.logged + self.silent
         return [figures[figure] for figures in rounds]
 
-    def sure(self, figure: str, cores: int) -> float | None:
-        """The best, where another round agrees with it."""
+    def reliable(self, figure: str, cores: int) -> float | None:
+        """Return the best value; None unless another round agrees with it."""
         values = self.values(figure, cores)
         more = gap(values)
         return min(values) if more is not None and more <= MAX_SPREAD else None
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """start + slope x term; off: by how much a measured figure is off it at most, as a part of the figure."""
+    """start + slope x term. `off` is the largest relative error of a measured figure."""
 
     start: float
     slope: float
@@ -74,18 +74,18 @@ class Line:
 
 
 def gap(values: Sequence[float]) -> float | None:
-    """By how much the second best is above the best, as a part of it; None of fewer than two.
+    """Return the relative difference of the second best value to the best; None for fewer than two values.
 
-    Whatever else runs on the machine makes a figure larger and never smaller: two that agree are what it takes.
+    Other work on the machine only increases times, so the best value is reliable if a second one agrees.
     """
     best, *others = sorted(values) or [0.0]
     return others[0] / best - 1 if others else None
 
 
 def fit(terms: Sequence[float], values: Sequence[float]) -> Line | None:
-    """The line with the least squares of what it is off by, as parts of the values; None of fewer than three.
+    """Return the line with the least squares of relative errors; None for fewer than three values.
 
-    One that leads below 0, or down by no more than the rounds may vary, is level.
+    The line is constant if its change over all sizes is within the spread of rounds.
     """
     if len(terms) < 3:
         return None
@@ -104,16 +104,16 @@ def fit(terms: Sequence[float], values: Sequence[float]) -> Line | None:
 
 
 def fitted(cells: Sequence[Cell], axis: Axis, figure: str, cores: int) -> Line | None:
-    """Of the sizes whose rounds agree; None where those of the largest do not: it shows best what is beyond."""
-    sure = [(cell.size, cell.sure(figure, cores)) for cell in cells if cell.size >= axis.fitted_from]
-    if not sure or max(sure)[1] is None:
+    """Fit a line to the reliable sizes; None if the largest size is not reliable, which matters most beyond."""
+    values = [(cell.size, cell.reliable(figure, cores)) for cell in cells if cell.size >= axis.fitted_from]
+    if not values or max(values)[1] is None:
         return None
-    known = [(axis.term(size), value) for size, value in sure if value is not None]
+    known = [(axis.term(size), value) for size, value in values if value is not None]
     return fit([term for term, _ in known], [value for _, value in known])
 
 
 def render(cells: Sequence[Cell], cores: int) -> str:
-    """A table for each axis that was measured, one of formulas, and what failed."""
+    """Return a table for each measured axis, a table of formulas, and the failures."""
     blocks, lines = [], []
     for axis in AXES.values():
         rows = [cell for cell in cells if cell.axis == axis.name]
@@ -124,14 +124,14 @@ def render(cells: Sequence[Cell], cores: int) -> str:
         head += ["memory of rank 0, MiB", "n"]
         blocks.append("\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(_row(c, cores) for c in rows)]))
         lines += [_formula(rows, axis, figure, cores) for figure in figures_of(axis)]
-    head = ["against", "what", "formula", "off by at most", "extrapolated to"]
+    head = ["axis", "figure", "formula", "largest error", "extrapolated to"]
     blocks.append("\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines]))
     failed = [f"- {cell.size:,} {cell.axis}: {why}" for cell in cells for why in cell.failures]
     return "\n\n".join([*blocks, *(["Failed:", "\n".join(failed)] if failed else [])]) + "\n"
 
 
 def figures_of(axis: Axis) -> list[str]:
-    """Those that have a formula."""
+    """Return the figures that have a formula."""
     return [*(("step_s", SHARED) if axis.name == "ranks" else ("step_s",)), *list(FIGURES)[1:]]
 
 
@@ -146,7 +146,7 @@ def _row(cell: Cell, cores: int) -> str:
 
 
 def text(values: Sequence[float], times: float = 1) -> str:
-    """The best and the median, unless no other round agrees with the best."""
+    """Return the best and the median, or why the best is not reliable."""
     if not values:
         return "-"
     more = gap(values)
@@ -158,7 +158,7 @@ def text(values: Sequence[float], times: float = 1) -> str:
 
 
 def logging(cell: Cell) -> str:
-    """What a step that logs takes longer at best: a figure where it is above what the two best rounds differ by."""
+    """Return by how much logging prolongs a step, if that exceeds the difference of the two best rounds."""
     logged, silent = (sorted(figures["step_s"] for figures in rounds) for rounds in (cell.logged, cell.silent))
     if min(len(logged), len(silent)) < 2:
         return "one round" if logged and silent else "-"
@@ -171,18 +171,18 @@ def _formula(cells: Sequence[Cell], axis: Axis, figure: str, cores: int) -> str:
     name, times = ("step x cores / ranks, ms", 1e3) if figure == SHARED else FIGURES[figure]
     line, beyond = fitted(cells, axis, figure, cores), f"{axis.beyond:,} {axis.name}"
     if line is None:
-        return f"| {axis.name} | {name} | too few sizes whose rounds agree, or not the largest | - | - |"
+        return f"| {axis.name} | {name} | too few reliable sizes | - | - |"
     formula = _number(times * line.start)
     if line.slope:
         formula += f" {'-' if line.slope < 0 else '+'} {_number(abs(times * line.slope))} x {axis.term_name}"
     else:
-        formula += ", whatever they are"
+        formula += " (constant)"
     there = times * line.at(axis.term(axis.beyond))
     return f"| {axis.name} | {name} | {formula} | {line.off:.0%} | {beyond}: {_number(there)} |"
 
 
 def _number(value: float) -> str:
-    """With three digits that count."""
+    """Format with three significant digits."""
     if value == 0 or abs(value) < 1e-3:
         return f"{value:.2g}"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -1,8 +1,8 @@
-"""What `keep_samples=true` is worth: epochs over a folder of JPEG files, decoded each time and kept, in turn.
+"""The gain from `keep_samples=true`: epochs over JPEG files, decoded each time or kept in memory; interleaved.
 
 usage: python benchmarks/kept_samples.py [--images 600] [--size 256] [--rounds 5]
-One process, one thread, no loader workers, and nothing is trained: what reading alone takes. Each round is an epoch of
-images that are decoded, the first epoch of images that are kept, which decodes them too, and one that finds them there.
+One process, one thread, no loader workers, and no training: only reading is timed. A round is an epoch without the
+cache, the first epoch with it, which decodes the images too, and a second one, which reads from memory.
 """
 
 import argparse
@@ -14,19 +14,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from runner.shipped.data.image_folder import ImageFolder
 
-from data.image_folder import ImageFolder
-from runner.training.kept_samples import KeptSamples
-from runner.training.loader import Loader
-from runner.training.precision import Precision
-from runner.training.sampler import Sampler
+from runner.input.loader import Loader
+from runner.input.sampler import Sampler
+from runner.input.source import Source
 
 CPU = torch.device("cpu")
 BATCH = 50
 
 
 def write_images(root: Path, number: int, size: int) -> None:
-    """Two classes of smooth coloured noise, size x size, as files that a camera could have made."""
+    """Write two classes of smooth color noise of size x size pixels as JPEG files, similar to photographs."""
     random = np.random.default_rng(0)
     for split in ("train", "val"):
         for name in ("one", "other"):
@@ -38,7 +37,7 @@ def write_images(root: Path, number: int, size: int) -> None:
 
 
 def rate(loader: Loader, epoch: int) -> float:
-    """Samples a second."""
+    """Return samples per second."""
     start = time.perf_counter()
     number = sum(len(batch.indices) for step in loader.steps(epoch) for batch in step.micro_batches)
     return number / (time.perf_counter() - start)
@@ -59,10 +58,9 @@ def main() -> None:
         images = ImageFolder(True, [3, given.size, given.size], 2, root)
         found: dict[str, list[float]] = {"decoded": [], "kept, first epoch": [], "kept": []}
         for number in range(given.rounds):
-            kept = KeptSamples(images)
-            plain, keeping = (
-                Loader(each, Sampler(len(images), BATCH), Precision("fp32", CPU), CPU) for each in (images, kept)
-            )
+            kept = Source.of(images)
+            kept.cache_samples()
+            plain, keeping = (Loader(each, Sampler(len(images), BATCH), torch.float32, CPU) for each in (images, kept))
             found["decoded"].append(rate(plain, number))
             found["kept, first epoch"].append(rate(keeping, number))
             found["kept"].append(rate(keeping, number + 1))

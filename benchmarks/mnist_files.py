@@ -1,4 +1,4 @@
-"""Write MNIST-format files from scikit-learn's digits, so that the real loader has real files to read.
+"""Write MNIST-format files from scikit-learn's digits, as data for benchmarks.
 
 usage: python benchmarks/mnist_files.py ROOT      then data=mnist data.root=ROOT reads them
 60,000 training and 10,000 test images, each a real digit scaled and shifted; no source digit is in both.

@@ -1,4 +1,4 @@
-"""What benchmarks that write into a page of the documentation share: where, on which machine, and how sure it is."""
+"""Shared by benchmarks that write into a page of the documentation: the section, the machine, and the spread."""
 
 import importlib.metadata
 import os
@@ -19,13 +19,13 @@ DISTRIBUTIONS = ("torch", "torchvision", "lightning", "accelerate", "pytorch-ign
 
 @dataclass(frozen=True)
 class Section:
-    """What a benchmark has measured, between two lines of a page."""
+    """The part of a page between two marks, which a benchmark writes."""
 
     begin: str
     end: str
 
     def check(self, page: Path) -> None:
-        """Raises ValueError unless the page has a place for it."""
+        """Raise ValueError unless the page has each mark once, in order."""
         text = page.read_text() if page.is_file() else ""
         if text.count(self.begin) != 1 or text.count(self.end) != 1 or text.index(self.begin) > text.index(self.end):
             raise ValueError(
@@ -33,7 +33,7 @@ class Section:
             )
 
     def check_typed(self, parser: ArgumentParser, page: Path | None) -> None:
-        """Ends with status 2 where a page was typed that has no place for it."""
+        """Exit with status 2 if a page is given that lacks the marks."""
         if page:
             try:
                 self.check(page)
@@ -47,12 +47,12 @@ class Section:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The largest less the smallest, as a part of the median; None of fewer than two, which show none."""
+    """Return the difference of the largest and smallest value relative to the median; None for fewer than two."""
     return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else None
 
 
 def facts(load: float, more: Sequence[str] = (), distributions: Sequence[str] = DISTRIBUTIONS) -> str:
-    """The command, the machine, the versions, and more lines. load: of the machine, before it began."""
+    """Return the command, the machine with its load at the start, the versions, and more lines."""
     cpus = Path("/proc/cpuinfo")
     names = cpus.read_text().splitlines() if cpus.exists() else []
     name = next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), platform.machine())

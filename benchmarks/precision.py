@@ -1,9 +1,9 @@
-"""What a step costs in each number format: forward, backward and update of one process with one thread.
+"""The time of a step in each number format: forward, backward and update in one process with one thread.
 
 usage: python benchmarks/precision.py [--work gpt,transformer,convnet] [--rounds 15] [--no-compile]
-The ways take turns within the same process, a step each, so that what else the machine does meets all; data is drawn.
-The ratio is that of the rates to fp32's, from the two steps of each round: its median, and its quartiles. `autocast` is
-bf16 with torch's own attention, `fused=false` is fp32 with an update of several passes (where the optimizer is Adam).
+The formats are interleaved in the same process, one step each, on random data, so that other work on the machine
+affects all. The ratio is that of the rates to fp32 in each round; shown are its median and quartiles. `autocast` is
+bf16 with torch's attention; `fused=false` is fp32 with an unfused update (for Adam).
 """
 
 import argparse
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
-from drawn_work import loss_of, model_of
 from peers.works import WORKS, Work, named
+from random_workload import loss_of, model_of
 
-from runner.launchers.freed_memory import keep_freed_memory
-from runner.training.precision import Precision
+from runner.jobs.process_tuning import keep_freed_memory
+from runner.optimization.precision import Precision
 
 CPU = torch.device("cpu")
 WARMUP_STEPS = 3
@@ -25,7 +25,7 @@ Within = Callable[[], AbstractContextManager[object]]
 
 
 def step_of(work: Work, within: Within, compiled: bool = False, fused: bool = True) -> Callable[[], None]:
-    """One optimizer step of a model of its own, whose forward runs in that context."""
+    """Return a function that trains a new model for one step, with forward in the given context."""
     model, loss = model_of(work), loss_of(work, work.batch_size)
     if compiled:
         model.compile()
@@ -43,7 +43,7 @@ def step_of(work: Work, within: Within, compiled: bool = False, fused: bool = Tr
 
 
 def ways_of(work: Work, compiles: bool) -> dict[str, Callable[[], None]]:
-    """The first is what the others are compared with."""
+    """Return the formats; the first is the baseline."""
     fp32, bf16 = Precision("fp32", CPU).autocast, Precision("bf16", CPU).autocast
     ways = {"fp32": step_of(work, fp32)}
     if "Adam" in work.optimizer:

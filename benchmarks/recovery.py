@@ -1,10 +1,10 @@
-"""From kill -9 to training again: seconds until the first step is logged after a rank, or the whole run, was killed.
+"""The seconds from kill -9 of a rank, or of the whole run, until the first step is logged again.
 
 usage: python benchmarks/recovery.py [--rounds N] [--ranks N]
 
-Two ways, interleaved: a rank is killed and the launcher starts the world again (launcher=torchrun with max_restarts),
-and all is killed and the command is typed again with resume=last. The ConvNet on the embedded data, ddp over gloo, one
-thread a rank. For Linux: ranks are found in /proc.
+Two cases, interleaved: a rank is killed and the launcher restarts the world (launcher=torchrun with max_restarts), and
+all processes are killed and a new command runs with resume=last. ConvNet on the built-in digits, ddp over gloo, one
+thread per rank. Linux only: ranks are found in /proc.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KILLED_AFTER = 25  # steps, between two checkpoints
+KILLED_AFTER = 25  # steps between two checkpoints
 WAIT_S = 180
 WORDS = (
     "model=convnet",
@@ -40,14 +40,14 @@ def start(outputs: Path, num_ranks: int, *words: str) -> subprocess.Popen[bytes]
 
 
 def ranks_of(session: int) -> list[int]:
-    """The processes of the ranks that the command of this session has started: children of its fork server."""
+    """Return the ranks' processes of a command, by its session: the children of its fork server."""
     found, parents = {}, {}
     for process in (path for path in Path("/proc").iterdir() if path.name.isdigit()):
         try:
             if os.getsid(number := int(process.name)) == session:
                 found[number] = b"multiprocessing.forkserver" in (process / "cmdline").read_bytes()
                 parents[number] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has exited
             continue
     return [number for number, forked in found.items() if forked and found.get(parents[number])]
 
@@ -69,7 +69,7 @@ def lines(path: Path) -> int:
 
 
 def until_training_again(path: Path, file_before: int) -> float:
-    """Waits until a resumed run, which writes metrics.jsonl anew, has added a line to it. Returns the time then."""
+    """Wait until the resumed run, which rewrites metrics.jsonl, has added a line. Return the time."""
     until(lambda: path.stat().st_ino != file_before)
     kept = lines(path)
     until(lambda: lines(path) > kept)
@@ -77,14 +77,14 @@ def until_training_again(path: Path, file_before: int) -> float:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the whole session, and wait until nothing of it is left."""
+    """Kill the whole session, and wait until all its processes have exited."""
     os.killpg(process.pid, signal.SIGKILL)  # the ranks are in its group
     process.wait()
     until(lambda: not ranks_of(process.pid))
 
 
 def measure(num_ranks: int) -> tuple[float, float]:
-    """Seconds after the loss of a rank, and after that of everything."""
+    """Return the seconds after the loss of a rank, and after the loss of all processes."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder)
         process = start(outputs, num_ranks)

@@ -1,10 +1,10 @@
-"""The order of an epoch against its samples: computed for each share, and drawn and stored as a whole (torch.randperm).
+"""The time of an epoch's order by number of samples: computed per step, and stored as a whole (torch.randperm).
 
 usage: python benchmarks/sampler.py [--batch-size N] [--ranks N] [--stored 1e8] [--rounds N]
 
-Of one rank, in microseconds: the first share from the middle of an epoch on, as after a resume, and each of those that
-follow it, the best of all rounds; and by how many MiB the process has grown. Above --stored samples nothing is stored,
-8 bytes for each. For Linux: memory is the largest that a process has had.
+For one rank, in microseconds, the best of all rounds: the first step in the middle of an epoch, as after a resume, and
+each following step; and the growth of the process in MiB. Above --stored samples only the computed order is measured,
+because the stored one needs 8 bytes per sample. Linux only.
 """
 
 import argparse
@@ -13,21 +13,28 @@ import multiprocessing
 import resource
 import time
 
-from runner.runs.train_state import OLDER_ORDER, ORDER
-from runner.training.sampler import Sampler
+import torch
+
+from runner.input.sampler import Sampler
 
 SIZES = [10**exponent for exponent in range(3, 11)]
-FOLLOWING = 400  # shares
+FOLLOWING = 400  # steps
 
 
-def measure(num_samples: int, batch_size: int, num_ranks: int, order: int) -> tuple[float, float, float]:
-    """Of one round, in a process of its own."""
-    for _ in Sampler(10, 2, order=order).shares(0):  # what is done once
+def measure(num_samples: int, batch_size: int, num_ranks: int, stored: bool) -> tuple[float, float, float]:
+    """Measure one round, in a new process."""
+    for _ in Sampler(10, 2).local_batches(0):  # done once
         pass
+    torch.randperm(10)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    sampler = Sampler(num_samples, batch_size, data_ranks=num_ranks, order=order)
-    shares = sampler.shares(0, sampler.steps_per_epoch // 2)
+    sampler = Sampler(num_samples, batch_size, data_ranks=num_ranks)
+    half = sampler.steps_per_epoch // 2
+    if stored:
+        whole = torch.randperm(num_samples)[half * batch_size :].split(max(1, batch_size // num_ranks))
+        shares = (share.tolist() for share in whole)
+    else:
+        shares = sampler.local_batches(0, half)
     next(shares)
     first = time.perf_counter() - start
     start = time.perf_counter()
@@ -45,10 +52,10 @@ def main() -> None:
     given = parser.parse_args()
     print("       samples   order       first, us   each, us   memory, MiB")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
-        for size, (name, order) in itertools.product(SIZES, (("computed", ORDER), ("stored", OLDER_ORDER))):
-            if order == OLDER_ORDER and size > given.stored:
+        for size, (name, stored) in itertools.product(SIZES, (("computed", False), ("stored", True))):
+            if stored and size > given.stored:
                 continue
-            words = [(size, given.batch_size, given.ranks, order)] * given.rounds
+            words = [(size, given.batch_size, given.ranks, stored)] * given.rounds
             rounds = [processes.apply(measure, each) for each in words]
             first, each, memory = (min(numbers) for numbers in zip(*rounds, strict=True))
             print(f"{size:14,}   {name:8} {first:12,.0f} {each:10.1f} {memory:13.1f}", flush=True)

@@ -1,11 +1,12 @@
-"""The runner against the loop written by hand, its limit, and other frameworks, on the same work, in turn.
+"""Compare the runner with a hand-written loop, the limit of that loop, and other frameworks on the same workloads.
 
-usage: python benchmarks/suite.py [--work convnet,gpt] [--nproc 1,2] [--only hand-written,runner] [--rounds 3]
+usage: python benchmarks/suite.py [--work convnet,gpt] [--nproc 1,2] [--only hand-written,runner] [--rounds 5]
            [--runner 'KEY=VALUE ...'] [--steps N] [--minutes 18.5] [--root DIR] [--write docs/benchmarks.md]
 
-Without --work, --nproc and --only it takes the works and peers that docs/benchmarks.md shows, in under 20 minutes on 2
-cores. All is on the CPU, one thread a rank. Each --runner is a row more, of the runner with those overrides. Peers that
-are not installed are left out: pip install lightning accelerate pytorch-ignite.
+Without --work, --nproc and --only the suite measures the workloads and commands that docs/benchmarks.md shows. In each
+round the commands of a workload run one after the other. The tables have the median and range of the rounds' ratios.
+Everything runs on the CPU with one thread per rank. Each --runner adds a row for the runner with these overrides.
+Frameworks that are not installed are skipped: pip install lightning accelerate pytorch-ignite.
 """
 
 import argparse
@@ -19,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from page import facts
-from peers.commands import PEERS, ROOT, RUNNER, YARDSTICK, CommandFailed, Place, command, measure, missing
+from peers.commands import BASELINE, PEERS, ROOT, RUNNER, CommandFailed, Place, command, measure, missing
 from peers.works import MNIST, WORKS
 from suite_table import MEASURED, Cell, render
 
-FEW = (YARDSTICK, RUNNER)
-LOCAL_BATCH_NORM = f"{RUNNER} sync_batchnorm=false"  # as the peers have it
+FEW = (BASELINE, RUNNER)
+LOCAL_BATCH_NORM = f"{RUNNER} sync_batchnorm=false"  # as in the other frameworks
 NUM_RANKS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Group:
-    """What is compared: the peers on one work and number of ranks, one after the other in each round."""
+    """The commands that are compared with each other: one workload on one number of ranks."""
 
     work: str
     num_ranks: int
@@ -38,9 +39,12 @@ class Group:
 
 
 def planned() -> list[Group]:
-    """All peers at 2 ranks on three works, and the runner against the yardstick on all: about 6 minutes a round."""
+    """Return all frameworks at 2 ranks on three workloads, and the runner and the baseline on all of them.
+
+    One round takes about 6 minutes on 2 cores.
+    """
     peers: dict[tuple[str, int], tuple[str, ...]] = {(work, num_ranks): FEW for work in WORKS for num_ranks in (1, 2)}
-    peers |= {("convnet", num_ranks): (YARDSTICK, "limit", RUNNER) for num_ranks in (1, 4)}
+    peers |= {("convnet", num_ranks): (BASELINE, "limit", RUNNER) for num_ranks in (1, 4)}
     peers |= {("convnet", 2): (*PEERS, LOCAL_BATCH_NORM), ("resnet18", 2): PEERS, ("transformer", 2): PEERS}
     peers |= {("transformer", 4): FEW}
     by_work = sorted(peers.items(), key=lambda item: (list(WORKS).index(item[0][0]), item[0][1]))
@@ -59,7 +63,7 @@ def groups_of(given: argparse.Namespace) -> list[Group]:
 
 
 def run(groups: Sequence[Group], given: argparse.Namespace, place: Place, end: float) -> list[Cell]:
-    """Round after round until there are enough, or the next group would not end in time."""
+    """Measure round after round, until `given.rounds` are done or the next group would exceed the time."""
     cells = {(group, peer): Cell(group.work, group.num_ranks, peer) for group in groups for peer in group.peers}
     took = dict.fromkeys(groups, 0.0)
     for number in range(1, given.rounds + 1):
@@ -77,7 +81,7 @@ def run(groups: Sequence[Group], given: argparse.Namespace, place: Place, end: f
                     cell.failures.append(str(error))
                     print(error, file=sys.stderr)
                     continue
-                cell.rounds.append(figures)
+                cell.rounds[number] = figures
                 rate, seconds = figures["samples_per_second"], figures["command_s"]
                 print(f"{rate:,.0f} samples/s, {seconds:.1f} s in all", file=sys.stderr)
             took[group] = time.monotonic() - start
@@ -85,24 +89,32 @@ def run(groups: Sequence[Group], given: argparse.Namespace, place: Place, end: f
 
 
 def arguments() -> argparse.Namespace:
-    """As typed. Ends with status 2 where something does not fit."""
+    """Parse the command line. Exit with status 2 if a value is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=_words, help=", ".join(WORKS))
     parser.add_argument("--nproc", type=_numbers, help="numbers of ranks: 1,2,4")
     parser.add_argument("--only", type=_words, help=", ".join(PEERS))
-    parser.add_argument("--runner", action="append", default=[], metavar="OVERRIDES", help="a row more, of the runner")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of every command; those of the work by default")
-    parser.add_argument("--minutes", type=float, default=18.5, help="no comparison begins that would not end in them")
-    parser.add_argument("--root", type=Path, help="where MNIST-format files are, or are made; default: a temporary one")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables and the plot into this page")
+    parser.add_argument(
+        "--runner",
+        action="append",
+        default=[],
+        metavar="OVERRIDES",
+        help="add a row for the runner with these overrides",
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="optimizer steps of every command; default: those of the workload")
+    parser.add_argument("--minutes", type=float, default=18.5, help="start no comparison that would end later")
+    parser.add_argument(
+        "--root", type=Path, help="directory of MNIST-format files, created if missing; default: a temporary one"
+    )
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables and the plot into this page")
     given = parser.parse_args()
     for option, known in (("work", WORKS), ("only", PEERS)):
         for word in getattr(given, option) or ():
             if word not in known:
                 parser.error(f"--{option}={word} must be one of {', '.join(known)}")
     if given.rounds < 1:
-        parser.error(f"--rounds={given.rounds} must be at least 1; 3 show how much it varies")
+        parser.error(f"--rounds={given.rounds} must be at least 1; 5 or more show the range of the ratios")
     for group in groups_of(given):
         work = WORKS[group.work]
         if group.num_ranks < 1 or work.batch_size % group.num_ranks:
@@ -128,7 +140,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     groups = groups_of(given)
     lines = missing([peer for peer in PEERS if any(peer in group.peers for group in groups)])
-    absent = [f"{peer} is not installed, and is left out: {line}" for peer, line in lines.items()]
+    absent = [f"{peer} is not installed and is skipped: {line}" for peer, line in lines.items()]
     print(*absent, sep="\n", file=sys.stderr, end="\n" if absent else "")
     groups = [Group(each.work, each.num_ranks, tuple(p for p in each.peers if p not in lines)) for each in groups]
     with tempfile.TemporaryDirectory() as scratch:
@@ -136,7 +148,7 @@ def main() -> int:
         if any(WORKS[group.work].data is MNIST for group in groups) and not (place.data / "MNIST").exists():
             subprocess.run([sys.executable, ROOT / "benchmarks" / "mnist_files.py", place.data], check=True)
         cells = run(groups, given, place, end)
-    measured = f"{facts(load, absent)}\n\n{render(cells, YARDSTICK)}"
+    measured = f"{facts(load, absent)}\n\n{render(cells, BASELINE)}"
     print(measured)
     if given.write:
         from suite_plot import draw

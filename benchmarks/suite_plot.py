@@ -1,15 +1,15 @@
-"""What the suite has measured as a picture: samples per second against ranks, a panel for each work."""
+"""The suite's measurements as a plot: samples per second against ranks, one panel per workload."""
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure  # without pyplot, which keeps every figure and looks for a screen
+from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
 from suite_table import Cell
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """The median of each cell, and bars from its slowest round to its fastest."""
+    """Draw the median of each cell, with bars from its slowest to its fastest round."""
     works = list(dict.fromkeys(cell.work for cell in cells))
     peers = list(dict.fromkeys(cell.peer for cell in cells))
     figure = Figure(figsize=(3.6 * len(works), 4.2), layout="constrained")
@@ -24,7 +24,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
                 [middle - min(values) for middle, values in zip(middles, rates, strict=True)],
                 [max(values) - middle for middle, values in zip(middles, rates, strict=True)],
             ]
-            aside = 0.06 * (number - (len(peers) - 1) / 2)  # so that they do not cover each other
+            aside = 0.06 * (number - (len(peers) - 1) / 2)  # so that the bars do not overlap
             places = [ranks.index(cell.num_ranks) + aside for cell in rows]
             panel.errorbar(places, middles, bars, fmt="o-", color=f"C{number}", markersize=4, capsize=2, label=peer)
         panel.set(title=work, xlabel="ranks", xlim=(-0.5, len(ranks) - 0.5), ylim=(0, None))

@@ -1,88 +1,113 @@
-"""What the suite has measured as Markdown: a table for each work, and where the machine was too busy to tell."""
+"""The suite's measurements as Markdown: a table for each workload, with ratios that are paired by round."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from page import MAX_SPREAD, Section, spread
+from page import Section
 
 MEASURED = Section("<!-- measured: written by the command above -->", "<!-- end of what was measured -->")
 HEAD = (
     "ranks",
-    "peer",
+    "command",
     "best, samples/s",
     "median, samples/s",
-    "spread",
-    "best, x hand-written",
-    "median, x hand-written",
+    "x hand-written, median (range)",
     "first step, s",
     "first step, x hand-written",
     "evaluation, s",
     "after the last step, s",
     "whole command, s",
     "memory, MiB",
-    "n",
+    "rounds",
 )
 
 
 @dataclass
 class Cell:
-    """One peer on one work and number of ranks: the figures of its rounds, by name."""
+    """The measurements of one command on one workload and number of ranks.
+
+    Attributes:
+        rounds: The metrics of each round in which the command succeeded, by the round's number.
+        failures: One line for each round in which the command failed.
+    """
 
     work: str
     num_ranks: int
     peer: str
-    rounds: list[Mapping[str, float]] = field(default_factory=list)
+    rounds: dict[int, Mapping[str, float]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
-    def values(self, figure: str) -> list[float]:
-        return [figures[figure] for figures in self.rounds if figure in figures]
+    def values(self, metric: str) -> list[float]:
+        return [metrics[metric] for metrics in self.rounds.values() if metric in metrics]
 
 
-def ratio(values: Sequence[float], yardstick: Sequence[float], of: str = "median") -> str:
-    """Of two cells of one run, unless either varies so much that it says nothing. of: median, or max (the best)."""
-    if not values or not yardstick:
+def paired_ratios(cell: Cell, baseline: Cell, metric: str) -> list[float]:
+    """Return the ratio of the cell to the baseline in each round that measured both.
+
+    The commands of a round run one after the other, so that a machine whose speed drifts changes both alike.
+    """
+    return [
+        metrics[metric] / baseline.rounds[number][metric]
+        for number, metrics in cell.rounds.items()
+        if metric in metrics and metric in baseline.rounds.get(number, {})
+    ]
+
+
+def describe(ratios: Sequence[float]) -> str:
+    """Return the median of the ratios and their range, or that they show no difference."""
+    if not ratios:
         return "-"
-    spreads = [spread(values), spread(yardstick)]
-    if None in spreads:
-        return "one round"
-    widest = max(each for each in spreads if each is not None)
-    if widest > MAX_SPREAD:
-        return f"too busy: {widest:.0%}"
-    take = max if of == "max" else statistics.median
-    return f"{take(values) / take(yardstick):.2f}"
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f} (one round)"
+    extent = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    if min(ratios) <= 1 <= max(ratios):
+        return f"no difference seen ({extent})"
+    return f"{statistics.median(ratios):.2f} ({extent})"
 
 
-def render(cells: Sequence[Cell], yardstick: str) -> str:
-    """A table for each work, in the order of the cells, and below it what failed."""
+def render(cells: Sequence[Cell], baseline: str) -> str:
+    """Return a table for each workload, in the order of the cells, each followed by its failures.
+
+    Args:
+        baseline: The command that the ratios refer to.
+    """
     blocks = []
     for work in dict.fromkeys(cell.work for cell in cells):
         rows = [cell for cell in cells if cell.work == work]
-        base = {cell.num_ranks: cell for cell in rows if cell.peer == yardstick}
+        baselines = {cell.num_ranks: cell for cell in rows if cell.peer == baseline}
         lines = [f"### {work}", "", f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-        lines += [_row(cell, base.get(cell.num_ranks, Cell(work, cell.num_ranks, yardstick))) for cell in rows]
+        lines += [_row(cell, baselines.get(cell.num_ranks)) for cell in rows]
         failed = [f"- {cell.peer} on {_ranks(cell.num_ranks)}: {why}" for cell in rows for why in cell.failures]
         blocks.append("\n".join([*lines, *(["", "Failed:", "", *failed] if failed else [])]))
     return "\n\n".join(blocks) + "\n"
 
 
-def _row(cell: Cell, base: Cell) -> str:
-    rates, firsts = cell.values("samples_per_second"), cell.values("first_step_s")
-    varies = spread(rates)
-    return (
-        f"| {cell.num_ranks} | {cell.peer} | {_text(rates, ',.0f', best=True)} | {_text(rates, ',.0f')} "
-        f"| {'-' if varies is None else f'{varies:.0%}'} "
-        f"| {ratio(rates, base.values('samples_per_second'), 'max')} "
-        f"| {ratio(rates, base.values('samples_per_second'))} "
-        f"| {_text(firsts, '.2f')} | {ratio(firsts, base.values('first_step_s'))} "
-        f"| {_text(cell.values('evaluation_s'), '.2f')} | {_text(cell.values('after_last_step_s'), '.2f')} "
-        f"| {_text(cell.values('command_s'), '.1f')} | {_text(cell.values('memory_mib'), ',.0f')} "
-        f"| {len(cell.rounds)} |"
+def _row(cell: Cell, baseline: Cell | None) -> str:
+    ratios = {
+        metric: "-" if baseline in (None, cell) else describe(paired_ratios(cell, baseline, metric))
+        for metric in ("samples_per_second", "first_step_s")
+    }
+    rates = cell.values("samples_per_second")
+    columns = (
+        str(cell.num_ranks),
+        cell.peer,
+        f"{max(rates):,.0f}" if rates else "-",
+        _median(rates, ",.0f"),
+        ratios["samples_per_second"],
+        _median(cell.values("first_step_s"), ".2f"),
+        ratios["first_step_s"],
+        _median(cell.values("evaluation_s"), ".2f"),
+        _median(cell.values("after_last_step_s"), ".2f"),
+        _median(cell.values("command_s"), ".1f"),
+        _median(cell.values("memory_mib"), ",.0f"),
+        str(len(cell.rounds)),
     )
+    return f"| {' | '.join(columns)} |"
 
 
-def _text(values: Sequence[float], form: str, best: bool = False) -> str:
-    return format(max(values) if best else statistics.median(values), form) if values else "-"
+def _median(values: Sequence[float], form: str) -> str:
+    return format(statistics.median(values), form) if values else "-"
 
 
 def _ranks(number: int) -> str:

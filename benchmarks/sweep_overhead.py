@@ -1,8 +1,9 @@
-"""What a job costs beside its training: in a sweep under one torchrun, and in the shell's loop of torchrun commands.
+"""The overhead of a job in addition to its training: in a sweep under one torchrun, and in a shell loop of torchrun.
 
 usage: python benchmarks/sweep_overhead.py [--nproc 2] [--jobs 12] [OVERRIDE ...]
-A job's time is from its start to the next one's: in the sweep by its ledger, and besides with the sweep's own start and
-end shared out. Its training is its samples at the rate that it measured. Overrides go to the runner.
+The time of a job is from its start to the start of the next one: in the sweep according to its ledger, and also with
+the sweep's start and end divided among the jobs. Its training is the number of samples divided by the measured rate.
+Overrides are passed to the runner.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def run(command: list[str]) -> None:
 
 
 def train_s(folder: Path) -> float:
-    """Seconds of training of a job, on average."""
+    """Return the mean seconds of training of a job."""
     rates = [json.loads(path.read_text())["samples_per_second"] for path in folder.rglob("result.json")]
     return statistics.mean(SAMPLES / rate for rate in rates)
 

@@ -1,10 +1,10 @@
-"""The weights after ten steps of every mode, model and number of ranks, as hashes: has a change of code changed any?
+"""Hashes of the weights after ten steps in every mode, to compare two versions of the code.
 
 usage: python benchmarks/weights_hashes.py [--checkout DIR] [--compare FILE] > FILE
 
-Prints one JSON object, "MODE MODEL RANKS" -> weights_sha256 (or why there are none), of the code in DIR, which may be
-another git worktree. With --compare it ends with status 1 where a hash is not the one in the file. Hashes depend on the
-kind of CPU and on torch: make both on one machine, in one environment.
+Prints one JSON object, "MODE MODEL RANKS" -> weights_sha256 (or the reason for its absence), for the code in DIR, which
+may be another git worktree. With --compare, exits with status 1 if a hash differs from the file. Hashes depend on the
+kind of CPU and on the version of torch, so create both on one machine, in one environment.
 """
 
 import argparse
@@ -21,7 +21,7 @@ TIMEOUT_S = 1800
 
 
 def hashes(checkout: Path) -> dict[str, str]:
-    """Of ten steps each, on one thread per rank, in one sweep."""
+    """Return the hashes after ten steps, on one thread per rank, computed in one sweep."""
     modes = sorted(path.stem for path in (checkout / "conf" / "parallel").glob("*.yaml"))
     varied = [("parallel", modes), ("model", MODELS), ("launcher.nproc_per_node", NUM_RANKS)]
     words = [f"{key}={','.join(map(str, values))}" for key, values in varied]

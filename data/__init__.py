@@ -1,1 +1,1 @@
-"""Map-style data sets in plain PyTorch, one class per file; none of them knows how it is configured or spread."""
+"""Map-style datasets in plain PyTorch, one class per file, which do not depend on configuration or parallel modes."""

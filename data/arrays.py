@@ -1,4 +1,4 @@
-"""NumPy's files, .npy memory-mapped and .npz, as they are."""
+"""Arrays in NumPy's files: .npy, which are memory-mapped, and .npz."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_rows, check_sizes
+from .checks import check_rows, check_sizes
 
 
 class Arrays(Dataset[tuple[Tensor, Tensor]]):
-    """Row i of an array of inputs, (N, *sample_shape), with row i of one of targets, (N,) or (N, ...).
+    """Sample i consists of row i of an array of inputs, (N, *sample_shape), and of one of targets, (N,) or (N, ...).
 
-    inputs, targets: for each split a path, FILE.npy or FILE.npz/NAME; None where there is no such split.
-    divisor: what the inputs are divided by, such as 255 for images of bytes; None leaves them.
-    Floating point becomes float32, and whole numbers int64; targets of one number each are (1,) where they are floating
-    point. A .npy file stays on disk, and a batch reads its own rows; an array of a .npz file is in memory.
-    Raises ValueError where the files are missing, not of one length, or hold samples of another shape, and for classes
-    outside 0 .. num_outputs - 1.
+    Floating point is converted to float32, and integers to int64; floating-point targets of shape () become (1,). A
+    .npy file is memory-mapped, so that a batch reads its rows only; an array of a .npz file is in memory.
+
+    Args:
+        inputs, targets: for each split a path, FILE.npy or FILE.npz/NAME; None if the split does not exist.
+        divisor: divides the inputs, such as 255 for images of bytes; None leaves them unchanged.
+
+    Raises ValueError if files are missing, differ in length or contain samples of another shape, or if a class is not
+    in 0 .. num_outputs - 1.
     """
 
     def __init__(
@@ -44,11 +47,11 @@ class Arrays(Dataset[tuple[Tensor, Tensor]]):
                 f"targets.{split}={self.targets.path} must have a row for each of the {shape[0] if shape else 0} of "
                 f"{self.inputs.path}, but has {target_shape[0] if target_shape else 0}"
             )
-        # An axis of size 1 may be left out, as the channel of gray images is; any other shape is another order of axes.
+        # A dim of size 1 may be missing, such as the channel of gray images; other shapes mean another order of dims.
         if [size for size in shape[1:] if size != 1] != [size for size in sample_shape if size != 1]:
             found = list(shape[1:]) or [1]
             raise ValueError(
-                f"sample_shape={list(sample_shape)} must be {found}, as the rows of {self.inputs.path} are; "
+                f"sample_shape={list(sample_shape)} must be {found}, the shape of the rows of {self.inputs.path}; "
                 f"set data.sample_shape={str(found).replace(' ', '')}"
             )
         self._check_targets(num_outputs)
@@ -61,7 +64,7 @@ class Arrays(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: (len(indices), *sample_shape) inputs, and their targets, collated."""
+        """Return a batch: (len(indices), *sample_shape) inputs, and their targets."""
         rows = check_rows(indices, len(self)).numpy()
         inputs = _as_tensor(self.inputs.array[rows]).reshape(len(rows), *self.sample_shape)
         if self.divisor is not None:
@@ -75,19 +78,19 @@ class Arrays(Dataset[tuple[Tensor, Tensor]]):
             width = array.shape[1] if array.ndim == 2 else 1
             if array.ndim <= 2 and width != num_outputs:
                 raise ValueError(
-                    f"num_outputs={num_outputs} must be {width}, the numbers of a row of {path}; "
+                    f"num_outputs={num_outputs} must be {width}, the number of targets in a row of {path}; "
                     f"set data.num_outputs={width}"
                 )
         elif array.ndim == 1 and len(array) and not 0 <= array.min() <= array.max() < num_outputs:
             raise ValueError(
-                f"num_outputs={num_outputs} must be above every class, and {path} has those from {array.min()} to "
+                f"num_outputs={num_outputs} must be above every class, but {path} has classes from {array.min()} to "
                 f"{array.max()}; "
                 + ("number them from 0" if array.min() < 0 else f"set data.num_outputs={array.max() + 1}")
             )
 
 
 class _Array:
-    """An array by its path. A mapped one is opened anew where it is unpickled: pickled, it would be copied whole."""
+    """An array and its path. A mapped array is pickled as its path, because pickling it would copy the whole file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -112,7 +115,7 @@ def _path(option: str, paths: Mapping[str, str | None], split: str) -> str:
 
 
 def _open(path: str) -> np.ndarray:
-    """The array, mapped read-only where it is a file of its own."""
+    """Return the array, mapped read-only if it is a .npy file."""
     archive, name = Path(path).expanduser(), None
     if archive.parent.suffix == ".npz" and not archive.exists():
         archive, name = archive.parent, archive.name
@@ -129,7 +132,7 @@ def _open(path: str) -> np.ndarray:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read as an array: {reason}") from None
     if array.ndim == 0 or array.dtype.kind not in "fiub":
-        raise ValueError(f"{path} must hold rows of numbers, not {array.dtype} of shape {list(array.shape)}")
+        raise ValueError(f"{path} must contain rows of numbers, not {array.dtype} of shape {list(array.shape)}")
     return array
 
 

@@ -1,4 +1,4 @@
-"""The rules that a data set checks before it makes or reads anything, and the rows that it is asked for."""
+"""Checks of a dataset's options before it creates or reads anything, and of indices."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
-    """Raise ValueError unless samples have at least one axis, no axis is empty and there is an output."""
+    """Raise ValueError unless samples have at least one dim and all sizes are at least 1."""
     if not sample_shape or min(sample_shape) < 1:
         raise ValueError(f"sample_shape={list(sample_shape)} must be one or more sizes of at least 1, such as [10]")
     if num_outputs < 1:
@@ -15,14 +15,14 @@ def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ValueError unless every number of samples, passed by its option's name, is at least 1."""
+    """Raise ValueError unless all numbers of samples, by the names of their options, are at least 1."""
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count} must be at least 1; try 1024")
 
 
 def check_images(sample_shape: Sequence[int], num_outputs: int, images: Sequence[int], num_classes: int) -> None:
-    """Raise ValueError unless the samples can be resized `images`, (C, H, W), and the outputs are their classes."""
+    """Raise ValueError unless `images`, (C, H, W), can be resized to the samples, and the outputs are their classes."""
     check_sizes(sample_shape, num_outputs)
     if len(sample_shape) != 3 or sample_shape[0] != images[0]:
         raise ValueError(
@@ -34,7 +34,7 @@ def check_images(sample_shape: Sequence[int], num_outputs: int, images: Sequence
 
 
 def check_rows(indices: Sequence[int], num_samples: int) -> Tensor:
-    """The indices, (N,) int64. Raises IndexError for one outside 0 .. num_samples - 1, at which iterating ends too."""
+    """Return the indices, (N,) int64. Raise IndexError, which ends iteration, if one is not in [0, num_samples)."""
     rows = torch.as_tensor(indices, dtype=torch.int64)
     if bool(((rows < 0) | (rows >= num_samples)).any()):
         raise IndexError(f"indices must be in 0 .. {num_samples - 1}")

@@ -1,19 +1,19 @@
-"""CIFAR-10: 50,000 small colour photographs to train on and 10,000 to validate."""
+"""CIFAR-10: 50,000 small color photographs for training and 10,000 for validation."""
 
 from collections.abc import Sequence
 
 import torch
 from torchvision import datasets
 
-from data.checks import check_images
-from data.files import open_files
-from data.tensors import TensorData
+from .checks import check_images
+from .files import open_files
+from .tensors import TensorData
 
 
 class CIFAR10(TensorData):
-    """32 x 32 colour images as (3, H, W) float32 in [0, 1], and their classes, from root/cifar-10-batches-py.
+    """32 x 32 color images as (3, H, W) float32 in [0, 1], and their classes, from root/cifar-10-batches-py.
 
-    Raises ValueError unless the samples have three channels and there are 10 outputs, and where the files are missing
+    Raises ValueError unless the samples have three channels and there are 10 outputs, and if the files are missing
     and cannot be downloaded.
     Source: https://www.cs.toronto.edu/~kriz/cifar.html
     """

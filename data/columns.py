@@ -1,4 +1,4 @@
-"""Columns of CSV and Parquet files, and what they hold."""
+"""Columns of CSV and Parquet files, and their values."""
 
 import csv
 from collections.abc import Sequence
@@ -12,38 +12,38 @@ Column = np.ndarray  # (N,) of numbers, or of text as objects
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of some files under each other."""
+    """The concatenated columns of some files."""
 
     columns: dict[str, Column]
-    lines: np.ndarray  # (N,), of each row in its file: the line of a CSV file, the row of a Parquet file
+    lines: np.ndarray  # (N,), of each row: its line in a CSV file, or its row in a Parquet file
     starts: dict[str, int]  # the first row of each file
 
     def numbers(self, names: Sequence[str]) -> np.ndarray:
-        """(N, len(names)) float64. Raises ValueError where a value is no finite number."""
+        """Return columns as (N, len(names)) float64. Raise ValueError if a value is not a finite number."""
         return np.stack([self._as_numbers(name) for name in names], axis=1)
 
     def are_labels(self, name: str) -> bool:
-        """Whether a column holds text, or whole numbers alone."""
+        """Return True if a column contains text, or only integers."""
         column = self.columns[name]
         try:
             numbers = column.astype(np.float64)
         except (ValueError, TypeError):
             return True
-        if column.dtype == object:  # text: 3.0 was written as a number with decimals
+        if column.dtype == object:  # text, in which 3.0 is not an integer
             return all(str(value).strip().lstrip("+-").isdigit() for value in column)
         return bool(column.dtype.kind in "iub" and np.isfinite(numbers).all())
 
     def labels(self, name: str) -> list[str]:
-        """The different values of a column as text, sorted; whole numbers by their value."""
+        """Return the distinct values of a column as text, sorted; integers are sorted by value."""
         found = sorted({self._as_label(name, row) for row in range(len(self.columns[name]))})
         try:
             return sorted(found, key=int)
         except ValueError:
             return found
 
-    def places(self, name: str, labels: Sequence[str]) -> np.ndarray:
-        """(N,) int64: the place of each row's label. Raises ValueError for one that is not among the labels."""
-        known = {label: place for place, label in enumerate(labels)}
+    def label_indices(self, name: str, labels: Sequence[str]) -> np.ndarray:
+        """Return the index of each row's label, (N,) int64. Raise ValueError if a label is unknown."""
+        known = {label: index for index, label in enumerate(labels)}
         found = np.empty(len(self.columns[name]), np.int64)
         for row in range(len(found)):
             label = self._as_label(name, row)
@@ -63,8 +63,8 @@ class Columns:
             value = column[wrong[0]]
             missing = value is None or value == "" or value != value
             raise ValueError(
-                f"{self._where(int(wrong[0]))}: {name} is {'missing' if missing else repr(str(value))}, and must be a "
-                "finite number; mend the file, or leave the column out"
+                f"{self._where(int(wrong[0]))}: {name} is {'missing' if missing else repr(str(value))}, but must be a "
+                "finite number; fix the file, or leave the column out"
             )
         return numbers
 
@@ -72,28 +72,28 @@ class Columns:
         value = self.columns[name][row]
         label = "" if value is None else str(value).strip()
         if not label:
-            raise ValueError(f"{self._where(row)}: {name} is missing; mend the file")
+            raise ValueError(f"{self._where(row)}: {name} is missing; fix the file")
         return label
 
     def _where(self, row: int) -> str:
-        """The file, and the place in it."""
+        """Return the file and the line of a row, for a message."""
         path = next(path for path, first in reversed(self.starts.items()) if first <= row)
         return f"{path}, {'row' if path.endswith('.parquet') else 'line'} {self.lines[row]}"
 
 
 def read_names(path: str, delimiter: str) -> list[str]:
-    """The names of a file's columns."""
+    """Return the names of a file's columns."""
     if path.endswith(".parquet"):
         return list(_parquet(path).schema_arrow.names)
     with open(path, newline="", encoding="utf-8-sig") as file:
         try:
             return _header(csv.reader(file, delimiter=delimiter))
         except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}, line 1: {error}; mend the file") from None
+            raise ValueError(f"{path}, line 1: {error}; fix the file") from None
 
 
 def read_columns(paths: Sequence[str], names: Sequence[str], delimiter: str) -> Columns:
-    """The columns of all files. Raises ValueError where one lacks a column, or a line the fields of its first line."""
+    """Read columns of all files. Raise ValueError if a file lacks a column, or a line has another number of fields."""
     read, starts, count = [], {}, 0
     for path in paths:
         missing = [name for name in names if name not in read_names(path, delimiter)]
@@ -107,7 +107,7 @@ def read_columns(paths: Sequence[str], names: Sequence[str], delimiter: str) -> 
 
 
 def _read_csv(path: str, names: Sequence[str], delimiter: str) -> list[Column]:
-    """The line of each row, and the columns."""
+    """Return the line of each row, and the columns."""
     with open(path, newline="", encoding="utf-8-sig") as file:
         try:
             reader = csv.reader(file, delimiter=delimiter)
@@ -119,12 +119,12 @@ def _read_csv(path: str, names: Sequence[str], delimiter: str) -> list[Column]:
                 if not row:  # an empty line
                     continue
                 if len(row) != len(header):
-                    raise ValueError(f"has {len(row)} fields, and the first line has {len(header)}")
-                for column, place in zip(columns, chosen, strict=True):
-                    column.append(row[place])
+                    raise ValueError(f"has {len(row)} fields, but the first line has {len(header)}")
+                for column, index in zip(columns, chosen, strict=True):
+                    column.append(row[index])
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}; mend the file, or set delimiter") from None
+            raise ValueError(f"{path}, line {reader.line_num}: {error}; fix the file, or set delimiter") from None
     return [np.array(lines, dtype=np.int64), *(np.array(column, dtype=object) for column in columns)]
 
 
@@ -136,7 +136,7 @@ def _header(reader: Any) -> list[str]:
 
 
 def _read_parquet(path: str, names: Sequence[str]) -> list[Column]:
-    """The number of each row, and the columns."""
+    """Return the number of each row, and the columns."""
     table = _parquet(path).read(columns=list(names))
     return [np.arange(1, table.num_rows + 1), *(table.column(name).to_numpy() for name in names)]
 

@@ -1,4 +1,4 @@
-"""A large classification that takes no memory: every sample is computed from its number when it is asked for."""
+"""A large classification dataset that needs no memory, because each sample is computed from its number."""
 
 import math
 from collections.abc import Sequence
@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_counts, check_rows, check_sizes
-from data.hashing import MASK, hash_numbers
+from .checks import check_counts, check_rows, check_sizes
+from .hashing import MASK, hash_numbers
 
-MOST = 2**62  # samples, whose numbers an int64 holds
+MOST = 2**62  # samples, so that an int64 can represent their numbers
 
 
 class Counting(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i is a hash of i: `sample_shape`, float32, uniform on [-1, 1); its class is its largest of the first
-    `num_outputs` features, so that classes are equally likely, exact, and learnable by a linear model.
+    """Sample i is a hash of i, float32 of `sample_shape`, uniform on [-1, 1).
 
-    Training samples have the numbers from 0, validation samples those from `num_train`, so the two never meet.
-    An index outside 0 .. len - 1 raises IndexError.
-    Raises ValueError where a size or count is below 1, for more classes than features, and for more than 2^62 samples.
+    Its class is the index of the largest of its first `num_outputs` features, so that classes are equally likely,
+    exact, and learnable by a linear model.
+
+    Training samples are numbered from 0, and validation samples from `num_train`, so they never overlap.
+    An index outside of [0, len) raises IndexError. Raises ValueError if a size or count is below 1, if there are more
+    classes than features, or more than 2^62 samples.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
         self.start = 0 if train else num_train
         self.sample_shape = tuple(sample_shape)
         self.num_outputs = num_outputs
-        # One key per feature; the seed's own hash keeps the keys of neighbouring seeds apart.
+        # One key per feature; hashing the seed separates the keys of similar seeds.
         self.keys = hash_numbers(torch.arange(1, num_features + 1) ^ hash_numbers(torch.tensor(seed & MASK)))  # (F,)
 
     def __len__(self) -> int:
@@ -58,17 +60,14 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
         return samples[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: (len(indices), *sample_shape) samples and (len(indices),) int64 classes.
-
-        It is collated already: a DataLoader needs a collate_fn that hands it on.
-        """
+        """Return a batch: (len(indices), *sample_shape) samples and (len(indices),) int64 classes."""
         rows = check_rows(indices, self.num_samples)
         numbers = rows + self.start
         high, keys = (numbers >> 32)[:, None], self.keys
-        if bool(high.any()):  # a hash is of 32 bits: what is above them makes other keys of each feature's
+        if bool(high.any()):  # a hash has 32 bits, so the higher bits change the keys of the features
             keys = torch.where(high > 0, hash_numbers(keys ^ hash_numbers(high)), keys)  # (N, F)
         bits = hash_numbers(hash_numbers(numbers & MASK)[:, None] ^ keys)  # (N,) -> (N, F)
-        # 24 bits are what a float32 holds exactly: the values are the same on every machine.
+        # A float32 represents 24 bits exactly, so the values are the same on every machine.
         features = (bits >> 8).to(torch.float32).div_(2**23).sub_(1)
         targets = features[:, : self.num_outputs].argmax(1)
         return features.reshape(len(rows), *self.sample_shape), targets

@@ -1,16 +1,16 @@
-"""Fashion-MNIST: 60,000 pictures of clothes to train on and 10,000 to validate; the shape of MNIST, and harder."""
+"""Fashion-MNIST: 60,000 images of clothes for training and 10,000 for validation; like MNIST, but harder."""
 
 from collections.abc import Sequence
 
-from data.checks import check_images
-from data.idx_files import open_idx
-from data.tensors import TensorData
+from .checks import check_images
+from .idx_files import open_idx
+from .tensors import TensorData
 
 
 class FashionMNIST(TensorData):
     """28 x 28 gray images as (1, H, W) float32 in [0, 1], and their classes, from root/FashionMNIST/raw.
 
-    Raises ValueError unless the samples have one channel and there are 10 outputs, and where the files are missing
+    Raises ValueError unless the samples have one channel and there are 10 outputs, and if the files are missing
     and cannot be downloaded.
     Source: https://github.com/zalandoresearch/fashion-mnist
     """

@@ -1,4 +1,4 @@
-"""Opening the data sets whose files torchvision reads, after fetching the files where they are missing."""
+"""Datasets whose files torchvision reads, downloaded if they are missing."""
 
 import http.client
 import io
@@ -17,11 +17,11 @@ CONNECT_TIMEOUT_S = 10.0
 def open_files(
     kind: Any, root: str, train: bool, download: bool, folder: str, names: Sequence[str], archives: Sequence[str]
 ) -> Any:
-    """The torchvision data set `kind`, with its .data and .targets, read from the files `names` in root/folder.
+    """Return the torchvision dataset `kind`, with its .data and .targets, of the files `names` in root/folder.
 
-    Missing files are downloaded where `download` says so, or unpacked from `archives` (paths below root) put there
-    by hand. Several processes may do so at once: a file is complete or absent at any time.
-    Raises ValueError where files are missing and cannot be had, and where one cannot be read.
+    If `download` is true, missing files are unpacked from `archives` (paths below root) or downloaded. Several
+    processes may do so at once: each file is complete or absent at any time.
+    Raise ValueError if files are missing and cannot be downloaded, or cannot be read.
     """
     directory = Path(root).expanduser()
     home = directory / folder
@@ -41,7 +41,7 @@ def open_files(
             ) from error
     try:
         files = kind(directory, train=train)
-    except Exception as error:  # a torn file shows as whatever its parser stumbles over
+    except Exception as error:  # parsers raise anything for a damaged file
         raise ValueError(
             f"root={root} has {kind.__name__} files that cannot be read ({_line(error)}); remove {home} and put them "
             "there again, or set data.root to another directory"
@@ -49,13 +49,13 @@ def open_files(
     if len(files.data) != len(files.targets):
         raise ValueError(
             f"root={root} has {len(files.data)} images but {len(files.targets)} labels in {home}; "
-            "put files there that belong together"
+            "put matching files there"
         )
     return files
 
 
 def _fetch(kind: Any, directory: Path, folder: str, names: Sequence[str], archives: Sequence[str]) -> None:
-    # Unpacked beside its place and moved in, so that neither a failure nor a reader meets half a data set.
+    # Unpacked to a temporary directory and moved, so that no failure or reader leaves or sees half a dataset.
     existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     with tempfile.TemporaryDirectory(dir=existing, prefix=".download-") as name:
         staging = Path(name)
@@ -72,14 +72,14 @@ def _fetch(kind: Any, directory: Path, folder: str, names: Sequence[str], archiv
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # Progress bars and remarks on mirrors would be told once per rank; the error says what matters.
+    # Progress bars and messages about mirrors would be printed once per rank; the error contains what matters.
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 
 
 @contextmanager
 def _connect_timeout(seconds: float) -> Iterator[None]:
-    # torchvision sets none, and a host that drops packets would hold the run for minutes per mirror.
+    # torchvision sets none, and a host that drops packets would block the run for minutes per mirror.
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

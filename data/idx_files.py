@@ -1,6 +1,6 @@
-"""Images and labels in MNIST's format, IDX, read without torchvision: importing that takes each rank a second.
+"""Images and labels in MNIST's format, IDX, read without torchvision, whose import takes a second on each rank.
 
-Where the files are missing, torchvision fetches them.
+If the files are missing, torchvision downloads them.
 Source: http://yann.lecun.com/exdb/mnist/
 """
 
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.files import open_files
+from .files import open_files
 
 NAMES = tuple(f"{part}-{what}-ubyte" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1"))
 
 
 class IdxFiles:
-    """Of root/NAME/raw, NAME being the class's, as torchvision's class of that name has them.
+    """The files in root/NAME/raw, where NAME is the name of the class, like torchvision's class of that name.
 
     data: (N, H, W) uint8; targets: (N,) int64.
     """
@@ -34,20 +34,20 @@ class IdxFiles:
 
 
 def open_idx(name: str, root: str, train: bool, download: bool) -> Any:
-    """The files of torchvision's data set of that name, as `open_files` opens them, with what it raises."""
+    """Open the files of torchvision's dataset of that name; see `open_files`."""
     kind, folder = type(name, (IdxFiles,), {}), f"{name}/raw"
     archives = [f"{folder}/{file}.gz" for file in NAMES]
     return open_files(kind, root, train, download, folder=folder, names=NAMES, archives=archives)
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
-    """The bytes of a file, in the shape that it names. Raises ValueError where it is none of so many dimensions."""
+    """Return the bytes of a file in the shape that its header names. Raise ValueError if it has other dims."""
     with path.open("rb") as file:
         header = np.frombuffer(file.read(4 * (1 + num_dims)), dtype=">u4")
         if header[:1].tolist() != [0x800 + num_dims] or len(header) != 1 + num_dims:
-            raise ValueError(f"{path.name} does not begin as a file of bytes in {num_dims} dimensions does")
+            raise ValueError(f"{path.name} does not start like a file of bytes with {num_dims} dims")
         shape = header[1:].tolist()
         content = np.fromfile(file, dtype=np.uint8)
     if len(content) != np.prod(shape, dtype=np.int64):
-        raise ValueError(f"{path.name} has {len(content)} bytes where its shape is {shape}")
+        raise ValueError(f"{path.name} has {len(content)} bytes, but its shape is {shape}")
     return torch.from_numpy(content.reshape(shape))

@@ -1,4 +1,4 @@
-"""A user's own images, one folder per class, decoded when they are asked for."""
+"""The user's images, one directory per class, decoded when they are needed."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms import functional as F
 
-from data.checks import check_sizes
+from .checks import check_sizes
 
 MODES = {1: "L", 3: "RGB"}
 
@@ -19,10 +19,10 @@ MODES = {1: "L", 3: "RGB"}
 class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
     """The images below root/train/CLASS or root/val/CLASS as (C, H, W) float32 in [0, 1], and their classes.
 
-    An image is scaled, its proportions kept, until it covers H x W, and cut to its centre. Classes are numbered in
-    the order of their folders' names, which must be the same in both splits.
-    Raises ValueError unless the samples have 1 or 3 channels, the folders exist, each class holds an image and there
-    are as many outputs as classes; when asked for an image that cannot be decoded too.
+    An image is scaled until it covers H x W, keeping its aspect ratio, and cropped to its center. Classes are numbered
+    in the order of their directories' names, which must be the same in both splits.
+    Raises ValueError unless the samples have 1 or 3 channels, the directories exist, each class has an image and there
+    are as many outputs as classes; reading raises it for an image that cannot be decoded.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
         classes = _classes(directory / "train", root)
         different = sorted(set(classes) ^ set(_classes(directory / "val", root)))
         if different:
-            # Numbered by different folders, the classes of validation would be other ones than those of training.
+            # Otherwise validation and training would number their classes differently.
             raise ValueError(
-                f"root={root} must have the same class folders in train and val, but only one of them has "
+                f"root={root} must have the same class directories in train and val, but only one of them has "
                 f"{', '.join(different)}"
             )
         if num_outputs != len(classes):
             raise ValueError(
-                f"num_outputs={num_outputs} must be {len(classes)}, the number of class folders in "
+                f"num_outputs={num_outputs} must be {len(classes)}, the number of class directories in "
                 f"{directory / 'train'}; set data.num_outputs={len(classes)}"
             )
         try:
             images = datasets.ImageFolder(directory / ("train" if train else "val"))
         except FileNotFoundError as error:
-            raise ValueError(f"root={root} must hold an image of each class: {error}") from error
+            raise ValueError(f"root={root} must contain an image of each class: {error}") from error
         self.files = images.samples  # (path, class) of every image
         self.mode = MODES[sample_shape[0]]
         self.height, self.width = sample_shape[1:]
@@ -63,26 +63,28 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
         return self.unpacked(self.packed(index))
 
     def packed(self, index: int) -> tuple[Tensor, Tensor]:
-        """The image as (C, H, W) uint8: what is kept of it is a quarter of what it becomes."""
+        """Return the form to be cached: the image as (C, H, W) uint8, a quarter of the bytes of float32."""
         path, target = self.files[index]
         try:
             with Image.open(path) as file:
                 image = file.convert(self.mode)
         except OSError as error:  # Pillow's own error does not always name the file
-            raise ValueError(f"{path} cannot be decoded ({error}); replace it or take it away") from error
+            raise ValueError(f"{path} cannot be decoded ({error}); replace or remove it") from error
         scale = max(self.height / image.height, self.width / image.width)
         size = [max(self.height, round(image.height * scale)), max(self.width, round(image.width * scale))]
         image = F.center_crop(F.resize(image, size), [self.height, self.width])
         return F.pil_to_tensor(image), torch.tensor(target)  # (C, H, W), ()
 
     def unpacked(self, sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """A sample, or some of them."""
+        """Return the sample, or batch, of a packed one."""
         images, targets = sample
         return images.to(torch.float32).div_(255), targets
 
 
 def _classes(directory: Path, root: str) -> list[str]:
-    """The names of the class folders, sorted as torchvision numbers them."""
+    """Return the names of the class directories, sorted as torchvision numbers them."""
     if not directory.is_dir():
-        raise ValueError(f"root={root} must hold train and val with a folder per class, but {directory} does not exist")
+        raise ValueError(
+            f"root={root} must contain train and val with a directory per class, but {directory} does not exist"
+        )
     return sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())

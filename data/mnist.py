@@ -1,16 +1,16 @@
-"""MNIST: 60,000 handwritten digits to train on and 10,000 to validate."""
+"""MNIST: 60,000 handwritten digits for training and 10,000 for validation."""
 
 from collections.abc import Sequence
 
-from data.checks import check_images
-from data.idx_files import open_idx
-from data.tensors import TensorData
+from .checks import check_images
+from .idx_files import open_idx
+from .tensors import TensorData
 
 
 class MNIST(TensorData):
     """28 x 28 gray images as (1, H, W) float32 in [0, 1], and their classes, from root/MNIST/raw.
 
-    Raises ValueError unless the samples have one channel and there are 10 outputs, and where the files are missing
+    Raises ValueError unless the samples have one channel and there are 10 outputs, and if the files are missing
     and cannot be downloaded.
     Source: http://yann.lecun.com/exdb/mnist/
     """

@@ -1,4 +1,4 @@
-"""The files that an option names: paths, and patterns such as texts/*.txt."""
+"""The files that an option names by paths, or by patterns such as texts/*.txt."""
 
 import glob
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def find_files(option: str, value: str | Sequence[str]) -> list[Path]:
-    """Every file that a path, a pattern, or a list of them names, in that order; a pattern's are sorted.
+    """Return the files that a path, a pattern or a list of them names, in that order; those of a pattern are sorted.
 
-    Raises ValueError where one names no file.
+    Raise ValueError if one of them names no file.
     """
     found: list[Path] = []
     for name in [value] if isinstance(value, str) else value:
@@ -16,9 +16,11 @@ def find_files(option: str, value: str | Sequence[str]) -> list[Path]:
         matching = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(path) for path in matching if Path(path).is_file()]
         if not files:
-            kind = "is a folder; name the files in it, as in " + f"{name}/*" if Path(pattern).is_dir() else "is no file"
+            kind = (
+                f"is a directory; name the files in it, as in {name}/*" if Path(pattern).is_dir() else "is not a file"
+            )
             raise ValueError(f"{option}={name} {kind} (looked in {Path.cwd()})")
         found += files
     if not found:
-        raise ValueError(f"{option}=[] must name a file at least")
+        raise ValueError(f"{option}=[] must name at least one file")
     return found

@@ -1,4 +1,4 @@
-"""A segmentation that takes no memory: discs and squares on noise, drawn from the sample's number."""
+"""A segmentation dataset that needs no memory: discs and squares on noise, computed from the sample's number."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_counts, check_rows, check_sizes
-from data.hashing import MASK, hash_numbers
+from .checks import check_counts, check_rows, check_sizes
+from .hashing import MASK, hash_numbers
 
 BACKGROUND, DISC, SQUARE = range(3)
 MAX_SHAPES = 4
-FACTS = 8  # what is drawn for each shape: whether it is there, its class, centre, size, and up to 3 channels
-SIZES = (0.08, 0.22)  # smallest and largest half width of a shape, in parts of the image's shorter side
+FACTS = 8  # numbers per shape: whether it exists, its class, center, size, and up to 3 color channels
+SIZES = (0.08, 0.22)  # smallest and largest half width of a shape, relative to the shorter side of the image
 
 
 class Shapes(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i: a (C, H, W) float32 image, 1 to 4 filled shapes in even colours on noise, and the (H, W) int64 class of
-    each pixel: 0 background, 1 disc, 2 square. A shape covers those before it.
+    """Images of 1 to 4 filled shapes on noise, (C, H, W) float32, and the class of each pixel, (H, W) int64.
 
-    Colours are uniform on [0.5, 1); the noise is uniform on [0, noise) and is added to the whole image.
-    Training samples have the numbers from 0, then come validation and test samples. An index outside 0 .. len - 1
-    raises IndexError. Raises ValueError where a count is below 1, for other than 1 or 3 channels, for images of less
-    than 8 x 8, for other than 3 outputs, and for noise that is negative.
+    Classes are 0 for background, 1 for discs and 2 for squares. A shape covers the shapes before it. Colors are uniform
+    on [0.5, 1); noise, uniform on [0, noise), is added to the whole image. Training samples are numbered from 0,
+    followed by validation and test samples. An index outside of [0, len) raises IndexError. Raises ValueError if a
+    count is below 1, there are not 1 or 3 channels, images are smaller than 8 x 8, there are not 3 outputs, or noise is
+    negative.
     """
 
     def __init__(
@@ -69,29 +69,29 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
         return images[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: (len(indices), C, H, W) images and (len(indices), H, W) classes, collated."""
+        """Return a batch: (len(indices), C, H, W) images and (len(indices), H, W) classes."""
         rows = check_rows(indices, self.num_samples)
         bits = hash_numbers(hash_numbers(rows + self.start)[:, None] ^ self.keys)  # (N,) -> (N, keys)
-        # 24 bits are what a float32 holds exactly: the values are the same on every machine.
+        # A float32 represents 24 bits exactly, so the values are the same on every machine.
         uniform = (bits >> 8).to(torch.float32).div_(2**24)
         facts = uniform[:, : MAX_SHAPES * FACTS].reshape(len(rows), MAX_SHAPES, FACTS, 1, 1)
         images = (
             uniform[:, MAX_SHAPES * FACTS :].reshape(len(rows), self.channels, self.height, self.width) * self.noise
         )
         targets = torch.zeros(len(rows), self.height, self.width, dtype=torch.int64)
-        colours = torch.zeros_like(images)
+        colors = torch.zeros_like(images)
         side = min(self.height, self.width)
-        ys = torch.arange(self.height, dtype=torch.float32)[:, None] + 0.5  # (H, 1), the pixels' centres
+        ys = torch.arange(self.height, dtype=torch.float32)[:, None] + 0.5  # (H, 1), the centers of the pixels
         xs = torch.arange(self.width, dtype=torch.float32) + 0.5  # (W,)
         for number in range(MAX_SHAPES):
-            there, kind, y, x, size = facts[:, number, :5].unbind(1)  # (N, 1, 1) each
+            exists, kind, y, x, size = facts[:, number, :5].unbind(1)  # (N, 1, 1) each
             half = (SIZES[0] + (SIZES[1] - SIZES[0]) * size) * side
             down, right = (ys - y * self.height).abs(), (xs - x * self.width).abs()  # (N, H, 1), (N, 1, W)
             disc = kind < 0.5
             covered = torch.where(disc, down**2 + right**2 <= half**2, (down <= half) & (right <= half))  # (N, H, W)
-            if number:  # the first is always there
-                covered &= there < 0.5
+            if number:  # the first shape always exists
+                covered &= exists < 0.5
             targets = torch.where(covered, torch.where(disc, DISC, SQUARE), targets)
-            colour = 0.5 + facts[:, number, 5 : 5 + self.channels] / 2  # (N, C, 1, 1)
-            colours = torch.where(covered[:, None], colour, colours)
-        return images + colours, targets
+            color = 0.5 + facts[:, number, 5 : 5 + self.channels] / 2  # (N, C, 1, 1)
+            colors = torch.where(covered[:, None], color, colors)
+        return images + colors, targets

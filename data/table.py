@@ -1,4 +1,4 @@
-"""Tables: numbers in, and classes or numbers out, from CSV and Parquet files."""
+"""Tables of numeric features and of classes or numbers to predict, from CSV and Parquet files."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -7,25 +7,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.checks import check_sizes
-from data.columns import Columns, read_columns, read_names
-from data.paths import find_files
-from data.tensors import TensorData
+from .checks import check_sizes
+from .columns import Columns, read_columns, read_names
+from .paths import find_files
+from .tensors import TensorData
 
-TINY = 1e-12  # the standard deviation below which a feature is constant but for rounding
+TINY = 1e-12  # relative standard deviation below which a feature is constant except for rounding
 
 
 class Table(TensorData):
-    """Row i of a table: its features, (num_features,) float32, and its target.
+    """The features of each row, (num_features,) float32, and its target.
 
-    files: for each split paths or patterns of .csv or .parquet files, or lists of them; None where there is none.
-    target: the column of the classes, () int64, or of the number, (1,) float32; several columns are (K,) float32.
-    kind: whether one target column holds classes or numbers; auto: text and whole numbers are classes.
-    features: the columns of the features in their order; None is all the others.
-    standardize: to mean 0 and standard deviation 1, as measured on the training split; constants become 0.
+    Args:
+        files: for each split paths or patterns of .csv or .parquet files, or lists of them; None for a missing split.
+        target: the column of the classes, () int64, or of the number, (1,) float32; several columns are (K,) float32.
+        kind: whether one target column contains classes or numbers; auto: text and integers are classes.
+        features: the columns of the features in their order; None means all other columns.
+        standardize: shift and scale features to mean 0 and standard deviation 1 on the training split; constant
+            features become 0.
+
     Classes are numbered in the sorted order of the labels of the training split, see `classes`.
-    Raises ValueError where a file or column is missing, a feature is no finite number, a label does not occur in the
-    training split, and where sample_shape or num_outputs are not those of the table.
+    Raises ValueError if a file or column is missing, a feature is not a finite number, a label does not occur in the
+    training split, or sample_shape or num_outputs differ from those of the table.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Table(TensorData):
             raise ValueError(f"target={columns} must name one or more different columns")
         if kind == "classes" and len(columns) > 1:
             raise ValueError(
-                f"kind=classes is for one target column, and target={columns} are {len(columns)}; try auto"
+                f"kind=classes is for one target column, but target={columns} names {len(columns)}; try auto"
             )
         paths = {name: _paths(files, name) for name in dict.fromkeys(("train", split))}
         names = read_names(paths["train"][0], delimiter)
@@ -57,7 +60,7 @@ class Table(TensorData):
         tables = {name: read_columns(path, [*self.features, *columns], delimiter) for name, path in paths.items()}
 
         train = tables["train"]
-        self.classes: list[str] = []  # the label of each class; none for numbers
+        self.classes: list[str] = []  # the label of each class; empty for numbers
         if len(columns) == 1 and (kind == "classes" or (kind == "auto" and train.are_labels(columns[0]))):
             self.classes = train.labels(columns[0])
         if num_outputs != (width := len(self.classes) or len(columns)):
@@ -79,7 +82,7 @@ class Table(TensorData):
                 listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
                 raise ValueError(f"{option}={missing[0]}: the table has no such column; it has {listed}")
         if both := sorted(set(targets) & set(self.features)):
-            raise ValueError(f"features={self.features} must not hold the target {both[0]}; take it out")
+            raise ValueError(f"features={self.features} must not contain the target {both[0]}; remove it")
         if list(sample_shape) != (found := [len(self.features)]):
             raise ValueError(
                 f"sample_shape={list(sample_shape)} must be {found}, the number of feature columns; "
@@ -89,13 +92,13 @@ class Table(TensorData):
     def _targets(self, table: Columns, columns: list[str]) -> Tensor:
         if not self.classes:
             return torch.from_numpy(table.numbers(columns)).to(torch.float32)  # (N, K)
-        return torch.from_numpy(table.places(columns[0], self.classes))  # (N,)
+        return torch.from_numpy(table.label_indices(columns[0], self.classes))  # (N,)
 
 
 def _paths(files: Mapping[str, str | list[str] | None], split: str) -> list[str]:
     value = files.get(split)
     if value is None:
         given = [name for name in ("train", "val", "test") if files.get(name) is not None]
-        have = f"there are those of {' and '.join(given)}" if given else "there are none"
+        have = f"there are files for {' and '.join(given)}" if given else "there are no files"
         raise ValueError(f"files.{split}=null: the {split} split needs a .csv or .parquet file; {have}")
     return [str(path) for path in find_files(f"files.{split}", value)]

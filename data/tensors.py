@@ -1,4 +1,4 @@
-"""A data set whose samples and targets are tensors in memory, cut a whole batch at a time."""
+"""A dataset of samples and targets in memory, which are read in whole batches."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,16 @@ from torch.utils.data import Dataset
 
 
 class TensorData(Dataset[tuple[Tensor, Tensor]]):
-    """Row i of `samples` with row i of `targets`.
+    """Sample i consists of row i of `samples` and row i of `targets`. An index outside of [0, len) raises IndexError.
 
-    samples: (num_samples, *shape) float32, or (num_samples, C, H, W) uint8 images. Images stay uint8 in memory, a
-        quarter of the bytes, and each batch of them becomes float32 in [0, 1], with the values of ToTensor.
-    targets: (num_samples,) int64 classes, or (num_samples, num_outputs) float32.
-    image_size: (height, width) to which batches of images are resized; None leaves them as they are.
-    An index outside 0 .. len - 1 raises IndexError.
+    Args:
+        samples: (num_samples, *shape) float32, or (num_samples, C, H, W) uint8 images. Images stay uint8 in memory, a
+            quarter of the bytes, and each batch is converted to float32 in [0, 1], with the values of ToTensor.
+        targets: (num_samples,) int64 classes, or (num_samples, num_outputs) float32.
+        image_size: (height, width) to which batches of images are resized; None keeps their size.
     """
 
-    reads_ahead = True  # several shares at once: a row is the same, whatever it is cut with
+    reads_ahead = True  # several batches at once, because a row does not depend on the others
 
     def __init__(self, samples: Tensor, targets: Tensor, image_size: Sequence[int] | None = None) -> None:
         assert len(samples) == len(targets), f"{len(samples)} samples, {len(targets)} targets"
@@ -36,15 +36,12 @@ class TensorData(Dataset[tuple[Tensor, Tensor]]):
         return samples[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: (len(indices), *sample_shape) samples, and their targets.
-
-        It is collated already: a DataLoader needs a collate_fn that hands it on.
-        """
+        """Return a batch: (len(indices), *sample_shape) samples, and their targets."""
         rows = torch.from_numpy(np.asarray(indices, np.int64))  # as_tensor takes three times as long for a list
         samples = self.samples.index_select(0, rows)  # samples[rows] takes four times as long
         if samples.dtype == torch.uint8:
             samples = samples.to(torch.float32).div_(255)
         if self.image_size is not None:
-            # (N, C, H, W) -> (N, C, *image_size); rounding may pass 1 by one bit, which clamp_ undoes
+            # (N, C, H, W) -> (N, C, *image_size); clamp_, because rounding may exceed 1 by one bit
             samples = F.interpolate(samples, self.image_size, mode="bilinear", antialias=True).clamp_(0, 1)
         return samples, self.targets.index_select(0, rows)

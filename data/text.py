@@ -1,4 +1,4 @@
-"""Text as blocks of tokens, for a language model: the characters, or the bytes, of any files."""
+"""Text as blocks of tokens for a language model: the characters or bytes of any files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.checks import check_rows, check_sizes
-from data.paths import find_files
+from .checks import check_rows, check_sizes
+from .paths import find_files
 
-PARTS = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # of the text, by position
+PARTS = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # parts of the text, by position
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # the vocabulary of the text that comes with Python
-# Quotation marks, dashes and the ellipsis of a printed page, as they are typed.
+# Typographic quotation marks, dashes and ellipses, and their ASCII equivalents.
 TYPED = str.maketrans(
     dict(zip("\u201c\u201d\u2018\u2019\u2013\u2014\u2026", ('"', '"', "'", "'", "-", "-", "..."), strict=True))
 )
 
 
 class Text(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i: (block,) int64 tokens, and as targets the (block,) that follow each of them, for sample_shape [block].
+    """Blocks of int64 tokens, (block,), and as targets the token that follows each of them; sample_shape is [block].
 
-    files: paths and patterns, read in UTF-8 and joined in that order; None is the English of Python's own reference,
-        the help texts of pydoc (0.4 million characters; they differ a little between versions of Python).
-    The first 90 % of the tokens are for training, 5 % for validation and 5 % for testing; blocks do not overlap.
-    The vocabulary are the sorted characters of the whole text, or all 256 bytes; of pydoc's texts, printable ASCII.
-    Raises ValueError where num_outputs is not the size of the vocabulary, a split is shorter than a block, and a file
-    is missing or not in UTF-8.
+    files: paths and patterns, read as UTF-8 and concatenated; None means the English help texts of pydoc (0.4 million
+        characters, which differ slightly between versions of Python).
+    The first 90% of the tokens are for training, 5% for validation and 5% for testing; blocks do not overlap.
+    The vocabulary consists of the sorted characters of the whole text, or of all 256 bytes; for pydoc, of printable
+    ASCII. Raises ValueError if num_outputs is not the size of the vocabulary, a split is shorter than a block, or a
+    file is missing or not UTF-8.
     """
 
-    reads_ahead = True  # several shares at once: a block is the same, whatever it is cut with
+    reads_ahead = True  # several batches at once, because a block does not depend on the others
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
         if num_outputs != len(self.vocabulary):
             size = len(self.vocabulary)
             raise ValueError(
-                f"num_outputs={num_outputs} must be {size}, the different {unit} of the text; "
+                f"num_outputs={num_outputs} must be {size}, the number of different {unit} of the text; "
                 f"set data.num_outputs={size}"
             )
         self.unit, self.block = unit, sample_shape[0]
         start, end = (round(part * len(tokens)) for part in PARTS[split])
         if end - start <= self.block:
             raise ValueError(
-                f"sample_shape={list(sample_shape)} is too long: the {split} split has {end - start} tokens, and a "
-                f"block needs one more than it is long; try [{max(1, min(128, (end - start) // 4))}] or a longer text"
+                f"sample_shape={list(sample_shape)} is too long: the {split} split has {end - start} tokens, but a "
+                f"block needs one more than its length; try [{max(1, min(128, (end - start) // 4))}] or a longer text"
             )
         self.tokens = tokens[start:end]
 
@@ -74,25 +74,25 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: (len(indices), block) tokens and the tokens that follow them, collated."""
+        """Return a batch: (len(indices), block) tokens, and the tokens that follow them."""
         rows = check_rows(indices, len(self)).numpy()
         places = rows[:, None] * self.block + np.arange(self.block + 1)  # (N, block + 1)
         tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens; bytes that are no UTF-8 are shown as a replacement character."""
+        """Return the text of some tokens; invalid UTF-8 becomes a replacement character."""
         if self.unit == "bytes":
             return bytes(tokens).decode(errors="replace")
         return "".join(self.vocabulary[number] for number in tokens)
 
 
 def _tokenize(text: str, vocabulary: str) -> tuple[list[str], np.ndarray]:
-    """The sorted characters, of the text and of the vocabulary that is known, and each character's place among them."""
+    """Return the sorted characters of text and vocabulary, and the index of each character of the text among them."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)  # (T,)
     known = np.union1d(codes, np.frombuffer(vocabulary.encode("utf-32-le"), np.uint32))
     kind = np.uint8 if len(known) <= 256 else np.int32  # there are 1.1 million characters
-    # In pieces: what is searched for takes 8 bytes each.
+    # In pieces, because searchsorted returns 8 bytes per character.
     pieces = [np.searchsorted(known, codes[at : at + 2**24]).astype(kind) for at in range(0, len(codes), 2**24)]
     return [chr(code) for code in known], np.concatenate([np.empty(0, kind), *pieces])
 
@@ -101,12 +101,14 @@ def _read_characters(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"files: {path} is not in UTF-8 ({error.reason}); convert it, or read unit=bytes") from None
+        raise ValueError(f"files: {path} is not UTF-8 ({error.reason}); convert it, or set unit=bytes") from None
 
 
 def _pydoc() -> str:
-    """Python's help texts in the order of their names, in printable ASCII; a paragraph that comes again is left out,
-    so that what is tested on has not been trained on."""
+    """Return Python's help texts in the order of their names, in printable ASCII.
+
+    Repeated paragraphs are skipped, so that no test text occurs in the training text.
+    """
     from pydoc_data.topics import topics
 
     paragraphs: dict[str, str] = {}

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 import torch
 
-from data.checks import check_counts, check_sizes
-from data.tensors import TensorData
+from .checks import check_counts, check_sizes
+from .tensors import TensorData
 
 
 class ToyRegression(TensorData):
-    """Samples from N(0, 1), targets a fixed random linear map of them with variance 1, and some noise.
+    """Samples from N(0, 1); targets are a fixed random linear map of them, with variance 1, plus noise.
 
-    A sample has `sample_shape`, a target (num_outputs,), both float32. `noise` is the standard deviation of what is
-    added to the targets, so its square is the lowest mean squared error that a model can reach.
-    Raises ValueError where a size or count is below 1 or the noise is negative.
+    A sample has `sample_shape`, a target (num_outputs,), both float32. `noise` is the standard deviation of the
+    noise, so its square is the lowest mean squared error that a model can reach.
+    Raises ValueError if a size or count is below 1, or the noise is negative.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class ToyRegression(TensorData):
             raise ValueError(f"noise={noise} must be at least 0 and finite; try 0.1")
         num_samples = num_train if train else num_val
         num_features = math.prod(sample_shape)
-        # Float64, rounded once at the end: a sum in float32 depends on the number of threads.
+        # In float64 and rounded once, because a sum in float32 depends on the number of threads.
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(num_features, num_outputs, dtype=torch.float64, generator=generator)
-        # Each split draws from a seed of its own, so neither changes with the other's size.
+        # Each split has its own seed, so that it does not change with the size of the other.
         split_seeds = torch.randint(2**62, (2,), generator=generator)
         generator.manual_seed(int(split_seeds[0 if train else 1]))
         samples = torch.randn(num_samples, num_features, generator=generator)

@@ -1,16 +1,18 @@
-"""Models in plain PyTorch, one class per file; none of them knows how it is configured, trained or spread.
+"""Models in plain PyTorch, one class per file, which do not depend on configuration, training or parallel modes.
 
-A model may offer two descriptions of itself, from which others split, shard and pipeline it:
+A model may define two methods that describe its structure. Parallel modes use them to split and shard it:
 
-`stages() -> list[nn.Module]` are as many pieces as are sensible, whose composition in order is `forward`. Each takes
-one tensor and gives one. They share the model's own submodules, so that a parameter's identity gives its full name;
-every parameter is in exactly one stage, and what a stage adds (a Flatten, say) has neither state nor a training mode.
-A tied parameter is the exception: the very same Parameter object under several names, as an embedding's and a head's,
-may be in several stages. Its gradient is the sum over them; what cannot sum it (split) refuses the model by name.
+`stages() -> list[nn.Module]` returns modules whose composition, in order, is `forward`. Each stage accepts one tensor
+and returns one. Stages consist of the model's own submodules, so that a parameter keeps its full name; every parameter
+belongs to exactly one stage. A module that a stage adds, such as Flatten, must have no state and no training mode.
+A tied parameter is an exception: the same Parameter object under several names, such as the weight of an embedding and
+of a head, may belong to several stages. Its gradient is the sum over these stages. `split`, which cannot compute that
+sum, refuses such a model with an error that names the parameter.
 
-`tensor_plan() -> dict[str, "colwise" | "rowwise"]` says how the weights of linear layers are cut, in the order of
-forward. The output of a colwise layer stays cut until the next rowwise layer in the plan takes it so and gives a whole
-one. A rowwise layer with no colwise one open takes a whole input of which each rank uses its slice; it is the form for
-a layer by itself, since it asks of the input and not of the number of outputs that the ranks divide it: 10 classes do
-not go into 4. What is not in the plan is whole everywhere, and so are its inputs.
+`tensor_plan() -> dict[str, "colwise" | "rowwise"]` maps the names of linear layers, in the order of forward, to the
+dimension in which tensor parallelism shards their weights. The output of a colwise layer is sharded; the next rowwise
+layer of the plan accepts it and returns a whole output. A rowwise layer without a preceding colwise layer accepts a
+whole input, of which each rank uses its slice. That form suits a single layer, because the number of ranks must then
+divide the number of inputs and not of outputs, such as 10 classes on 4 ranks. Layers that are not in the plan are
+replicated.
 """

@@ -1,4 +1,4 @@
-"""What transformers are made of: blocks of attention and a perceptron, learned positions, and their tensor plan."""
+"""Parts of transformers: blocks of attention and a perceptron, learned positions, and their tensor plan."""
 
 import math
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.checks import Plan
+from .checks import Plan
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron with one hidden layer, each on normalised features and added to them.
+    """A pre-norm transformer block: attention, then a perceptron with one hidden layer, each with a residual.
 
-    dropout: share of what each of the two gives that is left out in training. is_causal: as of Attention.
+    dropout: probability with which an output of either is dropped in training. is_causal: see Attention.
     """
 
     def __init__(self, dim: int, heads: int, hidden: int, is_causal: bool = False, dropout: float = 0.0) -> None:
@@ -31,10 +31,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every place looks at every other one, or with is_causal at itself and those before it.
+    """Multi-head attention, in which each position attends to all positions, or with is_causal not to later ones.
 
-    The number of heads is that of the features which the layers give: where these are cut over ranks, each rank has
-    some of the heads.
+    The number of heads follows from the number of features that the layers return: if tensor parallelism shards the
+    layers, each rank computes some of the heads.
     """
 
     def __init__(self, dim: int, heads: int, is_causal: bool = False) -> None:
@@ -55,37 +55,40 @@ class Attention(nn.Module):
 
 
 class Positions(nn.Module):
-    """A learned vector added to each place, of as many places as there are at most."""
+    """Adds a learned vector to each position of a sequence of at most `num_positions`."""
 
-    def __init__(self, num_places: int, dim: int) -> None:
+    def __init__(self, num_positions: int, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_places, dim))
+        self.weight = nn.Parameter(torch.empty(num_positions, dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, features: Tensor) -> Tensor:  # (N, L, dim) -> (N, L, dim)
-        """Raises ValueError where there are more places than were learned."""
+        """Raise ValueError if the sequence is longer than the learned positions."""
         if features.size(1) > len(self.weight):
-            raise ValueError(f"{features.size(1)} places are more than the {len(self.weight)} that have a position")
+            raise ValueError(
+                f"a sequence of {features.size(1)} must have at most the {len(self.weight)} positions that were learned"
+            )
         return features + self.weight[: features.size(1)]
 
 
 def check_blocks(dim: int, depth: int, heads: int, mlp_ratio: float) -> None:
-    """Raise ValueError unless there are blocks of at least one feature, head and hidden unit, and heads divide dim."""
+    """Raise ValueError unless all sizes, including that of the hidden layer, are at least 1 and heads divides dim."""
     for name, size in {"dim": dim, "depth": depth, "heads": heads}.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
     if dim % heads:
         raise ValueError(f"heads={heads} must divide dim={dim}; try heads=1, or dim={dim // heads * heads + heads}")
     if not 1 <= dim * mlp_ratio < math.inf:
-        raise ValueError(f"mlp_ratio={mlp_ratio} must leave a unit of dim={dim}; try 4.0")
+        raise ValueError(f"mlp_ratio={mlp_ratio} must give at least one hidden unit for dim={dim}; try 4.0")
 
 
 def plan_blocks(depth: int) -> Plan:
-    """The plan of `depth` blocks in a module's `blocks`: whole heads to each rank, so that the ranks must divide them,
-    beside the sizes of the layers.
+    """Return the plan of `depth` blocks in a module's `blocks`.
+
+    Each rank computes whole heads, so the number of ranks must divide the number of heads and the sizes of the layers.
     """
     plan: Plan = {}
     for index in range(depth):

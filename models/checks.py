@@ -1,14 +1,14 @@
-"""The rules that every model checks before it is built, and the type of what it says of itself."""
+"""Checks of a model's options before it is built, and the type of its tensor plan."""
 
 from collections.abc import Sequence
 from typing import Literal
 
-# How the weights of linear layers are cut, by their names in the order of forward; models/__init__.py says what for.
+# How the weights of linear layers are sharded, by name in the order of forward; see models/__init__.py.
 Plan = dict[str, Literal["colwise", "rowwise"]]
 
 
 def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
-    """Raise ValueError unless samples have at least one axis, no axis is empty and there is an output."""
+    """Raise ValueError unless samples have at least one dim and all sizes are at least 1."""
     if not sample_shape or min(sample_shape) < 1:
         raise ValueError(f"sample_shape={list(sample_shape)} must be one or more sizes of at least 1, such as [10]")
     if num_outputs < 1:
@@ -16,27 +16,27 @@ def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
 
 
 def check_images(model: str, sample_shape: Sequence[int], num_outputs: int, least: int = 1) -> None:
-    """Raise ValueError as check_sizes, and unless samples are images (C, H, W) of at least `least` pixels each way."""
+    """Raise ValueError unless samples are images (C, H, W) of at least `least` x `least` pixels, and as check_sizes."""
     check_sizes(sample_shape, num_outputs)
     if len(sample_shape) != 3 or min(sample_shape[1:]) < least:
         raise ValueError(
             f"{model} needs image samples (channels, height, width) of at least {least} x {least}, but the samples "
-            f"have shape {tuple(sample_shape)}; choose a data set of images, such as digits, or another model, such "
+            f"have shape {tuple(sample_shape)}; choose a dataset of images, such as digits, or another model, such "
             "as mlp"
         )
 
 
 def check_tokens(model: str, sample_shape: Sequence[int], num_outputs: int) -> None:
-    """Raise ValueError as check_sizes, and unless samples are sequences (tokens,)."""
+    """Raise ValueError unless samples are sequences (tokens,), and as check_sizes."""
     check_sizes(sample_shape, num_outputs)
     if len(sample_shape) != 1:
         raise ValueError(
             f"{model} needs samples that are sequences of tokens, but the samples have shape {tuple(sample_shape)}; "
-            "choose a data set of tokens, such as text, or another model, such as mlp"
+            "choose a dataset of tokens, such as text, or another model, such as mlp"
         )
 
 
 def check_dropout(dropout: float) -> None:
-    """Raise ValueError unless it is the probability of leaving out some units, and not all."""
+    """Raise ValueError unless the probability is in [0, 1)."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1; try 0.1")

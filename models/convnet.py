@@ -1,17 +1,17 @@
-"""A small convolutional network with batch normalisation, for images."""
+"""A small convolutional network with batch normalization, for images."""
 
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.checks import Plan, check_images
+from .checks import Plan, check_images
 
 
 class ConvNet(nn.Module):
     """Two conv-BatchNorm-ReLU-pool blocks and a linear head, (N, C, H, W) -> (N, num_outputs).
 
-    Raises ValueError where the samples are not images of at least 4 x 4, for two halvings must leave a pixel,
-    where `channels` does not hold two sizes, and where a size is below 1.
+    Raises ValueError if the samples are not images of at least 4 x 4 pixels, of which two poolings leave one, if
+    `channels` is not two sizes, or if a size is below 1.
     """
 
     def __init__(self, sample_shape: Sequence[int], num_outputs: int, channels: Sequence[int] = (16, 32)) -> None:
@@ -33,7 +33,7 @@ class ConvNet(nn.Module):
         return [self.block1, self.block2, nn.Sequential(nn.Flatten(), self.head)]
 
     def tensor_plan(self) -> Plan:
-        return {"head": "rowwise"}  # the blocks stay whole: torch has no sharded convolution
+        return {"head": "rowwise"}  # the blocks are replicated, because torch cannot shard convolutions
 
 
 def _block(num_inputs: int, num_outputs: int) -> nn.Sequential:

@@ -1,22 +1,22 @@
-"""A decoder-only transformer over tokens, which predicts at each place the token behind it."""
+"""A decoder-only transformer, which predicts the next token at each position."""
 
 import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.blocks import Block, Positions, check_blocks, plan_blocks
-from models.checks import Plan, check_dropout, check_tokens
+from .blocks import Block, Positions, check_blocks, plan_blocks
+from .checks import Plan, check_dropout, check_tokens
 
 
 class GPT(nn.Module):
     """Embedding, learned positions, `depth` causal pre-norm blocks, a linear head over the vocabulary.
 
-    (N, T) integer tokens below num_outputs -> (N, T, num_outputs) logits, T at most `sample_shape[0]`, which is the
-    number of places that have a position. No output depends on a later token. With `tied` the head's weight is the
-    embedding's very Parameter (Press, Wolf, "Using the Output Embedding to Improve Language Models", 2016).
-    `dropout` is applied to the embedded tokens and to what attention and perceptron add, not to attention's weights.
-    Raises ValueError where samples are not sequences, `heads` does not divide `dim`, and where a size is below 1.
+    (N, T) integer tokens below num_outputs -> (N, T, num_outputs) logits. T is at most `sample_shape[0]`, the number of
+    learned positions. No output depends on a later token. With `tied`, head and embedding share one Parameter
+    (Press, Wolf, "Using the Output Embedding to Improve Language Models", 2016). `dropout` is applied to the embedded
+    tokens and to the outputs of attention and perceptron, not to attention weights.
+    Raises ValueError if samples are not sequences, `heads` does not divide `dim`, or a size is below 1.
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019.
     """
 
@@ -48,13 +48,13 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """All weights from N(0, 0.02^2), those of what is added to the residual stream from less, since 2 * depth such
-        layers add up there; biases are 0 and norms 1.
+        """Draw weights from N(0, 0.02^2), and set biases to 0 and norms to 1.
 
-        Source: GPT-2's section 2.3, and its numbers as in https://github.com/karpathy/nanoGPT/blob/master/model.py
+        The 2 * depth layers that add to the residual stream get smaller weights, because their outputs add up.
+        Source: section 2.3 of GPT-2's paper, with the numbers of https://github.com/karpathy/nanoGPT
         """
         added = 0.02 / math.sqrt(2 * len(self.blocks))
-        for name, parameter in self.named_parameters():  # a tied one once
+        for name, parameter in self.named_parameters():  # a tied parameter once
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
@@ -63,7 +63,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.is_floating_point():
             kind = str(tokens.dtype).removeprefix("torch.")
-            raise TypeError(f"gpt needs tokens, which are integers, but got {kind}; choose a data set of text")
+            raise TypeError(f"gpt needs tokens, which are integers, but got {kind}; choose a dataset of text")
         features = self.dropout(self.positions(self.embed(tokens)))  # (N, T) -> (N, T, dim)
         for block in self.blocks:
             features = block(features)
@@ -77,5 +77,5 @@ class GPT(nn.Module):
         ]
 
     def tensor_plan(self) -> Plan:
-        """Of the blocks alone: a head whose weight may be the embedding's stays whole."""
+        """Return the plan of the blocks. The head is replicated, because its weight may be the embedding's."""
         return plan_blocks(len(self.blocks))

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.checks import Plan, check_sizes
+from .checks import Plan, check_sizes
 
 
 class Linear(nn.Module):
     """20-1 on the random data; samples of any shape are flattened, (N, *sample_shape) -> (N, num_outputs).
 
-    Raises ValueError where a size is below 1.
+    Raises ValueError if a size is below 1.
     """
 
     def __init__(self, sample_shape: Sequence[int], num_outputs: int) -> None:

@@ -6,14 +6,14 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from models.checks import Plan, check_dropout, check_sizes
+from .checks import Plan, check_dropout, check_sizes
 
 
 class MLP(nn.Module):
-    """Linear, BatchNorm and Dropout if wanted, ReLU, for each size in `hidden`, and a linear head.
+    """A linear layer, optional BatchNorm and Dropout, and ReLU for each size in `hidden`, then a linear head.
 
     Samples of any shape are flattened, (N, *sample_shape) -> (N, num_outputs).
-    Raises ValueError where a size is below 1, `hidden` is empty or `dropout` is not a probability below 1.
+    Raises ValueError if a size is below 1, `hidden` is empty, or `dropout` is not in [0, 1).
     """
 
     def __init__(
@@ -52,11 +52,10 @@ class MLP(nn.Module):
         return [nn.Sequential(nn.Flatten(), *first), *(nn.Sequential(*group) for group in others), self.head]
 
     def tensor_plan(self) -> Plan:
-        """Pairs of a colwise and a rowwise layer, which talk once; the last layer is by itself if their number is odd.
+        """Return pairs of a colwise and a rowwise layer, which need one collective; an odd last layer is separate.
 
-        A BatchNorm between the two has weights and statistics for the whole axis of which it would see a slice. So
-        with batch_norm every layer is by itself, and each BatchNorm sees whole activations.
-        ReLU and Dropout treat each unit by itself and may stand in a pair.
+        A BatchNorm inside a pair would see a slice of the activations, but it has weights and statistics of all
+        units. So with batch_norm no layers are paired. ReLU and Dropout are elementwise and may be inside a pair.
         """
         names = [name for name, layer in self.named_modules() if isinstance(layer, nn.Linear)]
         paired = 0 if self.batch_norm else len(names) - len(names) % 2

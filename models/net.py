@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.checks import Plan, check_dropout, check_images
+from .checks import Plan, check_dropout, check_images
 
 
 class Net(nn.Module):
     """10 and 20 channels of 5 x 5 convolutions, 50 hidden units, (N, C, H, W) -> (N, num_outputs) log-probabilities.
 
-    Raises ValueError where the samples are not images of at least 16 x 16, for two convolutions without padding and
-    two halvings must leave a pixel, where `dropout` is not a probability below 1, and where a size is below 1.
-    Source: https://github.com/pytorch/examples/blob/0.4/mnist/main.py
+    Raises ValueError if the samples are not images of at least 16 x 16 pixels, of which two convolutions without
+    padding and two poolings leave one, if `dropout` is not in [0, 1), or if a size is below 1. Source:
+    https://github.com/pytorch/examples/blob/0.4/mnist/main.py
     """
 
     def __init__(self, sample_shape: Sequence[int], num_outputs: int, dropout: float = 0.5) -> None:

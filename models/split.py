@@ -1,4 +1,4 @@
-"""A model in parts on several devices of one process: the one model that is told its devices."""
+"""A model in parts on several devices of one process: the only model that knows its devices."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,53 +9,53 @@ from torch import Tensor, nn
 
 
 class Split(nn.Module):
-    """The stages of `model` in `parts` parts, as even in number as can be; each may be on a device of its own.
+    """The stages of `model` in `parts` parts of about equally many stages, each of which may be on another device.
 
-    Names of parameters and buffers are those of `model`, so that either loads the other's state. Inputs may be on any
-    device, and the outputs come back to it. Parts run where their weights are: until `place` is called, or `devices`
-    given, that is where `model` was.
-    Raises ValueError where `model` cannot be split so, and where a device does not exist.
+    Parameters and buffers have the same names as in `model`, so that each can load the state dict of the other. Inputs
+    may be on any device, and outputs are returned on that device. Parts run on the device of their weights: that of
+    `model`, unless `devices` is set or `place` is called.
+    Raises ValueError if `model` cannot be split or a device does not exist.
     """
 
     def __init__(self, model: nn.Module, parts: int = 2, devices: Sequence[str] | None = None) -> None:
         super().__init__()
         name = type(model).__name__
-        offer: Callable[[], list[nn.Module]] | None = getattr(model, "stages", None)
-        if offer is None:
-            raise ValueError(f"model={name} cannot be split, as it does not offer its stages; try convnet")
-        stages = offer()
+        get_stages: Callable[[], list[nn.Module]] | None = getattr(model, "stages", None)
+        if get_stages is None:
+            raise ValueError(f"model={name} cannot be split, because it does not define stages(); try convnet")
+        stages = get_stages()
         if len(stages) < 2:
-            raise ValueError(f"model={name} cannot be split, as it has one stage; try convnet")
+            raise ValueError(f"model={name} cannot be split, because it has one stage; try convnet")
         if not 2 <= parts <= len(stages):
             raise ValueError(f"parts={parts} must be at least 2 and at most the {len(stages)} stages of {name}; try 2")
         if [*model.parameters(recurse=False), *model.buffers(recurse=False)]:
-            raise ValueError(f"model={name} cannot be split, as it has tensors outside its submodules")
+            raise ValueError(f"model={name} cannot be split, because it has tensors outside its submodules")
         cuts = [part * len(stages) // parts for part in range(parts + 1)]
         self._stages = stages
         self._parts = [nn.Sequential(*stages[start:end]) for start, end in pairwise(cuts)]
         if tied := _tied(model, self._parts):
             raise ValueError(
-                f"model={name} cannot be split, as {tied} are one tensor in two parts; try an untied model"
+                f"model={name} cannot be split, because {tied} are one tensor in two parts; try an untied model"
             )
         self.devices: list[torch.device] | None = None
-        # The model's submodules become this module's own, under their names. The model itself stays outside, or each
-        # name would begin with its.
+        # The model's submodules become submodules of this module, under their names. Adding the model itself would
+        # prefix all names.
         for child_name, child in model.named_children():
             self.add_module(child_name, child)
         if devices is not None:
             self.place(devices)
 
     def place(self, devices: Sequence[str | torch.device]) -> None:
-        """Move each part to its device. Raises ValueError unless there are as many, and all of them exist."""
-        typed = f"devices=[{','.join(map(str, devices))}]"
+        """Move each part to its device. Raise ValueError unless there is one device per part, and all exist."""
+        option = f"devices=[{','.join(map(str, devices))}]"
         if len(devices) != len(self._parts):
-            raise ValueError(f"{typed} must be {len(self._parts)} devices, one per part")
+            raise ValueError(f"{option} must be {len(self._parts)} devices, one per part")
         try:
             self.devices = [torch.device(device) for device in devices]
             for part, device in zip(self._parts, self.devices, strict=True):
                 part.to(device)
         except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"{typed}: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{option}: {str(error).splitlines()[0]}") from None
 
     def forward(self, samples: Tensor) -> Tensor:
         features = samples
@@ -69,7 +69,7 @@ class Split(nn.Module):
 
 
 def _tied(model: nn.Module, parts: Sequence[nn.Module]) -> str | None:
-    """The names of the first parameter that several parts share, which cannot be on the device of each."""
+    """Return the names of the first parameter that several parts share, which can only be on one device; or None."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -1,17 +1,17 @@
-"""The toy of the distributed-training tutorials: two linear layers with a ReLU between."""
+"""The toy of the distributed-training tutorials: two linear layers with a ReLU in between."""
 
 import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.checks import Plan, check_sizes
+from .checks import Plan, check_sizes
 
 
 class Toy(nn.Module):
     """10-10-5 on the toy data; samples of any shape are flattened, (N, *sample_shape) -> (N, num_outputs).
 
-    Raises ValueError where a size is below 1.
+    Raises ValueError if a size is below 1.
     Source: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
     """
 

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import Block, Positions, check_blocks, plan_blocks
-from models.checks import Plan, check_images
+from .blocks import Block, Positions, check_blocks, plan_blocks
+from .checks import Plan, check_images
 
 
 class Transformer(nn.Module):
     """Patches, learned positions, `depth` blocks, the mean over the patches, a linear head.
 
-    (N, C, H, W) -> (N, num_outputs). Raises ValueError where the samples are not images that patches of `patch_size`
-    tile, where `heads` does not divide `dim`, and where a size is below 1.
+    (N, C, H, W) -> (N, num_outputs). Raises ValueError if the samples are not images, `patch_size` does not divide
+    their sizes, `heads` does not divide `dim`, or a size is below 1.
     Sources: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020; mean pooling and no class token as in Beyer,
     Zhai, Kolesnikov, "Better plain ViT baselines for ImageNet-1k", 2022.
     """
@@ -66,7 +66,7 @@ class Transformer(nn.Module):
 
 
 class Patches(nn.Module):
-    """An image cut into squares, row by row, each flattened."""
+    """Splits images into square patches, row by row, and flattens each patch."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Patches(nn.Module):
 
 
 class Mean(nn.Module):
-    """The mean over the places."""
+    """Averages over positions."""
 
     def forward(self, features: Tensor) -> Tensor:  # (N, L, dim) -> (N, dim)
         return features.mean(1)

@@ -1,4 +1,4 @@
-"""A U-Net, which gives each pixel of an image its outputs."""
+"""A U-Net, which computes outputs for each pixel of an image."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,16 +6,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from models.checks import check_images
+from .checks import check_images
 
 
 class UNet(nn.Module):
-    """`depth` halvings and as many doublings, each of which is joined by the features that were halved from its size.
+    """`depth` poolings and as many upsamplings, each of which is concatenated with the features before the pooling.
 
     (N, C, H, W) -> (N, num_outputs, H, W). A block is two 3 x 3 convolutions, each with BatchNorm and ReLU; it has
-    `width` channels at full size, and twice as many after each halving. Unlike the original's, its convolutions are
-    padded, so that outputs have the images' size. There are no stages: each would have to hand on several tensors.
-    Raises ValueError where samples are not images of sizes that can be halved so often, and where a size is below 1.
+    `width` channels at full size, and twice as many after each pooling. Unlike the original, convolutions are padded,
+    so that outputs have the size of the images. The model has no stages, because each would return several tensors.
+    Raises ValueError if samples are not images, 2**depth does not divide their sizes, or a size is below 1.
     Source: Ronneberger, Fischer, Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation", 2015.
     """
 
@@ -48,7 +48,7 @@ class UNet(nn.Module):
 
 
 def _block(num_inputs: int, num_outputs: int) -> nn.Sequential:
-    # (N, num_inputs, H, W) -> (N, num_outputs, H, W); the convolutions have no biases, as BatchNorm has them
+    # (N, num_inputs, H, W) -> (N, num_outputs, H, W); the convolutions have no biases, because BatchNorm has
     return nn.Sequential(
         nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(num_outputs),

@@ -1,4 +1,4 @@
-"""`python -m runner`; the console script `runner` comes here too."""
+"""The entry point of `python -m runner` and of the console script `runner`."""
 
 import atexit
 import contextlib
@@ -7,23 +7,23 @@ import sys
 
 
 def main() -> int:
-    """Run what sys.argv asks for, and hear signals meanwhile. Returns the exit status."""
-    from runner.distributed.left_waiting import is_one_left
-    from runner.distributed.signals import listen
-    from runner.launchers.imported import begin_imports
+    """Handle signals, run the command of sys.argv, and return the exit status."""
+    from runner.distributed.failures.daemon_threads import is_any_running
+    from runner.distributed.failures.signals import install_handlers
+    from runner.jobs.process_tuning import begin_imports
 
-    listen()  # before torch and the rest are imported
+    install_handlers()  # before torch and the rest are imported
     begin_imports()
-    from runner.main import main as run
+    from runner.cli import main as run
 
     status = run()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # nobody reads it any more; Python would try again, and end with a status of its own
+        except OSError:  # the pipe is closed; Python would flush again at exit, and change the status
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if is_one_left():  # Python would go through its exit with it
+    if is_any_running():  # Python would wait for it at exit
         atexit._run_exitfuncs()
         os._exit(status)
     return status

@@ -1,26 +1,42 @@
-"""How a command ends early, and how wrong input is told: in three lines at most, with the nearest right word."""
+"""Exceptions that end a command, and the messages for wrong input: at most three lines, with the nearest valid word."""
 
 import contextlib
 import difflib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
-_LISTED = 12  # a longer list of choices hides the message that it ends
+_MAX_LISTED = 12  # a longer list of choices would hide the message before it
+_STDLIB = sysconfig.get_path("stdlib")
+# By name, because an environment may also import the packages of another one (venv --system-site-packages).
+PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
+_RUNNER = f"{Path(__file__).parent}/"
 
 
 class InputError(ValueError):
-    """What the user asked for cannot be done; each message is one line with key, value, rule and fix."""
+    """Invalid input. Each message is one line that names key, value, rule and fix."""
 
     def __init__(self, *messages: str):
         super().__init__("\n".join(messages))
         self.messages = list(messages)
 
 
-class JobFailed(Exception):
-    """The job ended with an error, which the user has been told and result.json keeps.
+def require_packages(choice: str, extra: str, *packages: str) -> None:
+    """Raise InputError if a package that `choice` needs is missing. `extra` installs them; they are not imported."""
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise InputError(f"{choice} needs {' and '.join(missing)}; pip install 'experiment-runner[{extra}]'")
 
-    status: to exit with. directory: of the run or sweep, for who has called it from Python. follows: another rank may
-    be the cause, and speaks first.
+
+class JobFailed(Exception):
+    """A job that failed. The error has been printed and is in result.json.
+
+    Attributes:
+        status: the exit status.
+        directory: the directory of the run or sweep, for callers from Python.
+        follows: True if the failure of another rank may be the cause, which is then reported first.
     """
 
     def __init__(self, text: str, status: int = 1, directory: str = "", follows: bool = False):
@@ -29,41 +45,80 @@ class JobFailed(Exception):
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; it has saved what its last step made. directory: as of JobFailed."""
+    """A run that was stopped by a signal and saved its last step; `directory` is as in JobFailed."""
 
     def __init__(self, text: str = "", directory: str = ""):
         super().__init__(text)
         self.directory = directory
 
 
-def tell(messages: Sequence[str]) -> None:
-    """Say what is wrong with the input, in three lines at most."""
+def print_messages(messages: Sequence[str]) -> None:
+    """Print at most three lines to standard error."""
     for line in three_lines(messages):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader of the pipe has closed it
             print(line, file=sys.stderr, flush=True)
 
 
 def three_lines(messages: Sequence[str]) -> list[str]:
+    """Return the messages; of more than three the first two and the number of the others."""
     return list(messages) if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
 
 
 def nearest(word: str, choices: Collection[str]) -> str | None:
-    """The choice most like the word; capitals only decide between choices that differ in nothing else."""
+    """Return the choice that is most similar to the word, or None; case only decides between otherwise equal ones."""
     found = difflib.get_close_matches(word.lower(), {choice.lower() for choice in choices}, n=1)
-    alike = [choice for choice in choices if choice.lower() in found]
-    return max(alike, key=lambda choice: sum(map(str.__eq__, word, choice)), default=None)
+    equal = [choice for choice in choices if choice.lower() in found]
+    return max(equal, key=lambda choice: sum(map(str.__eq__, word, choice)), default=None)
 
 
 def near_hint(word: str, choices: Collection[str]) -> str:
-    """The end of a message: `; did you mean convnet?`, or nothing where none is near."""
+    """Return the end of a message, `; did you mean convnet?`; empty if no choice is similar."""
     near = nearest(word, choices)
     return f"; did you mean {near}?" if near else ""
 
 
 def did_you_mean(word: str, choices: Collection[str]) -> str:
-    """The end of a message: `; did you mean convnet? (convnet, mlp)`, or the choices alone where none is near."""
+    """Return the end of a message: `; did you mean convnet? (convnet, mlp)`, or only the choices."""
     if not choices:
         return ""
     hint = near_hint(word, choices)
-    listed = ", ".join(list(choices)[:_LISTED]) + (", ..." if len(choices) > _LISTED else "")
+    listed = ", ".join(list(choices)[:_MAX_LISTED]) + (", ..." if len(choices) > _MAX_LISTED else "")
     return f"{hint} ({listed})" if hint else f"; choose among: {listed}"
+
+
+def user_line(error: BaseException) -> str | None:
+    """Return `FILE:LINE` of the innermost frame in user code (neither the runner's nor a library's), or None."""
+    return _last([place for place in _places(error) if not _is_library(place[0])])
+
+
+def deepest_line(error: BaseException) -> str | None:
+    """Return `user_line(error)`, or the innermost line of a library if no user code is involved."""
+    return user_line(error) or _last(_places(error))
+
+
+def failed_with(error: BaseException) -> str:
+    """Return the end of a message: the error, and the line of user code that raised it."""
+    line = user_line(error)
+    return f" with: {first_line(error)}" + (f" (at {line})" if line else "")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _places(error: BaseException) -> list[tuple[str, int | None]]:
+    """Return file and line of each frame outside of the runner, and last the place of a syntax error."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        places.append((error.filename, error.lineno))
+    return [place for place in places if not place[0].startswith((_RUNNER, "<frozen"))]
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_STDLIB) or any(name in Path(file).parts for name in PACKAGE_DIRECTORIES)
+
+
+def _last(places: Sequence[tuple[str, int | None]]) -> str | None:
+    return f"{places[-1][0]}:{places[-1][1]}" if places else None

@@ -10,16 +10,16 @@ import pytest
 import torch
 from commands import Commands
 
-from runner.main import main
+from runner.cli import main
 
 pytest_plugins = ("fault_matrix", "leftovers")
 
-# The first backward of a process decides which threads autograd starts, after which no forked rank can go backward. It
-# must come before any test has a FakeTensorMode, with which torch counts a GPU that is not there.
+# The first backward of a process decides how many threads autograd starts; a thread for a GPU would prevent backward in
+# forked ranks. So run it before any test enters a FakeTensorMode, in which torch counts a GPU that does not exist.
 torch.ones((), requires_grad=True).backward()
 
 
-# Dashboards count their users, and ask for newer versions, over the network: no test does.
+# Dashboards send telemetry and query newer versions over the network. Tests must not.
 os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", WANDB_ERROR_REPORTING="false")
 
 
@@ -42,11 +42,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
-    """Commands that run in the test's own folder. Those that still run at its end are killed."""
+    """Run commands in the temporary directory of the test. Commands that still run at its end are killed."""
     own = Commands(tmp_path)
     yield own
     for process in own.started:
-        if process.poll() is None:  # what one that has ended leaves behind fails the test: support/leftovers.py
+        if process.poll() is None:  # the leftovers of an exited command fail the test: support/leftovers.py
             own.kill(process)
         assert process.stdout and process.stderr
         process.stdout.close()
@@ -55,12 +55,12 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs a command of the runner in this process, in the test's own folder. Returns its status."""
+    """Return a function that runs the runner in this process and in the test's directory, and returns its status."""
     monkeypatch.chdir(tmp_path)
 
-    def type_words(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["runner", *words])
-        monkeypatch.setattr(sys, "orig_argv", ["runner", *words])
+    def run_command(*args: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["runner", *args])
+        monkeypatch.setattr(sys, "orig_argv", ["runner", *args])
         return main()
 
-    return type_words
+    return run_command

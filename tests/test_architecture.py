@@ -1,72 +1,70 @@
-"""The plan of the house: its floors, and that every import goes to a floor below or stays in its folder."""
+"""The layers of the code: which package may import which, and the rules that hold for every file."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-import pytest
+from runner.paths import ROOT
 
-from runner import ROOT
-
-# Top floor first. What stands on one line stands beside each other: neither imports the other.
-FLOORS = (
-    ("runner/__main__.py",),
-    ("runner/main.py", "runner/api"),  # argv to an exit status; calls from Python to runs and exceptions
-    ("runner/command.py",),  # what was typed to one checked configuration
-    ("runner/tasks",),  # one file per task; nobody imports them
-    ("runner/sweeps",),  # which jobs, in which order, what came of them
-    ("runner/launchers",),  # how processes come to be
-    ("runner/fault_tolerance", "runner/parallel"),  # what outlasts a crash, and the ways of spreading a model
-    ("runner/training",),  # the loop, the batch, the loss, and the contracts of strategy and callback
-    ("runner/config",),  # what was typed, composed, checked and made into objects
-    ("runner/runs", "runner/distributed"),  # what is on disk, and who this process is among the ranks
-    ("runner/errors.py",),
-    ("runner/__init__.py",),
+# From top to bottom. A file imports from layers below its own, or from its own package.
+LAYERS = (
+    "runner/__main__.py",
+    "runner/cli.py",
+    "runner/api",
+    "runner/tasks",
+    "runner/sweeps",
+    "runner/launchers",
+    "runner/jobs",
+    "runner/parallel",
+    "runner/training",
+    "runner/objectives",
+    "runner/optimization",
+    "runner/input",
+    "runner/config",
+    "runner/checkpoints",
+    "runner/records",
+    "runner/distributed",
+    "runner/errors.py",
+    "runner/shipped.py",
+    "runner/paths.py",
 )
-APART = ("models", "data")  # no import ties them to the rest
-PLUGINS = "hydra_plugins/runner"  # found by Hydra; they import sweeps/ only when asked
+LAZY = "runner/__init__.py"  # offers names of the packages, each imported when it is used
+INDEPENDENT = ("models", "data")
+PLUGINS = "hydra_plugins/runner"
 
 HYDRA = ("hydra", "omegaconf", "hydra_plugins")
-MAY_IMPORT_HYDRA = ("runner/main.py", "runner/command.py", "runner/config/", "runner/sweeps/", "hydra_plugins/")
-MAY_READ_ENVIRONMENT = ("runner/distributed/", "runner/launchers/", "runner/sweeps/slot_process.py")
-MAX_LINES, MAX_LINES_OF_THE_LOOP = 300, 250
-VAGUE = ("utils", "helpers", "misc", "common", "manager", "registry")
+MAY_IMPORT_HYDRA = ("runner/cli.py", "runner/config/", "runner/sweeps/", "hydra_plugins/")
+MAY_READ_ENVIRONMENT = ("runner/distributed/", "runner/jobs/", "runner/launchers/", "runner/sweeps/slot_process.py")
+MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_FILES = 300, 250, 25
+VAGUE_NAMES = ("utils", "helpers", "misc", "common", "manager", "registry")
 
 Sources = Mapping[str, str]  # text by path
-Arrows = set[tuple[str, str]]  # from file to file
+Imports = set[tuple[str, str]]  # (importing file, imported file)
 
 
 def read_sources(*folders: str) -> dict[str, str]:
-    found = {str(path.relative_to(ROOT)): path for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    assert found
-    return {name: path.read_text() for name, path in sorted(found.items())}
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert paths
+    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths)}
 
 
-SOURCES = read_sources("runner", *APART, "hydra_plugins")
-
-
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+SOURCES = read_sources("runner", *INDEPENDENT, "hydra_plugins")
 
 
 @cache
-def imports(text: str) -> frozenset[str]:
-    """The modules that a file imports, inside of functions too: of `from a import b`, a and a.b.
+def imported_modules(text: str) -> frozenset[str]:
+    """Return the modules that a file imports anywhere, also in functions and under TYPE_CHECKING.
 
-    Not those that it names for type checkers alone.
+    For `from a import b` these are `a` and `a.b`.
     """
     found: set[str] = set()
-    tree = ast.parse(text)
-    for_types = {inner for node in ast.walk(tree) if is_for_types(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"line {node.lineno} imports relatively"
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
     return frozenset(found)
 
@@ -75,181 +73,152 @@ def module_of(name: str) -> str:
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def arrows_of(sources: Sources) -> Arrows:
-    """Who imports whom among the files; `from package import module` is an arrow to the module alone."""
+def file_imports(sources: Sources) -> Imports:
+    """Return the pairs of files of which the first imports the second."""
     files = {module_of(name): name for name in sources}
-    arrows = set()
+    pairs = set()
     for name, text in sources.items():
-        found = {module for module in imports(text) if module in files}
+        found = {module for module in imported_modules(text) if module in files}
         for module in found:
-            inner = any(other.startswith(f"{module}.") for other in found)
-            if files[module] != name and not (inner and files[module].endswith("__init__.py")):
-                arrows.add((name, files[module]))
-    return arrows
+            is_only_parent = any(other.startswith(f"{module}.") for other in found)
+            if files[module] != name and not (is_only_parent and files[module].endswith("__init__.py")):
+                pairs.add((name, files[module]))
+    return pairs
 
 
-def floor_of(name: str) -> tuple[int, str] | None:
-    """The floor, counted from the top, and the room on it; None for what stands apart."""
-    for number, rooms in enumerate(FLOORS):
-        for room in rooms:
-            if name == room or name.startswith(f"{room}/"):
-                return number, room
-    return None
+def layer_of(name: str) -> int | None:
+    """Return the index of the file's layer, from the top; None for a file outside of the layers."""
+    return next((i for i, layer in enumerate(LAYERS) if name == layer or name.startswith(f"{layer}/")), None)
 
 
-def wrong_arrows(arrows: Arrows) -> list[str]:
-    """Those that go to a floor above, or to another room of the same one."""
-    wrong = []
-    for source, target in sorted(arrows):
-        start, end = floor_of(source), floor_of(target)
-        if start is None or end is None:
-            continue
-        if start[1] != end[1] and start[0] >= end[0]:
-            wrong.append(f"{source} imports {target}, which is not below it")
-    return wrong
+def upward_imports(pairs: Imports) -> list[str]:
+    found = []
+    for source, target in sorted(pairs):
+        above, below = layer_of(source), layer_of(target)
+        if above is not None and below is not None and above > below:
+            found.append(f"{source} imports {target}, which is in a layer above")
+    return found
 
 
-def circles(arrows: Arrows) -> list[list[str]]:
-    """A way round for every circle of files that a walk along the arrows meets."""
+def cycles(pairs: Imports) -> list[list[str]]:
+    """Return the files of each import cycle that a depth-first search meets."""
     targets: dict[str, list[str]] = {}
-    for source, target in sorted(arrows):
+    for source, target in sorted(pairs):
         targets.setdefault(source, []).append(target)
     found: list[list[str]] = []
     done: set[str] = set()
 
-    def walk(name: str, way: list[str]) -> None:
-        if name in way:
-            found.append([*way[way.index(name) :], name])
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append([*path[path.index(name) :], name])
         elif name not in done:
             for target in targets.get(name, ()):
-                walk(target, [*way, name])
+                visit(target, [*path, name])
             done.add(name)
 
     for name in targets:
-        walk(name, [])
+        visit(name, [])
     return found
 
 
 def importers(names: Iterable[str], *modules: str) -> list[str]:
-    """Those of the files that import one of the modules, or what is in it."""
+    """Return the files that import one of the modules or something in it."""
     return [
         name
         for name in names
-        if any(f"{found}.".startswith(f"{module}.") for found in imports(SOURCES[name]) for module in modules)
+        if any(f"{found}.".startswith(f"{module}.") for found in imported_modules(SOURCES[name]) for module in modules)
     ]
 
 
-def of(*folders: str) -> list[str]:
+def files_in(*folders: str) -> list[str]:
     return [name for name in SOURCES if name.startswith(tuple(f"{folder}/" for folder in folders))]
 
 
-def test_every_file_of_the_runner_has_a_room() -> None:
-    assert [name for name in of("runner") if floor_of(name) is None] == []
-    entries = {name.split("/")[1] for name in of("runner")}
-    assert len(entries - {"__init__.py"}) <= 14
-    files = {entry for entry in entries if entry.endswith(".py")}
-    assert files == {"__init__.py", "__main__.py", "main.py", "command.py", "errors.py"}
+def test_every_file_of_the_runner_belongs_to_a_layer() -> None:
+    assert [name for name in files_in("runner") if layer_of(name) is None] == [LAZY]
 
 
-def test_every_import_goes_down() -> None:
-    assert wrong_arrows(arrows_of(SOURCES)) == []
-    assert importers(of("runner/sweeps", "runner/launchers", "runner/parallel"), "runner.tasks") == []
+def test_every_import_goes_to_a_layer_below() -> None:
+    assert upward_imports(file_imports(SOURCES)) == []
+    assert importers(files_in("runner"), "runner.tasks") == importers(files_in("runner/tasks"), "runner.tasks")
 
 
-def test_there_is_no_circle() -> None:
-    assert circles(arrows_of(SOURCES)) == []
+def test_no_import_cycle_exists() -> None:
+    assert cycles({pair for pair in file_imports(SOURCES) if LAZY not in pair}) == []
 
 
-def test_any_arrow_that_is_turned_round_is_found() -> None:
-    arrows = arrows_of(SOURCES)
-    for source, target in arrows:
-        turned = (arrows - {(source, target)}) | {(target, source)}
-        start, end = floor_of(source), floor_of(target)
-        if start and end and start[1] != end[1]:
-            assert f"{target} imports {source}, which is not below it" in wrong_arrows(turned)
-        both = circles(arrows | {(target, source)})
-        assert any({source, target} <= set(way) for way in both), (source, target)
-
-
-def between_rooms() -> list[tuple[str, str]]:
-    """One arrow of each pair of rooms, and one within each room."""
-    chosen: dict[tuple[str, str], tuple[str, str]] = {}
-    for source, target in sorted(arrows_of(SOURCES)):
-        start, end = floor_of(source), floor_of(target)
-        if start and end:
-            chosen.setdefault((start[1], end[1]), (source, target))
+def layer_pairs(pairs: Imports) -> list[tuple[str, str]]:
+    """Return one import for each pair of layers that has any."""
+    chosen: dict[tuple[int, int], tuple[str, str]] = {}
+    for source, target in sorted(pairs):
+        above, below = layer_of(source), layer_of(target)
+        if above is not None and below is not None and above != below:
+            chosen.setdefault((above, below), (source, target))
     return list(chosen.values())
 
 
-@pytest.mark.parametrize(("source", "target"), between_rooms(), ids=lambda name: name.removeprefix("runner/"))
-def test_an_arrow_that_is_turned_round_is_found(source: str, target: str) -> None:
-    """Written into the file at the arrow's end, at its top and inside of a function."""
-    for line in (f"import {module_of(source)}\n", f"def lazily():\n    from {module_of(source)} import anything\n"):
-        turned = arrows_of({**SOURCES, target: SOURCES[target] + "\n" + line})
-        assert (target, source) in turned
-        if floor_of(source)[1] != floor_of(target)[1]:  # type: ignore[index]
-            assert wrong_arrows(turned) == [f"{target} imports {source}, which is not below it"]
-        assert any({source, target} <= set(way) for way in circles(turned))
+def test_reversed_imports_are_detected() -> None:
+    """One for each pair of layers, in each form that an import may have."""
+    forms = itertools.cycle(("import {}", "def f():\n    from {} import x", "if TYPE_CHECKING:\n    import {}"))
+    pairs = file_imports(SOURCES)
+    for (source, target), form in zip(layer_pairs(pairs), forms, strict=False):
+        changed = {source: SOURCES[source], target: f"{SOURCES[target]}\n{form.format(module_of(source))}\n"}
+        found = file_imports(changed)
+        assert f"{target} imports {source}, which is in a layer above" in upward_imports(found)
+        assert cycles(pairs | found)
 
 
-def test_models_and_data_know_neither_the_runner_nor_distribution() -> None:
-    assert importers(of(*APART), "runner", "conf", *HYDRA, "torch.distributed") == []
-    assert importers(of("models"), "data") == []
-    assert importers(of("data"), "models") == []
+def test_models_and_data_depend_neither_on_the_runner_nor_on_distribution() -> None:
+    assert importers(files_in(*INDEPENDENT), "runner", "conf", *HYDRA, "torch.distributed") == []
+    assert importers(files_in("models"), "data") == importers(files_in("data"), "models") == []
 
 
-def test_the_runner_knows_no_model_and_no_data() -> None:
-    assert importers(of("runner", "hydra_plugins"), *APART, "conf") == []
+def test_the_runner_imports_neither_models_nor_data() -> None:
+    assert importers(files_in("runner", "hydra_plugins"), *INDEPENDENT, "conf") == []
 
 
-def test_hydra_lives_where_configuration_is_composed() -> None:
+def test_hydra_is_imported_only_where_configuration_is_composed() -> None:
     found = importers(SOURCES, *HYDRA)
     assert [name for name in found if not name.startswith(MAY_IMPORT_HYDRA)] == []
-    assert all(any(name.startswith(room) for name in found) for room in MAY_IMPORT_HYDRA)  # none is there in vain
+    assert all(any(name.startswith(allowed) for name in found) for allowed in MAY_IMPORT_HYDRA)
 
 
-def test_the_environment_is_read_where_processes_come_to_be() -> None:
+def test_the_environment_is_read_only_where_processes_start() -> None:
     def reads(name: str) -> bool:
         attributes = {node.attr for node in ast.walk(ast.parse(SOURCES[name])) if isinstance(node, ast.Attribute)}
-        return bool(
-            {"environ", "getenv"} & (attributes | {found.rpartition(".")[2] for found in imports(SOURCES[name])})
-        )
+        imported = {found.rpartition(".")[2] for found in imported_modules(SOURCES[name])}
+        return bool({"environ", "getenv"} & (attributes | imported))
 
     found = [name for name in SOURCES if reads(name)]
     assert [name for name in found if not name.startswith(MAY_READ_ENVIRONMENT)] == []
-    assert all(any(name.startswith(room) for name in found) for room in MAY_READ_ENVIRONMENT)
+    assert all(any(name.startswith(allowed) for name in found) for allowed in MAY_READ_ENVIRONMENT)
 
 
-def test_what_every_command_imports_is_light() -> None:
-    """Hydra imports its plugins for each of them, completion too."""
-    light = [*of("hydra_plugins", "runner/config"), "runner/main.py", "runner/command.py", "runner/errors.py"]
+def test_modules_that_every_command_imports_are_light() -> None:
+    """Hydra imports its plugins for every command, also for completion."""
+    light = [*files_in("hydra_plugins", "runner/config"), "runner/cli.py", "runner/errors.py", "runner/paths.py"]
     assert importers(light, "torch", "torchvision", "numpy", "optuna") == []
-    for name in ("runner/main.py", "runner/command.py"):
-        at_import = [node for node in ast.parse(SOURCES[name]).body if isinstance(node, ast.ImportFrom)]
-        assert not {node.module for node in at_import} & {"runner.launchers.launch", "runner.sweeps.start"}
-    for name in of(PLUGINS):
-        top = [node for node in ast.parse(SOURCES[name]).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        assert not [node for node in top if "runner" in ast.unparse(node)], name
-    assert not (ROOT / "hydra_plugins" / "__init__.py").exists()  # other projects have plugins there too
+    assert not (ROOT / "hydra_plugins" / "__init__.py").exists()  # a namespace package that other projects share
 
 
-def test_the_loop_does_not_ask_for_the_mode() -> None:
+def test_the_loop_names_no_mode() -> None:
     modes = {path.stem for path in (ROOT / "conf" / "parallel").glob("*.yaml")}
-    for name in (*of("runner/training"), "runner/tasks/train.py", "runner/tasks/evaluate.py"):
-        assert importers([name], "runner.parallel") == []
+    assert importers([*files_in("runner/training"), "runner/tasks/train.py"], "runner.parallel") == []
     for name in ("runner/training/trainer.py", "runner/training/evaluation.py", "runner/tasks/train.py"):
         words = {node.value for node in ast.walk(ast.parse(SOURCES[name])) if isinstance(node, ast.Constant)}
         assert not modes & words, name
 
 
-def test_nobody_asks_whether_a_member_is_there() -> None:
-    """What a contract asks for is declared; only a model may offer stages, a tensor plan and places, or not."""
+def test_members_of_contracts_are_declared() -> None:
+    """Only models may lack members that the runner looks for: stages, a tensor plan and places."""
     asking = re.compile(r"getattr\((?:parallel|task|launcher|callback|spread|strategy)\b")
     assert [name for name, text in SOURCES.items() if asking.search(text)] == []
 
 
-def test_no_file_is_long_or_named_for_nothing_in_particular() -> None:
+def test_files_and_folders_are_small_and_have_telling_names() -> None:
     lengths = {name: len(text.splitlines()) for name, text in SOURCES.items()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
     assert lengths["runner/training/trainer.py"] <= MAX_LINES_OF_THE_LOOP
-    assert [name for name in lengths if Path(name).stem in VAGUE] == []
+    assert [name for name in lengths if Path(name).stem in VAGUE_NAMES] == []
+    folders = [str(Path(name).parent) for name in SOURCES if not name.endswith("__init__.py")]
+    assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > MAX_FILES} == {}

@@ -1,4 +1,4 @@
-"""How each peer is started on a work, what it needs installed, and one measured run of it."""
+"""The command of each peer, the packages that it needs, and a measured run."""
 
 import contextlib
 import importlib.util
@@ -20,9 +20,9 @@ from peers.works import WORKS, Work
 
 PEERS_FOLDER = Path(__file__).resolve().parent
 ROOT = PEERS_FOLDER.parent.parent
-YARDSTICK, RUNNER = "hand-written", "runner"
+BASELINE, RUNNER = "hand-written", "runner"
 SCRIPTS = {
-    YARDSTICK: "hand_written.py",
+    BASELINE: "hand_written.py",
     "limit": "limit.py",
     "lightning": "with_lightning.py",
     "fabric": "with_fabric.py",
@@ -30,33 +30,33 @@ SCRIPTS = {
     "ignite": "with_ignite.py",
 }
 STARTS_ITS_RANKS = ("lightning", "fabric")
-# By what is imported, the name that pip knows.
+# The pip package of each import.
 NEEDS = {
     "lightning": ("lightning", "lightning"),
     "fabric": ("lightning", "lightning"),
     "accelerate": ("accelerate", "accelerate"),
     "ignite": ("ignite", "pytorch-ignite"),
 }
-PEERS = (YARDSTICK, "limit", RUNNER, "lightning", "fabric", "accelerate", "ignite")
+PEERS = (BASELINE, "limit", RUNNER, "lightning", "fabric", "accelerate", "ignite")
 TIMEOUT_S = 300
 TORCHRUN_REPORT = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic", re.MULTILINE)
-ENDING_S = 45  # torchrun gives its ranks 30
+ENDING_S = 45  # torchrun waits 30 s for its ranks
 
 
 class CommandFailed(Exception):
-    """A command that was measured did not end as it should."""
+    """A measured command failed or did not end in time."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where all commands of a suite read and write."""
+    """The directories of all commands of a suite."""
 
-    data: Path  # the folder of the MNIST-format files
+    data: Path  # directory of the MNIST-format files
     scratch: Path  # removed at the end
 
 
 def missing(peers: list[str]) -> dict[str, str]:
-    """Of the peers that are not installed, by name: the line that installs them."""
+    """Return the missing peers by name, with the command that installs each."""
     needed = {peer: NEEDS[peer] for peer in peers if peer in NEEDS}
     return {
         peer: f"pip install {package}"
@@ -66,7 +66,7 @@ def missing(peers: list[str]) -> dict[str, str]:
 
 
 def command(peer: str, work: str, num_ranks: int, steps: int, place: Place) -> list[str]:
-    """One process is started as a plain script, more than one by torchrun; `runner KEY=VALUE` has those overrides."""
+    """Return the command of a peer: a plain script, or torchrun for several processes."""
     if num_ranks > 1 and peer not in STARTS_ITS_RANKS:
         python = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     else:
@@ -79,7 +79,7 @@ def command(peer: str, work: str, num_ranks: int, steps: int, place: Place) -> l
 
 
 def runner_words(work: Work, name: str, num_ranks: int, steps: int, place: Place) -> list[str]:
-    """The same work by the runner's defaults."""
+    """Return the runner's overrides for the same workload."""
     words = [f"--config-dir={PEERS_FOLDER}", "callbacks=meter", f"callbacks.meter.warmup_steps={work.warmup_of(steps)}"]
     words += [f"model={name}", f"data={work.data.name}", f"batch_size={work.batch_size}", "epochs=1"]
     words += [f"max_steps={steps}", f"eval_batches={work.eval_batches}", f"outputs={place.scratch}/outputs"]
@@ -89,10 +89,10 @@ def runner_words(work: Work, name: str, num_ranks: int, steps: int, place: Place
 
 
 def measure(words: list[str], place: Place) -> dict[str, float]:
-    """The figures of one command, on the CPU with one thread a rank. Raises CommandFailed, when it has been ended."""
+    """Return the figures of one command, on the CPU with one thread per rank. Raise CommandFailed if it fails."""
     path, temporary = place.scratch / "figures.json", place.scratch / "tmp"
     path.unlink(missing_ok=True)
-    for folder in (temporary, place.scratch / "outputs"):  # of the command before, with its checkpoints
+    for folder in (temporary, place.scratch / "outputs"):  # outputs of the previous command
         shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary), FIGURES: str(path)}
@@ -111,13 +111,13 @@ def measure(words: list[str], place: Place) -> dict[str, float]:
 
 
 def _reason(said: str) -> str:
-    """The last line before torchrun's own report."""
+    """Return the last line before torchrun's report."""
     lines = [line.strip() for line in TORCHRUN_REPORT.split(said, maxsplit=1)[0].splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
 
 
 def _run(words: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """To its end, or to that of the time; nothing that it has started is left then."""
+    """Run the command, and kill its process group at its end or after the time limit."""
     process = subprocess.Popen(
         words,
         cwd=ROOT,
@@ -133,7 +133,7 @@ def _run(words: list[str], environment: Mapping[str, str]) -> subprocess.Complet
         with contextlib.suppress(ProcessLookupError):
             os.killpg(
                 process.pid, signal.SIGTERM
-            )  # torchrun ends its ranks then; of one that is killed they would go on
+            )  # torchrun then terminates its ranks, which would continue if it were killed
         try:
             process.communicate(timeout=ENDING_S)
         except subprocess.TimeoutExpired:

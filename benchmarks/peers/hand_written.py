@@ -1,8 +1,8 @@
-"""The yardstick: the training loop as people write it by hand.
+"""The baseline: the usual hand-written training loop.
 
-usage: [torchrun --nproc-per-node N] hand_written.py WORK ROOT STEPS, with the project's folder in PYTHONPATH
-DistributedDataParallel over gloo, DistributedSampler, ToTensor sample by sample, TensorBoard from rank 0. BatchNorm is
-each rank's own.
+usage: [torchrun --nproc-per-node N] hand_written.py WORK ROOT STEPS, with the repository in PYTHONPATH
+DistributedDataParallel over gloo, DistributedSampler, ToTensor sample by sample, TensorBoard on rank 0, and BatchNorm
+without synchronization.
 """
 
 import itertools

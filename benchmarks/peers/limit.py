@@ -1,4 +1,4 @@
-"""The limit: the same steps on batches that are cut from memory, no loader, no logger; channels_last for convolutions.
+"""The limit: the same steps on batches sliced from memory, without loader and logger; channels_last for convolutions.
 
 usage: [torchrun --nproc-per-node N] limit.py WORK ROOT STEPS, with the project's folder in PYTHONPATH
 It neither evaluates nor saves.
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Given, given, loss_of
 
-NUM_BATCHES = 10  # in memory, taken in turn
+NUM_BATCHES = 10  # in memory, used in rotation
 
 
 def main(given: Given) -> None:

@@ -1,16 +1,16 @@
-"""The meter that all peers and the runner carry: from the command to the first step, the steady state, memory."""
+"""The measurements of all peers and of the runner: time to the first step, steady rate, memory."""
 
 import json
 import os
 import time
 from pathlib import Path
 
-STARTED = "BENCHMARK_STARTED"  # when the command was given, in seconds since the epoch
-FIGURES = "BENCHMARK_FIGURES"  # the file for one JSON line
+STARTED = "BENCHMARK_STARTED"  # the start of the command, in seconds since the epoch
+FIGURES = "BENCHMARK_FIGURES"  # the file for the result, one JSON line
 
 
 class Meter:
-    """Told of each step when it has ended, and of the evaluation after the last one."""
+    """Call it after each step and after the final evaluation."""
 
     def __init__(self, batch_size: int, warmup_steps: int) -> None:
         self._batch_size, self._warmup_steps = batch_size, warmup_steps
@@ -19,7 +19,7 @@ class Meter:
         self._evaluation_s: float | None = None
 
     def tick(self) -> None:
-        self._last = time.time()  # not perf_counter, whose zero may be another in each process
+        self._last = time.time()  # not perf_counter, whose zero may differ between processes
         self._steps += 1
         if self._steps == 1:
             self._first = self._last
@@ -30,7 +30,7 @@ class Meter:
         self._evaluation_s = time.time() - self._last
 
     def write(self) -> None:
-        """On rank 0, at the end: one line, to the file that the suite has named or else to the terminal."""
+        """Write one line on rank 0 at the end, to the suite's file or to the terminal."""
         started = os.environ.get(STARTED)
         figures = {
             "samples_per_second": (self._steps - self._warmup_steps) * self._batch_size / (self._last - self._warm),
@@ -47,7 +47,7 @@ class Meter:
 
 
 def peak_memory_mib() -> float:
-    """Of this process at its highest so far."""
+    """Return the peak memory of this process."""
     status = Path("/proc/self/status")
     if status.exists():
         return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))

@@ -1,8 +1,8 @@
-"""The meter as a callback of the runner: callbacks=meter, with this folder as --config-dir."""
+"""The meter as a callback of the runner: callbacks=meter, with this directory as --config-dir."""
 
 from meter import Meter
 
-from runner.training.callback import Callback, Moment, Outcome, RunInfo
+from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
 
 
 class RunnerMeter(Callback):
@@ -12,12 +12,12 @@ class RunnerMeter(Callback):
     def on_start(self, run: RunInfo) -> None:
         self._meter, self._writes = Meter(run.config.batch_size, self.warmup_steps), run.rank == 0
 
-    def after_step(self, now: Moment) -> None:
+    def after_step(self, now: Progress) -> None:
         self._meter.tick()
 
-    def after_evaluation(self, now: Moment) -> None:
+    def after_evaluation(self, now: Progress) -> None:
         self._meter.evaluated()
 
-    def on_end(self, now: Moment, outcome: Outcome) -> None:
+    def on_end(self, now: Progress, outcome: Outcome) -> None:
         if self._writes and outcome == "finished":
             self._meter.write()

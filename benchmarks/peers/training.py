@@ -1,6 +1,6 @@
-"""What the peers' scripts share: the work that was asked for as plain torch, and how a script ends.
+"""Shared by the peers' scripts: the workload in plain torch, evaluation and results.
 
-Each is started as `python SCRIPT WORK ROOT STEPS`, by torchrun where it does not start its ranks itself.
+Each script is started as `python SCRIPT WORK ROOT STEPS`, or with torchrun if it does not start its ranks itself.
 """
 
 import importlib
@@ -27,10 +27,10 @@ LOG_EVERY = 50
 
 
 class Blocks(Dataset[tuple[Tensor, Tensor]]):
-    """Blocks of tokens and the tokens that follow them, sample by sample."""
+    """Blocks of tokens with the tokens that follow them, one sample at a time."""
 
     def __init__(self, train: bool) -> None:
-        from data.text import Text
+        from runner.shipped.data.text import Text
 
         tokens = Text("train" if train else "val", TEXT.sample_shape, TEXT.num_outputs).tokens
         self.tokens, self.size = torch.from_numpy(tokens.astype("int64")), TEXT.sample_shape[0]
@@ -45,10 +45,10 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Given:
-    """The work that was asked for."""
+    """The chosen workload."""
 
     work: Work
-    root: str  # of the MNIST-format files
+    root: str  # directory of the MNIST-format files
     steps: int
 
     @property
@@ -67,7 +67,7 @@ class Given:
         return Blocks(train) if self.work.data is TEXT else MNIST(self.root, train=train, transform=ToTensor())
 
     def val_loader(self, rank: int, world_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
-        """This rank's share of the validation data."""
+        """Return a loader of this rank's part of the validation data."""
         data = self.data(train=False)
         sampler = DistributedSampler(data, world_size, rank, shuffle=False) if world_size > 1 else None
         return DataLoader(data, self.batch_size // world_size, sampler=sampler)
@@ -78,7 +78,7 @@ class Given:
     def finish(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any], meter: Meter, rank: int
     ) -> None:
-        """Evaluate, save from rank 0, and write what was measured. All ranks must call it."""
+        """Evaluate, save on rank 0, and write the measurements. All ranks must call it."""
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
@@ -94,11 +94,11 @@ class Given:
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """outputs: (N, num_outputs), targets: (N,); of sequences (N, T, num_outputs) and (N, T)."""
+    """Return the cross entropy of (N, num_outputs) and (N,), or of sequences, (N, T, num_outputs) and (N, T)."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def given() -> Given:
-    """From the command line."""
+    """Parse the command line."""
     name, root, steps = sys.argv[1:4]
     return Given(WORKS[name], root, int(steps))

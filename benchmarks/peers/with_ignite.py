@@ -18,7 +18,7 @@ def main(local_rank: int, given: Given) -> None:
     torch.manual_seed(0)
     model = idist.auto_model(given.model())
     optimizer = idist.auto_optim(given.optimizer(model.parameters()))
-    # The batch of all ranks, which it cuts among them.
+    # The global batch, which ignite divides among the ranks.
     loader = idist.auto_dataloader(given.data(train=True), batch_size=given.batch_size, shuffle=True, num_workers=0)
     val_loader = given.val_loader(idist.get_rank(), idist.get_world_size())
     writer = SummaryWriter(tempfile.mkdtemp()) if idist.get_rank() == 0 else None

@@ -1,4 +1,4 @@
-"""The works that the runner and its peers are compared on: model, data, optimizer, sizes. No torch is imported here."""
+"""The workloads of the comparison: model, data, optimizer, sizes. This module does not import torch."""
 
 import argparse
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Data:
-    """As the runner's group `data` has it; `num_train` samples are an epoch."""
+    """An option of the runner's group `data`; `num_train` samples are an epoch."""
 
     name: str
     sample_shape: tuple[int, ...]
@@ -15,21 +15,21 @@ class Data:
     num_train: int
 
 
-MNIST = Data("mnist", (1, 28, 28), 10, 60_000)  # files in MNIST's format: mnist_files.py makes such
-TEXT = Data("text", (128,), 96, 2_560)  # the English of Python's help: a few blocks more or less in each version
+MNIST = Data("mnist", (1, 28, 28), 10, 60_000)  # files in MNIST's format, as mnist_files.py writes
+TEXT = Data("text", (128,), 96, 2_560)  # the texts of Python's help, whose length depends on the version
 
 
 @dataclass(frozen=True)
 class Work:
-    """The same for all peers. `steps` take a few seconds on one core, and the first `warmup_steps` are not timed."""
+    """A workload of all peers. `steps` take a few seconds on one core; the first `warmup_steps` are not timed."""
 
-    model: str  # the class, by its path
+    model: str  # the dotted path of the class
     data: Data
-    batch_size: int  # of all ranks
+    batch_size: int  # over all ranks
     steps: int
     warmup_steps: int
     eval_batches: int
-    optimizer: str  # of torch.optim
+    optimizer: str  # a class of torch.optim
     options: Mapping[str, float]
     has_batch_norm: bool = False
 
@@ -38,7 +38,7 @@ class Work:
         return self.data.num_train // self.batch_size
 
     def warmup_of(self, steps: int) -> int:
-        """Of so many steps: at least one, and no more than a quarter."""
+        """Return the number of warm-up steps: at least one, and at most a quarter of `steps`."""
         return max(1, min(self.warmup_steps, steps // 4))
 
 
@@ -53,7 +53,7 @@ WORKS = {
 
 
 def named(words: str) -> list[str]:
-    """As argparse's type: names of works, separated by commas. Raises ArgumentTypeError for one that there is not."""
+    """Parse names of workloads, separated by commas. Raise ArgumentTypeError if one is unknown."""
     works = words.split(",")
     if unknown := [work for work in works if work not in WORKS]:
         raise argparse.ArgumentTypeError(f"{unknown[0]} must be one of {', '.join(WORKS)}")

@@ -1,4 +1,4 @@
-"""What a group's node names is called with its options; what it refuses is the user's to mend."""
+"""Creation of the objects of the groups; a constructor's ValueError becomes a message that names the key."""
 
 import inspect
 import re
@@ -8,34 +8,45 @@ from typing import Any, Generic, Protocol
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import CALLED
 from runner.errors import InputError
+from runner.paths import SHIPPED, shipped_target
 
 
 def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
-    """Call what a group's node names; a ValueError of its constructor is the user's to mend.
+    """Call the target of a group's node with its options, and raise its ValueError as InputError.
 
-    A loss or scheduler with `_partial_` is a function, which the loop calls.
+    A loss or scheduler with `_partial_` is returned uncalled, because the loop calls it.
+
+    Args:
+        choices: the chosen option of each group.
+        key: the dotted key of the node.
+        node: a plain container without interpolations.
+        args: passed to the constructor before the options.
+        provided: passed to the constructor besides the options.
     """
     try:
-        # A partial, because instantiate turns what it is passed besides (a data set, say) into configuration.
-        constructor = instantiate({**node, "_partial_": True}, _convert_="all")
+        # A partial, because instantiate would convert further arguments, such as a dataset, to configuration.
+        constructor = instantiate({**importable(node), "_partial_": True}, _convert_="all")
         if key in CALLED and node.get("_partial_"):
             return constructor
+        if missing := sorted(getattr(constructor.func, "__abstractmethods__", ())):
+            raise InputError(f"{key}._target_={node['_target_']}: the class lacks {', '.join(missing)}; define it")
         return constructor(*args, **provided)
     except InputError:
-        raise  # it says what was typed
+        raise  # its message names the key already
     except (ValueError, InstantiationException) as error:
-        nested = isinstance(error, InstantiationException)
-        cause = error.__cause__ if nested else error
+        is_nested = isinstance(error, InstantiationException)
+        cause = error.__cause__ if is_nested else error
         if not isinstance(cause, ValueError):
             raise
-        nodes = list(_nodes(key, node))[1 if nested else 0 :]
+        nodes = list(_nodes(key, node))[1 if is_nested else 0 :]
         raise InputError(_name_key(key, choices.get(key, ""), nodes, str(cause))) from None
 
 
 def check_contract(made: Any, contract: type, key: str) -> None:
-    """Raises InputError where what was made for a group lacks a member that the contract, a Protocol, declares."""
+    """Raise InputError if a group's object lacks a member that its contract, a Protocol, declares."""
     declared = [
         name
         for base in contract.__mro__
@@ -50,8 +61,24 @@ def check_contract(made: Any, contract: type, key: str) -> None:
         )
 
 
+def importable(node: Any) -> Any:
+    """Return a copy of the node in which each `_target_` can be imported by its path."""
+    if isinstance(node, dict):
+        return {
+            name: _importable_target(value) if name == "_target_" and isinstance(value, str) else importable(value)
+            for name, value in node.items()
+        }
+    return [importable(each) for each in node] if isinstance(node, list) else node
+
+
+def _importable_target(target: str) -> str:
+    if shipped_target(target) == target and target.partition(".")[0] in SHIPPED:
+        locate(target)  # imports a custom module of this name before Hydra does, which would find the checkout's
+    return shipped_target(target)
+
+
 def _nodes(key: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The node and those in it, each with its key."""
+    """Yield the node and the nodes in it, each with its dotted key."""
     yield key, node
     for name, value in node.items():
         if isinstance(value, dict):
@@ -59,7 +86,7 @@ def _nodes(key: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], text: str) -> str:
-    """A constructor's own words behind what was typed: it knows its options, but not the group they are in."""
+    """Return a constructor's message with the full key: the constructor knows its options, but not their group."""
     option = re.match(r"(\w+)[\w.]*=", text)
     for path, node in nodes:
         if option and option[1] in node:

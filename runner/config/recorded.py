@@ -1,31 +1,64 @@
-"""What a run directory records of its configuration, read as it is: nothing is composed."""
+"""The configuration that a run recorded, compared with the present one: what has changed, and if the run can resume."""
 
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runner.config.renamed_targets import rename_keys, rename_targets
-from runner.config.schema import KEYS, SECTIONS, Config
-from runner.config.strangers import check_targets, check_words
-from runner.errors import InputError
-from runner.runs.run_directory import CONFIG, OVERRIDES, read_result
-from runner.runs.shapes import read_mapping, read_words
+from omegaconf import MISSING
 
-_FOLDER = "--config-dir="
-_CHOICES = ("task", "model", "data", "parallel")
+from runner.checkpoints.layout import (
+    BEST,
+    LAST,
+    STEP,
+    TrainState,
+    find_checkpoint,
+    list_checkpoints,
+    read_train_state,
+    verify,
+)
+from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.type_hints import show
+from runner.config.schema import KEYS, OF_TASKS, SECTIONS, Config, apply_debug
+from runner.errors import InputError
+from runner.records.attempts import initial_values
+from runner.records.ledger import DONE
+from runner.records.record_files import read_mapping
+from runner.records.records import dotted
+from runner.records.result import read_result
+from runner.records.run_directory import CHECKPOINTS, CONFIG
+
+# Where and how a run is computed, recorded and observed. These keys may change, and changes are not listed.
+FREE: tuple[str, ...] = (
+    *("task", "run", "resume", "resume_force", "trust", "name", "outputs", "split", *OF_TASKS),
+    *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
+    "keep_samples",
+    *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "model.devices"),
+)
+# What determines the model, the order of the data or a step; of the optimizer its class and its parameter groups.
+FIXED: tuple[str, ...] = (
+    *("seed", "model", "data", "val_fraction", "transforms", "transform_targets", "precision", "loss", "objective"),
+    *("freeze", "debug", "loader", "optimizer._target_"),
+)
+_TARGET = "._target_"
+_FORCE = "keep that, or add resume_force=true"
+
+Changes = dict[str, list[Any]]  # by dotted key, the value before and now
 
 
 def read_config(run: Path) -> Config:
-    """The resolved configuration that the run had; what an older run does not know has its default.
+    """Return the resolved configuration of a run; a missing key has its default.
 
-    Raises InputError where there is no such run, or the file is not what a run records.
+    Raise InputError if there is no such run, or if the file is damaged.
     """
     if not (run / CONFIG).is_file():
         what = f"it has no {CONFIG}" if run.is_dir() else "there is no such directory"
         raise InputError(f"{run} is no run directory: {what}; name one under outputs/")
-    container: Any = rename_targets(read_mapping(run / CONFIG))
+    container = read_mapping(run / CONFIG)
     values = {key: container[key] for key in KEYS if key in container}
-    if odd := [key for key in SECTIONS if not isinstance(values.get(key, {}), dict)]:
-        raise InputError(f"{run / CONFIG}: {odd[0]} is no mapping, and so not what a run has recorded; put it back")
+    if invalid := [key for key in SECTIONS if not isinstance(values.get(key, {}), dict)]:
+        raise InputError(f"{run / CONFIG}: {invalid[0]} is not a mapping, so no run has written it; restore the file")
     for key, section in SECTIONS.items():
         known = vars(section())
         values[key] = section(**{name: value for name, value in values.get(key, {}).items() if name in known})
@@ -33,33 +66,133 @@ def read_config(run: Path) -> Config:
 
 
 def read_choices(run: Path) -> dict[str, str]:
-    """The options that it took, of the groups that its result names."""
+    """Return the chosen options of the groups that result.json names."""
     result = read_result(run) or {}
-    return {group: str(result[group]) for group in _CHOICES if group in result}
+    return {group: str(result[group]) for group in ("task", "model", "data", "parallel") if group in result}
 
 
-def read_overrides(run: Path, typed: str, trust: Any = None) -> tuple[list[str], list[str]]:
-    """What was typed for the run: its words, with the keys as they are called today, and its own folders.
+def changed_since(run: Path, config: Config) -> Changes:
+    """Return the differences between the configuration with which the run started and the present one."""
+    before = _relevant(read_config(run))
+    return differences(initial_values(run, before), _relevant(config))
 
-    typed: what names the run, as run=DIR. trust: as typed; None where nothing was. Raises InputError where the file is
-    not what a run records, and where it names code in another user's directory that is not trusted.
+
+def describe_change(key: str, before: Any, now: Any) -> str:
+    """Return the header line for a change."""
+    return f"changed  {key} {show(before)} -> {show(now)}"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Return the differences of two flat configurations; if a group's class differs, only the names of the classes."""
+    groups = {key.partition(".")[0] for key in before}
+    keys = [key for key in dict.fromkeys((*before, *now)) if key.partition(".")[0] in groups]
+    found = {key: [None if values.get(key) == {} else values.get(key) for values in (before, now)] for key in keys}
+    found = {key: values for key, values in found.items() if json.dumps(values[0]) != json.dumps(values[1])}
+    targets = [key for key in found if key.endswith(_TARGET)]
+    classes = {
+        key.removesuffix(_TARGET): [
+            value.rpartition(".")[2] if isinstance(value, str) else value for value in found[key]
+        ]
+        for key in targets
+    }
+    return classes | {key: values for key, values in found.items() if not _is_under(key, tuple(classes))}
+
+
+def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[str]:
+    """Return why the configuration cannot resume or read the run that it names, one message each."""
+    try:
+        if config.resume:
+            return _check_resumed(Path(config.resume), config, choices)
+        if config.run and locate(config.task["_target_"]).reads_checkpoint:
+            return _check_checkpoint(Path(config.run), config.checkpoint.load)
+    except InputError as error:
+        return error.messages
+    return []
+
+
+def _check_checkpoint(run: Path, name: str) -> list[str]:
+    if not list_checkpoints(run / CHECKPOINTS):
+        return [f"run={run} has no checkpoint yet; train it first, without run="]
+    if name in (LAST, BEST) or STEP.fullmatch(name):  # validate.py reports other names
+        try:
+            find_checkpoint(run / CHECKPOINTS, name)
+        except ValueError as error:
+            return [f"checkpoint={name}: {error}"]
+    return []
+
+
+def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
+    messages = [] if config.resume_force else _check_fixed(run, apply_debug(config), choices)
+    if (stopped := _newest_state(run)) is None:
+        return messages + _check_restart(run)
+    if stopped.step_in_epoch and stopped.batch_size != config.batch_size and not config.resume_force:
+        messages.append(
+            f"batch_size={config.batch_size} cannot change in the middle of an epoch: the run stopped "
+            f"{stopped.step_in_epoch} steps into one with batch_size={stopped.batch_size}; {_FORCE}"
+        )
+    if config.max_steps is not None and config.max_steps < stopped.step:
+        messages.append(
+            f"max_steps={config.max_steps} is below the {stopped.step} steps that the run has made; type at least "
+            f"{stopped.step}, or max_steps=null"
+        )
+    epochs = stopped.epoch + (stopped.step_in_epoch > 0)
+    if config.epochs < epochs:
+        messages.append(f"epochs={config.epochs} is below the present epoch of the run, {epochs}; type at least that")
+    return messages
+
+
+def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
+    """Return a message for each change that the checkpoint of the last attempt does not allow."""
+    before = read_config(run)
+    found = differences(_relevant(before), _relevant(config))
+    refused = {key: values for key, values in found.items() if _is_under(key, FIXED) or f"{key}{_TARGET}" in FIXED}
+    patterns = [[str(group.get("match")) for group in each.optimizer.get("groups") or ()] for each in (before, config)]
+    if "optimizer" not in found and patterns[0] != patterns[1]:
+        refused["optimizer.groups"] = patterns
+    if not refused:
+        return []
+    options, messages = read_choices(run), []
+    for key, values in refused.items():
+        if key in options and choices.get(key) not in (None, options[key]):
+            values = [options[key], choices[key]]
+        messages.append(
+            f"{key}={show(values[1])} cannot change when a run is resumed, which was made with "
+            f"{key}={show(values[0])}; {_FORCE}"
+        )
+    return messages
+
+
+def _check_restart(run: Path) -> list[str]:
+    """Return a message unless the run, which has no checkpoint, was stopped before its first one."""
+    result = read_result(run) or {}
+    state = result.get("state")
+    if state in DONE or (state == "preempted" and result.get("step")):
+        return [f"resume={run} is {state} and has no checkpoint any more; start a new run without resume="]
+    return []
+
+
+def _newest_state(run: Path) -> TrainState | None:
+    """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid.
+
+    The hashes of the shards are only compared when they are loaded.
     """
-    recorded = read_words(run / OVERRIDES)
-    folders = [word.removeprefix(_FOLDER) for word in recorded if word.startswith(_FOLDER)]
-    words = rename_keys([word for word in recorded if not word.startswith("--")])
-    check_words(typed, run, words, folders, trust)
-    return words, folders
+    errors = []
+    for path in reversed(list_checkpoints(run / CHECKPOINTS)):
+        try:
+            verify(path, shards=False)
+            return read_train_state(path)
+        except ValueError as error:
+            errors.append(error)
+    if errors:
+        raise InputError(f"resume={run} has no valid checkpoint: {errors[0]}")
+    return None
 
 
-def read_for_model(run: Path, trust: bool) -> tuple[Config, list[str]]:
-    """The configuration and the own folders of a run whose model is to be made.
+def _relevant(config: Config) -> dict[str, Any]:
+    """Return the values that may matter, by dotted key."""
+    values = {key: value for key, value in asdict(config).items() if value != MISSING}
+    return {key: value for key, value in dotted(values).items() if not _is_under(key, FREE)}
 
-    Raises InputError as read_config and read_overrides do, and where one of the folders is not there any more.
-    """
-    config = read_config(run)
-    _, folders = read_overrides(run, f"run={run}", trust)
-    check_targets(run, config, trust)
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise InputError(f"run={run}: its --config-dir={folder} is not there any more; put it back")
-    return config, folders
+
+def _is_under(key: str, names: tuple[str, ...]) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in names)

@@ -1,7 +1,7 @@
-"""`resume=` and `run=`: what an earlier run or sweep recorded, with what is typed now on top."""
+"""`resume=` and `run=`: the overrides that an earlier run or sweep recorded, merged with those of the command line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,223 +10,264 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from runner.config.own_folders import absolute
-from runner.config.recorded import read_overrides
-from runner.config.renamed_targets import rename_keys
-from runner.config.shorthands import expand
-from runner.config.strangers import check_words
+from runner.config.custom_dirs import absolute_dirs
+from runner.config.trust import check_overrides
 from runner.errors import InputError
-from runner.runs.ledger import LEDGER, is_sweep, read_ledger, read_sweep
-from runner.runs.records import last_of, last_trained
-from runner.runs.run_directory import OVERRIDES, read_result
+from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
+from runner.records.record_files import read_string_list
+from runner.records.records import check_is_record, newest_record, newest_training_run
+from runner.records.result import read_result
+from runner.records.run_directory import OVERRIDES
 
-READ_ALONE = ("report",)  # tasks that read directories as they are: nothing recorded there is composed
-OF_TRAINING = ("profile", "debug")  # how a run was watched, which is refused where nothing is trained
-ONCE = ("resume_force", "trust")  # typed for one command, and not what a run is made of: none records it
+ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
+READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
+OF_TRAINING = ("profile", "debug")  # not inherited by tasks that do not train, which reject them
+NOT_RECORDED = ("resume_force", "trust")  # valid for one command
+_FLAG = "--config-dir="
 
 
 @dataclass(frozen=True)
-class Typed:
-    """What to compose, and what a new run records of it."""
+class Arguments:
+    """The arguments to compose, and those that a new run records.
+
+    Attributes:
+        overrides: the overrides to compose.
+        recorded: the overrides that the run records.
+        config_dirs: absolute paths in the order of the command line.
+        directory: the run or sweep directory to resume; None for a new one.
+        launch_overrides: as `Request.launch_overrides`.
+    """
 
     overrides: list[str]
     recorded: list[str]
-    config_dirs: list[str]  # as typed, and absolute
+    config_dirs: list[str]
     directory: str | None = None
-    words: list[str] = field(default_factory=list)  # as Request.words
+    launch_overrides: list[str] = field(default_factory=list)
 
 
-def with_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Typed:
-    """Put what the named run recorded before what is typed. Raises InputError where there is no such run.
+def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
+    """Return the arguments of a command, after those that the run of `resume=` or `run=` recorded.
 
-    config_dirs: the typed ones; those that the run recorded come before them.
+    Raise InputError if there is no such run, or if it belongs to another user who is not trusted.
     """
-    overrides, config_dirs = expand(overrides), list(config_dirs)
+    overrides, config_dirs = _expand_aliases(overrides), list(config_dirs)
+    unchanged = Arguments(overrides, overrides, config_dirs)
     try:
-        typed = OverridesParser.create().parse_overrides(overrides)
+        given = OverridesParser.create().parse_overrides(overrides)
     except HydraException:
-        return Typed(overrides, overrides, config_dirs)  # composing will say what is wrong with the grammar
-    named = {o.key_or_group: o for o in typed if o.key_or_group in ("run", "resume") and o.value() is not None}
-    if multirun and "resume" in named:
-        return _with_recorded_sweep(named["resume"], typed, config_dirs)
-    if multirun and "run" in named and _task(typed) not in READ_ALONE:
-        return Typed(overrides, overrides, _of_each(named["run"], typed, config_dirs))
-    if not named or multirun:
-        return Typed(overrides, overrides, config_dirs)
-    key, override = next(iter(named.items()))
-    if _task(typed) in READ_ALONE and key == "run":
-        if override.value() != "last":
-            return Typed(overrides, overrides, config_dirs)
-        path = last_of(folder := _runs_folder(typed))
-        if path is None:
-            raise InputError(f"run=last: there is no sweep or run under {folder}; set name= or outputs=, or name it")
-        words = [*(str(o.input_line) for o in typed if o is not override), f"run='{path}'"]
-        return Typed(words, words, config_dirs)
-    path = _find(key, str(override.value()), typed)
-    anew = [o for o in typed if o.key_or_group.partition(".")[0] == "init_from"]
-    if anew and _task(typed) != "rerun":
+        return unchanged  # composing reports the syntax error
+    values = {override.key_or_group: override.value() for override in given}
+    task = str(values.get("task", "train"))
+    key = next((key for key in values if key in ("run", "resume") and values[key] is not None), None)
+    if task == READS_RECORDS and (key == "run" or "report.runs" in values) and not multirun:
+        return _resolve_records(unchanged, given, values)
+    if key is None:
+        return unchanged
+    pointer = next(override for override in given if override.key_or_group == key)
+    if multirun and key == "resume":
+        return _resume_sweep(pointer, given, values, config_dirs)
+    if multirun:
+        if task != READS_RECORDS:
+            unchanged.config_dirs[:] = _shared_dirs(pointer, values, config_dirs)
+        return unchanged
+
+    named, is_rerun = f"{key}={values[key]}", key == "run" and task == "rerun"
+    path = _find_run(key, values)
+    weights = [override for override in given if override.key_or_group.partition(".")[0] == "init_from"]
+    if weights and not is_rerun:
         raise InputError(
-            f"{anew[0].input_line} has no effect on {key}={override.value()}, whose own weights are taken; leave it "
-            f"out, or start anew without {key}="
+            f"{weights[0].input_line} has no effect on {named}, which restores the weights of that run; leave it out, "
+            f"or start a new run without {key}="
         )
     if key == "resume":
-        _check_place(path, typed)
-    recorded, folders = read_overrides(path, f"{key}={override.value()}", _trust(typed))
-    folders = _on_top(f"{key}={override.value()}", folders, config_dirs)
-    own = [o for o in typed if o is not override]
-    kept = _without(OverridesParser.create().parse_overrides(recorded), own)
-    if key == "run" and _task(typed) != "rerun":
-        kept = [o for o in kept if o.key_or_group not in OF_TRAINING]
-    words = [str(o.input_line) for o in (*kept, *own)]
+        _check_location(path, values)
+    recorded, directories = read_overrides(path, named, values.get("trust"))
+    directories = _merge_dirs(named, directories, config_dirs)
+    others = [override for override in given if override is not pointer]
+    kept = _not_replaced(OverridesParser.create().parse_overrides(recorded), others)
+    if key == "run" and not is_rerun:
+        kept = [override for override in kept if override.key_or_group not in OF_TRAINING]
+    merged = [str(override.input_line) for override in (*kept, *others)]
+    if is_rerun:
+        return _rerun(merged, path, directories)
     pointing = f"{key}='{path}'"
-    if _task(typed) == "rerun" and key == "run":
-        return _rerun(words, path, folders)
-    lasting = [word for word in words if word.partition("=")[0] not in ONCE]
-    return Typed(
-        overrides=[*words, pointing],
+    lasting = _recordable(merged)
+    return Arguments(
+        overrides=[*merged, pointing],
         recorded=lasting if key == "resume" else [*lasting, pointing],
-        config_dirs=folders,
+        config_dirs=directories,
         directory=str(path) if key == "resume" else None,
-        words=[*words, pointing] if key == "run" and lasting != words else [],
+        launch_overrides=[*merged, pointing] if key == "run" and lasting != merged else [],
     )
 
 
-def _rerun(words: list[str], path: Path, config_dirs: list[str]) -> Typed:
-    """What makes the run again; what the new one records of it is a training run as the old one was."""
-    trained = [word for word in words if word.partition("=")[0] != "task"]
-    threads = (read_result(path) or {}).get("machine", {}).get("threads")
-    if threads and not any(word.partition("=")[0] == "threads" for word in words):
-        trained.append(f"threads={threads}")  # which the environment may give otherwise now
-    words = [*trained, "task=rerun", f"run='{path}'"]
-    return Typed(words, [word for word in trained if word.partition("=")[0] not in ONCE], config_dirs, words=words)
+def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
+    """Return the overrides and the custom directories that a run recorded.
+
+    Raise InputError if the file is damaged, or if another user's directory names code and is not trusted. `named` is
+    how the command names the run, as run=DIR.
+    """
+    recorded = read_string_list(run / OVERRIDES)
+    directories = [word.removeprefix(_FLAG) for word in recorded if word.startswith(_FLAG)]
+    overrides = [word for word in recorded if not word.startswith("--")]
+    check_overrides(named, run, overrides, directories, trust)
+    return overrides, directories
 
 
-def put_on_top(recorded: list[str], typed: list[str]) -> list[str]:
-    """The recorded words that the typed ones leave standing, and then those."""
+def merge_overrides(recorded: list[str], given: list[str]) -> list[str]:
+    """Return the recorded overrides that the given ones do not replace, and then the given ones."""
     parser = OverridesParser.create()
-    kept = _without(parser.parse_overrides(recorded), parser.parse_overrides(typed))
-    return [*(str(o.input_line) for o in kept), *typed]
+    kept = _not_replaced(parser.parse_overrides(recorded), parser.parse_overrides(given))
+    return [*(str(override.input_line) for override in kept), *given]
 
 
-def _with_recorded_sweep(resume: Override, typed: list[Override], config_dirs: list[str]) -> Typed:
+def _not_replaced(recorded: list[Override], given: list[Override]) -> list[Override]:
+    """Return the recorded overrides without replaced ones; another option of a group drops the keys of the group."""
+
+    def key_of(override: Override) -> str:
+        return f"{override.key_or_group}.".replace("/", ".")
+
+    replaced = ("run.", "resume.", *map(key_of, given))
+    return [override for override in recorded if not key_of(override).startswith(replaced)]
+
+
+def _recordable(overrides: list[str]) -> list[str]:
+    return [override for override in overrides if override.partition("=")[0] not in NOT_RECORDED]
+
+
+def _rerun(merged: list[str], path: Path, config_dirs: list[str]) -> Arguments:
+    """Return the arguments of task=rerun; the new run records those of a training run, as the old one did."""
+    training = [override for override in merged if override.partition("=")[0] != "task"]
+    threads = (read_result(path) or {}).get("machine", {}).get("threads")
+    if threads and not any(override.startswith("threads=") for override in merged):
+        training.append(f"threads={threads}")  # the environment may imply another number now
+    overrides = [*training, "task=rerun", f"run='{path}'"]
+    return Arguments(overrides, _recordable(training), config_dirs, launch_overrides=overrides)
+
+
+def _resume_sweep(
+    resume: Override, given: list[Override], values: Mapping[str, Any], config_dirs: list[str]
+) -> Arguments:
     if resume.is_sweep_override():
         raise InputError(f"{resume.input_line}: one sweep at a time; type one directory, or resume=last")
-    path = _find_sweep(str(resume.value()), typed)
-    _check_place(path, typed)
+    path = _find_sweep(values)
+    _check_location(path, values)
     try:
         recorded, jobs = read_sweep(path), read_ledger(path)
     except OSError as error:
         raise InputError(f"{resume.input_line}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
     words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
-    check_words(f"resume={resume.value()}", path, words, recorded.config_dirs, _trust(typed), (LEDGER,))
-    own = [o for o in typed if o is not resume]
-    before = rename_keys(recorded.typed)
-    words = put_on_top(before, [str(o.input_line) for o in own])
-    # What is typed on top adds jobs this once; how jobs are run and chosen is remembered.
-    kept = put_on_top(before, [str(o.input_line) for o in own if o.is_hydra_override()])
-    return Typed(words, kept, _on_top(resume.input_line or "", recorded.config_dirs, config_dirs), str(path))
+    check_overrides(f"resume={values['resume']}", path, words, recorded.config_dirs, values.get("trust"), (LEDGER,))
+    others = [override for override in given if override is not resume]
+    merged = merge_overrides(recorded.typed, [str(override.input_line) for override in others])
+    # New jobs are added once; how jobs are run and chosen is recorded.
+    lasting = [str(override.input_line) for override in others if override.is_hydra_override()]
+    directories = _merge_dirs(resume.input_line or "", recorded.config_dirs, config_dirs)
+    return Arguments(merged, merge_overrides(recorded.typed, lasting), directories, str(path))
 
 
-def _of_each(run: Override, typed: list[Override], config_dirs: list[str]) -> list[str]:
-    """The folders of the runs that the jobs of a sweep read, one each: all jobs share one search path."""
-    values = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
-    folders: dict[str, list[str]] = {}
-    for value in (value.strip("'\"") for value in values):
-        own = read_overrides(_find("run", value, typed), f"run={value}", _trust(typed))[1]
-        folders[value] = _on_top(f"run={value}", own, config_dirs)
-    (one, expected), *others = folders.items()
-    for other, found in others:
-        if found != expected:
+def _shared_dirs(run: Override, values: Mapping[str, Any], config_dirs: list[str]) -> list[str]:
+    """Return the custom directories of the runs that a sweep reads; they must be equal, as jobs share a search path."""
+    runs = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
+    found: dict[str, list[str]] = {}
+    for value in (run.strip("'\"") for run in runs):
+        recorded = read_overrides(_find_run("run", {**values, "run": value}), f"run={value}", values.get("trust"))[1]
+        found[value] = _merge_dirs(f"run={value}", recorded, config_dirs)
+    (one, expected), *others = found.items()
+    for other, directories in others:
+        if directories != expected:
             raise InputError(
-                f"run={one} was made with {_shown(expected)} and run={other} with {_shown(found)}, which one sweep "
-                "cannot tell apart; type a command for each"
+                f"run={one} was created with {_FLAG}{expected} and run={other} with {_FLAG}{directories}, but the "
+                "jobs of a sweep share one search path; run a command for each"
             )
     return expected
 
 
-def _shown(folders: Sequence[str]) -> str:
-    return " ".join(f"--config-dir={folder}" for folder in folders) or "no --config-dir"
+def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
+    """Return the recorded directories and then those of the command, which may replace missing ones."""
+    existing = [directory for directory in recorded if Path(directory).is_dir()]
+    if len(existing) < len(recorded) and not config_dirs:
+        missing = next(directory for directory in recorded if directory not in existing)
+        raise InputError(f"{named}: its {_FLAG}{missing} no longer exists; add --config-dir=DIR with its new place")
+    return absolute_dirs([*existing, *config_dirs])
 
 
-def _on_top(typed: str, recorded: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
-    """The folders that a run recorded, then those that are typed now, which may stand for some that have moved.
+def _check_location(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise InputError for a name= or outputs= that is not the location of the resumed directory."""
+    parent = path.parent.parent if is_sweep(path.parent) else path.parent
+    rule = f"has no effect on resume={values['resume']}, which stays in its directory; leave it out"
+    if "name" in values and parent.name != str(values["name"]):
+        raise InputError(f"name={values['name']} {rule}")
+    if "outputs" in values and parent.parent.resolve() != Path(str(values["outputs"])).resolve():
+        raise InputError(f"outputs={values['outputs']} {rule}")
 
-    Raises InputError, which begins with what names the run, where one is not there and nothing is typed.
+
+def _resolve_records(unchanged: Arguments, given: list[Override], values: Mapping[str, Any]) -> Arguments:
+    """Check the directories that task=report reads, before torch is imported, and replace run=last."""
+    others = values.get("report.runs")
+    for path in others if isinstance(others, list) else []:
+        check_is_record(Path(str(path)).absolute(), "report.runs")
+    if values.get("run") is None:
+        return unchanged
+    if values["run"] != "last":
+        check_is_record(Path(str(values["run"])).absolute(), "run")
+        return unchanged
+    overrides = [str(override.input_line) for override in given if override.key_or_group != "run"]
+    overrides.append(f"run='{_find_last('run', values, 'sweep or run', newest_record)}'")
+    return Arguments(overrides, overrides, unchanged.config_dirs)
+
+
+def _find_sweep(values: Mapping[str, Any]) -> Path:
+    value = str(values["resume"])
+    if value == "last":
+        return _find_last("resume", values, "sweep", _newest_sweep)
+    path = Path(value).absolute()
+    if not is_sweep(path):
+        what = f"no sweep (it has no {LEDGER})" if path.is_dir() else "no directory"
+        fix = f"without -m, resume={value} resumes that run" if (path / OVERRIDES).is_file() else ""
+        raise InputError(f"resume={value} is {what}; {fix or 'name a sweep-* under outputs/, or resume=last'}")
+    return path
+
+
+def _find_run(key: str, values: Mapping[str, Any]) -> Path:
+    value = str(values[key])
+    if value == "last":
+        return _find_last(key, values, "run", newest_training_run)
+    path = Path(value).absolute()
+    if is_sweep(path):
+        raise InputError(f"{key}={value} is a sweep; {'add -m' if key == 'resume' else 'name a job'}")
+    if not (path / OVERRIDES).is_file():
+        what = f"no run directory (it has no {OVERRIDES})" if path.is_dir() else "no directory"
+        raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
+    return path
+
+
+def _find_last(key: str, values: Mapping[str, Any], kind: str, newest: Callable[[Path], Path | None]) -> Path:
+    parent = _parent_directory(values)
+    if (path := newest(parent)) is None:
+        raise InputError(f"{key}=last: there is no {kind} under {parent}; set name= or outputs=, or name the directory")
+    return path
+
+
+def _newest_sweep(parent: Path) -> Path | None:
+    sweeps = (path.parent for path in parent.glob(f"sweep-*/{LEDGER}"))
+    return max(sweeps, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], default=None)
+
+
+def _parent_directory(values: Mapping[str, Any]) -> Path:
+    """Return the directory in which runs of the command's name are created."""
+    return Path(str(values.get("outputs", "outputs"))).absolute() / str(values.get("name", "run"))
+
+
+def _expand_aliases(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with full keys: `checkpoint=best` becomes `checkpoint.load=best`.
+
+    A section that is assigned a mapping is unchanged.
     """
-    there = [folder for folder in recorded if Path(folder).is_dir()]
-    if len(there) < len(recorded) and not config_dirs:
-        gone = next(folder for folder in recorded if folder not in there)
-        raise InputError(
-            f"{typed}: its --config-dir={gone} is not there any more; type --config-dir=DIR with where it is now"
-        )
-    return absolute([*there, *config_dirs])
-
-
-def _trust(typed: list[Override]) -> Any:
-    """As typed; None where nothing is."""
-    return next((o.value() for o in typed if o.key_or_group == "trust"), None)
-
-
-def _check_place(path: Path, typed: list[Override]) -> None:
-    """Raises InputError for a name= or outputs= that does not lead to what is resumed, and so has no effect."""
-    named = {o.key_or_group: str(o.value()).strip("'\"") for o in typed}
-    name, outputs = named.get("name"), named.get("outputs")
-    folder = path.parent.parent if is_sweep(path.parent) else path.parent
-    where = f"has no effect on resume={named['resume']}, which stays where it is; leave it out"
-    if name is not None and folder.name != name:
-        raise InputError(f"name={name} {where}")
-    if outputs is not None and folder.parent.resolve() != Path(outputs).resolve():
-        raise InputError(f"outputs={outputs} {where}")
-
-
-def _find_sweep(value: str, typed: list[Override]) -> Path:
-    if value != "last":
-        path = Path(value).absolute()
-        if not is_sweep(path):
-            what = f"no sweep (it has no {LEDGER})" if path.is_dir() else "no directory"
-            fix = f"without -m, resume={value} resumes that run" if (path / OVERRIDES).is_file() else ""
-            raise InputError(f"resume={value} is {what}; {fix or 'name a sweep-* under outputs/, or resume=last'}")
-        return path
-    folder = _runs_folder(typed)
-    sweeps = [path.parent for path in folder.glob(f"sweep-*/{LEDGER}")]
-    if not sweeps:
-        raise InputError(f"resume=last: there is no sweep under {folder}; set name= or outputs=, or name the directory")
-    return max(sweeps, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
-
-
-def _without(recorded: list[Override], typed: list[Override]) -> list[Override]:
-    """The recorded overrides that the typed ones leave standing: another option of a group drops the group's own."""
-    replaced = tuple(f"{o.key_or_group}.".replace("/", ".") for o in typed)
-    return [
-        o
-        for o in recorded
-        if o.key_or_group not in ("run", "resume") and not f"{o.key_or_group}.".replace("/", ".").startswith(replaced)
-    ]
-
-
-def _find(key: str, value: str, typed: list[Override]) -> Path:
-    if value != "last":
-        path = Path(value).absolute()
-        if not (path / OVERRIDES).is_file():
-            if is_sweep(path):
-                raise InputError(
-                    f"{key}={value} is a sweep; " + ("type -m with it" if key == "resume" else "name a job")
-                )
-            what = "no run directory (it has no overrides.yaml)" if path.is_dir() else "no directory"
-            raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
-        return path
-    folder = _runs_folder(typed)
-    newest = last_trained(folder)
-    if newest is None:
-        raise InputError(f"{key}=last: there is no run under {folder}; set name= or outputs=, or name the directory")
-    return newest
-
-
-def _runs_folder(typed: list[Override]) -> Path:
-    """Where the runs of the typed name are."""
-    named = {o.key_or_group: str(o.value()) for o in typed}
-    return Path(named.get("outputs", "outputs")).absolute() / named.get("name", "run")
-
-
-def _task(typed: list[Override]) -> str:
-    return next((str(o.value()) for o in typed if o.key_or_group == "task"), "train")
+    expanded = []
+    for override in overrides:
+        key, assigned, value = override.partition("=")
+        if assigned and not value.lstrip().startswith("{"):
+            key = ALIASES.get(key, key)
+        expanded.append(f"{key}{assigned}{value}")
+    return expanded

@@ -1,18 +1,19 @@
 """The typed top level of the configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-SPLITS = ("train", "val", "test")  # of a data set
+SPLITS = ("train", "val", "test")  # of a dataset
+DEBUG_BATCHES = 3  # with debug=true, of each training epoch and each evaluation
 
 
 @dataclass
 class Checkpoints:
-    """When checkpoints are taken, how many stay, and which of them a task reads."""
+    """When checkpoints are saved, how many are kept, and which of them a task reads."""
 
     every_epochs: int = 1
     every_steps: int | None = None
@@ -25,7 +26,7 @@ class Checkpoints:
 
 @dataclass
 class EarlyStop:
-    """When a run ends before its last step, because its monitor gets no better."""
+    """When a run stops early because its monitor no longer improves."""
 
     patience: int | None = None
     min_delta: float = 0.0
@@ -33,7 +34,7 @@ class EarlyStop:
 
 @dataclass
 class Averaging:
-    """The average of the weights over the steps, which is evaluated and saved beside them."""
+    """The exponential moving average of the weights, which is evaluated, and saved with them."""
 
     decay: float | None = None
     warmup_steps: int = 0
@@ -41,7 +42,7 @@ class Averaging:
 
 @dataclass
 class InitFrom:
-    """Where the weights that a run begins with come from."""
+    """The source of the initial weights."""
 
     path: str | None = None
     map: list[str] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Reporting:
 
 @dataclass
 class Exporting:
-    """What task=export writes, and how far its outputs may be from the model's."""
+    """What task=export writes, and the tolerance of its outputs."""
 
     format: str = "safetensors"
     output: str | None = None
@@ -77,7 +78,7 @@ class Exporting:
 
 @dataclass
 class Predicting:
-    """What task=predict writes, and how many samples a rank computes at a time."""
+    """What task=predict writes, and its batch size per rank."""
 
     format: str = "csv"
     output: str | None = None
@@ -86,7 +87,7 @@ class Predicting:
 
 @dataclass
 class Config:
-    """One experiment. The groups are nodes with a `_target_`, whose constructor's signature types them."""
+    """One experiment. A group is a node with a `_target_`, whose constructor's signature types it."""
 
     task: Any = MISSING
     model: Any = MISSING
@@ -99,7 +100,7 @@ class Config:
     loss: Any = MISSING
     objective: Any = MISSING
     loader: Any = MISSING
-    logger: Any = field(default_factory=dict)  # of this group and the next three none or several are chosen; by name
+    logger: Any = field(default_factory=dict)  # of this group and the next three any number is chosen, by name
     transforms: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
@@ -151,14 +152,24 @@ ConfigStore.instance().store(name="schema", node=Config)
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
-OF_TASKS = ("compare", "report", "export", "predict")  # sections that are of one task, and named as it
-# Mappings of names: of one option, and of several.
+OF_TASKS = ("compare", "report", "export", "predict")  # sections that only the task of the same name reads
+# Groups that are mappings of names, and how messages call one entry.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 
 
 def as_config(container: Mapping[str, Any]) -> Config:
-    """The typed configuration of a composed and resolved container."""
+    """Return the typed configuration of a composed and resolved container."""
     values = {key: container[key] for key in KEYS}
     for key, section in SECTIONS.items():
         values[key] = section(**values[key])
     return Config(**values)
+
+
+def apply_debug(config: Config) -> Config:
+    """Return the configuration with the settings that debug=true implies, or unchanged without it."""
+    if not config.debug:
+        return config
+    # No loader workers: a debugger has no terminal in them. A custom loader need not have these options.
+    in_process = {key: value for key, value in {"num_workers": 0, "prefetch": None}.items() if key in config.loader}
+    batches = min(config.eval_batches or DEBUG_BATCHES, DEBUG_BATCHES)
+    return replace(config, loader={**config.loader, **in_process}, eval_batches=batches)

@@ -1,4 +1,4 @@
-"""Everything that can be said about a configuration before anything is built or written, all failures at once."""
+"""Checks of a configuration before anything is built or written; all problems are reported at once."""
 
 import math
 import os
@@ -8,69 +8,98 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from runner.config.diagnostics.beginning import check_beginning
+from runner.checkpoints.layout import BEST, LAST, STEP
 from runner.config.diagnostics.import_target import locate
-from runner.config.diagnostics.optimizer_groups import check_optimizer_groups
+from runner.config.diagnostics.pattern_options import check_optimizer_groups, check_patterns
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import describe, show, suits
-from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Averaging, Config
-from runner.config.strangers import check_trust
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
+from runner.config.trust import check_trust
 from runner.errors import near_hint
-from runner.runs.train_state import BEST, LAST, STEP
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
 EXPORT_FORMATS = ("safetensors", "torch_export", "onnx")
 PREDICT_FORMATS = ("csv", "parquet", "npy")
 AUTO = "auto"
+_AT_LEAST_0 = ("seed", "ema.warmup_steps", "checkpoint.keep_best", "early_stop.min_delta", "export.tolerance")
+_AT_LEAST_1 = (
+    *("epochs", "max_steps", "batch_size", "micro_batches", "threads", "log_every", "eval_every", "eval_every_steps"),
+    *("eval_batches", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep"),
+    *("early_stop.patience", "predict.batch_size"),
+)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": PRECISIONS,
+    "memory_format": MEMORY_FORMATS,
+    "sync_batchnorm": ("auto", True, False),
+    "transform_targets": ("auto", True, False),
+    "on_nonfinite": ("stop", "skip", "go_on"),
+    "monitor_direction": (None, "max", "min"),
+    "report.direction": (None, "max", "min"),
+    "split": SPLITS,
+    "export.format": EXPORT_FORMATS,
+    "predict.format": PREDICT_FORMATS,
+}
+# Limits that the value itself may not have, and an example.
+_BETWEEN = {
+    "clip_grad_norm": (0, math.inf, "1.0"),
+    "checkpoint.every_seconds": (0, math.inf, "600"),
+    "loss_spike": (1, math.inf, "10"),
+    "ema.decay": (0, 1, "0.999"),
+    "val_fraction": (0, 1, "0.1"),
+}
+# Keys that have no effect without another one, and an example of that.
+_NEEDS = {
+    "init_from.map": ("init_from.path", "init_from.path=weights.pt"),
+    "init_from.strict": ("init_from.path", "init_from.path=weights.pt"),
+    "ema.warmup_steps": ("ema.decay", "ema.decay=0.999"),
+    "transform_targets": ("transforms", "transforms=flip_crop"),
+    "early_stop.min_delta": ("early_stop.patience", "early_stop.patience=3"),
+    "resume_force": ("resume", "resume=last"),
+}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# That a task's class declares.
+# Attributes that a task's class must have.
 TASK_FACTS = ("reads_run", "reads_checkpoint", "needs_experiment", "trains", "picks_split", "section")
-# What the runner reads from a node by itself. Of a data set's, models interpolate it, and its constructor may take it.
+# Keys that the runner itself reads from a node. Those of a dataset are interpolated by models.
 DESCRIBED = {"data": ("sample_shape", "num_outputs"), "optimizer": ("groups",)}
 
 
 def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
-    """What is wrong with each value by itself, one message each: no other choice could make it right.
-
-    choices: the option taken of each group.
-    """
+    """Return one message for each value that is wrong by itself; `choices` are the chosen options by group."""
     messages = check_values(config)
     for group in NAMED_GROUPS:
-        messages += _check_named(group, getattr(config, group), choices)
+        messages += _check_named(group, getattr(config, group))
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
-    messages += check_beginning(config) + check_trust(config.trust)
+    messages += check_patterns(config) + check_trust(config.trust)
     messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
     return messages or _check_task(config, choices)
 
 
 def check_fit(config: Config, device_type: str | None) -> list[str]:
-    """Every way in which sound values do not fit together, one message each; None: the device is not known yet."""
+    """Return one message for each combination of valid values that does not work; `device_type` is None if unknown."""
     messages = []
     if config.precision == "fp16" and device_type == "cpu":
         messages.append("precision=fp16 needs a GPU, because its gradients must be scaled; try precision=bf16")
-    if config.loader["pin_memory"] and device_type == "cpu":
+    loader = config.loader  # a custom loader need not have these options
+    if loader.get("pin_memory") and device_type == "cpu":
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
-    if config.loader["prefetch"] is not None and not config.loader["num_workers"]:
-        messages.append(f"loader.prefetch={config.loader['prefetch']} needs worker processes; try loader.num_workers=2")
+    if loader.get("prefetch") is not None and "num_workers" in loader and not loader["num_workers"]:
+        messages.append(f"loader.prefetch={loader['prefetch']} needs worker processes; try loader.num_workers=2")
     if config.compile and config.activation_checkpointing != "none":
         messages.append(
-            f"activation_checkpointing={config.activation_checkpointing}: compile=true chooses by itself what it keeps "
-            "and what it computes again; leave one of them out"
+            f"activation_checkpointing={config.activation_checkpointing}: compile=true decides by itself what is "
+            "stored and what is recomputed; leave one of them out"
         )
     if config.resume and config.run:
         messages.append(f"resume={config.resume} and run={config.run} exclude each other; drop one")
     return messages
 
 
-def _check_named(group: str, node: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
-    """The group is a mapping of names, so that several options of it can be chosen together."""
-    # A single logger needs no name, as it had none when there could be one only; a list is in no choice of Hydra's.
-    if group == "logger" and "_target_" in node and (group in choices or not choices):
-        return check_options(group, node)
+def _check_named(group: str, node: Mapping[str, Any]) -> list[str]:
+    """Check a group that is a mapping of names, so that several options of it can be chosen together."""
     if "_target_" in node:
         return [
             f"{group}._target_={node['_target_']}: {NAMED_GROUPS[group]} has a name; in its file write NAME: "
@@ -83,7 +112,7 @@ def _check_named(group: str, node: Mapping[str, Any], choices: Mapping[str, str]
         if not isinstance(value, Mapping) or "_target_" not in value
     ]
     if group == "metrics" and "loss" in node:
-        messages.append("metrics.loss: every evaluation gives val/loss; give the metric another name")
+        messages.append("metrics.loss: every evaluation logs val/loss; give the metric another name")
     return messages or check_options(group, node)
 
 
@@ -101,36 +130,27 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         if (given := getattr(config, section)) != default and task.section != section:
             names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
             return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
-    if config.profile and not task.trains:
-        return [f"profile=true has no effect on {named}; drop it, or profile the training"]
-    if config.debug and not task.trains:
-        return [f"debug=true has no effect on {named}; drop it, or debug the training"]
-    if config.split != "val" and not task.picks_split:
-        return [
-            f"split={config.split} has no effect on {named}; drop it, or type task=evaluate run=RUN_DIR "
-            f"split={config.split}"
-        ]
-    if config.checkpoint.load != LAST and not task.reads_checkpoint:
-        return [
-            f"checkpoint={config.checkpoint.load} has no effect on {named}; drop it, or type task=evaluate run=RUN_DIR "
-            f"checkpoint={config.checkpoint.load}"
-        ]
-    if config.resume_force and not config.resume:
-        return ["resume_force=true has no effect without resume=; drop it"]
     composes = config.resume or (config.run and (task.reads_checkpoint or task.needs_experiment))
-    if config.trust is not None and not composes:
-        return [f"trust={show(config.trust)} has no effect on {named}, which runs no code of another run; drop it"]
-    going_on = {key: value for key, value in (("resume", config.resume), ("run", config.run)) if value}
-    if going_on and not (task.needs_experiment or task.reads_run):
-        (key, value), *_ = going_on.items()
-        return [f"{key}={value} has no effect on {named}; drop it"]
+    uses_runs = task.needs_experiment or task.reads_run
+    ignored = {
+        "profile=true": config.profile and not task.trains,
+        "debug=true": config.debug and not task.trains,
+        f"split={config.split}": config.split != "val" and not task.picks_split,
+        f"checkpoint={config.checkpoint.load}": config.checkpoint.load != LAST and not task.reads_checkpoint,
+        f"trust={show(config.trust)}": config.trust is not None and not composes,
+        f"resume={config.resume}": config.resume and not uses_runs,
+        f"run={config.run}": config.run and not uses_runs,
+    }
+    for override, is_ignored in ignored.items():
+        if is_ignored:
+            return [f"{override} has no effect on {named}; drop it"]
     if config.run and not task.reads_run:
         return [f"run={config.run} has no effect on training; to resume that run, type resume={config.run}"]
     return []
 
 
 def check_types(container: Mapping[str, Any]) -> list[str]:
-    """Top-level values of a type that is not the key's: by a reference, as name=${model}, or a group's by a file."""
+    """Return a message for each top-level value of a wrong type, from a reference (name=${model}) or a file."""
     types = get_type_hints(Config)
     return [
         f"{group}={show(container[group])} must be a node; a file chooses an option by `override /{group}: OPTION`"
@@ -146,117 +166,65 @@ def check_types(container: Mapping[str, Any]) -> list[str]:
 
 
 def check_values(config: Config) -> list[str]:
-    """Every top-level value that is wrong whatever else is chosen, one message each."""
-    at_least = {
-        "seed": 0,
-        "epochs": 1,
-        "max_steps": 1,
-        "batch_size": 1,
-        "micro_batches": 1,
-        "threads": 1,
-        "log_every": 1,
-        "eval_every": 1,
-        "eval_every_steps": 1,
-        "eval_batches": 1,
-        "ema.warmup_steps": 0,
-        "checkpoint.every_epochs": 1,
-        "checkpoint.every_steps": 1,
-        "checkpoint.keep": 1,
-        "checkpoint.keep_best": 0,
-        "early_stop.patience": 1,
-        "early_stop.min_delta": 0,
-        "export.tolerance": 0,
-        "predict.batch_size": 1,
-    }
-    messages = []
-    if config.micro_batches == AUTO:
-        del at_least["micro_batches"]
-    elif type(config.micro_batches) is not int:
+    """Return one message for each top-level value that is wrong whatever else is chosen."""
+    if config.micro_batches != AUTO and type(config.micro_batches) is not int:
         return [f"micro_batches={show(config.micro_batches)} must be an integer (int) or auto; for example 1"]
-    for key, least in at_least.items():
-        value = _get(config, key)
-        if value is not None and value < least:
-            messages.append(f"{key}={value} must be at least {least}")
+    values = {key: _get(config, key) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
+    messages = [
+        f"{key}={value} must be at least {least}"
+        for key, value in values.items()
+        if value not in (None, AUTO) and value < (least := int(key in _AT_LEAST_1))
+    ]
+    for key, choices in _CHOICES.items():
+        messages += _choice(key, _get(config, key), choices)
     if config.seed >= 2**63:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
-    if config.clip_grad_norm is not None and not (0 < config.clip_grad_norm < math.inf):
-        messages.append(f"clip_grad_norm={config.clip_grad_norm} must be above 0 and finite, or null; try 1.0")
-    if (seconds := config.checkpoint.every_seconds) is not None and not 0 < seconds < math.inf:
-        messages.append(f"checkpoint.every_seconds={seconds:g} must be above 0 and finite, or null; try 600")
-    messages += _check_average(config.ema)
-    messages += _choice("on_nonfinite", config.on_nonfinite, ("stop", "skip", "go_on"))
-    if (factor := config.loss_spike) is not None:
-        if not 1 < factor < math.inf:
-            messages.append(f"loss_spike={factor:g} must be above 1 and finite, or null; try 10")
-        if config.on_nonfinite == "go_on":
-            messages.append(f"loss_spike={factor:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip")
-    if config.val_fraction is not None and not 0 < config.val_fraction < 1:
-        messages.append(f"val_fraction={config.val_fraction} must be above 0 and below 1, or null; try 0.1")
-    messages += _choice("split", config.split, SPLITS)
-    messages += _choice("transform_targets", config.transform_targets, ("auto", True, False))
-    if config.transform_targets != "auto" and not config.transforms:
-        value = show(config.transform_targets)
-        messages.append(f"transform_targets={value} has no effect without transforms; add transforms=flip_crop, say")
-    messages += _choice("precision", config.precision, PRECISIONS)
-    messages += _choice("memory_format", config.memory_format, MEMORY_FORMATS)
-    messages += _choice("export.format", config.export.format, EXPORT_FORMATS)
-    messages += _choice("predict.format", config.predict.format, PREDICT_FORMATS)
+    for key, (low, high, example) in _BETWEEN.items():
+        if (value := _get(config, key)) is not None and not low < value < high:
+            limits = f"above {low} and {'finite' if high == math.inf else f'below {high}'}"
+            messages.append(f"{key}={value:g} must be {limits}, or null; try {example}")
+    for key, (needed, example) in _NEEDS.items():
+        if (value := _get(config, key)) != _get(Config(), key) and not _get(config, needed):
+            messages.append(f"{key}={show(value)} has no effect without {needed}; add {example}, or leave it out")
+    if config.loss_spike is not None and config.on_nonfinite == "go_on":
+        messages.append(
+            f"loss_spike={config.loss_spike:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip"
+        )
+    ema = config.ema
+    if ema.decay is not None and ema.warmup_steps > 0 and 2 / (ema.warmup_steps + 1) >= ema.decay:
+        messages.append(
+            f"ema.warmup_steps={ema.warmup_steps} has no effect: the decay of its first step, 2 / "
+            f"({ema.warmup_steps} + 1), is not below ema.decay={ema.decay:g}; try {math.ceil(2 / ema.decay + 9)}, or 0"
+        )
     if (tolerance := config.export.tolerance) is not None and config.export.format == "safetensors":
         messages.append(
             f"export.tolerance={tolerance:g} has no effect with export.format=safetensors, whose weights are compared "
             "to the bit; leave it out"
         )
-    for key in ("report.direction", "monitor_direction"):
-        if (direction := _get(config, key)) is not None:
-            messages += _choice(key, direction, ("max", "min"))
     extent = config.activation_checkpointing
     if extent not in ("none", "full") and (type(extent) is not int or extent < 1):
         messages.append(
             f"activation_checkpointing={show(extent)} must be none, full or n of at least 1, for every nth "
             "block; try full"
         )
-    if config.early_stop.min_delta and config.early_stop.patience is None:
-        messages.append(
-            f"early_stop.min_delta={config.early_stop.min_delta:g} has no effect without early_stop.patience; add "
-            "early_stop.patience=3, say"
-        )
     name = config.checkpoint.load
     if name not in (LAST, BEST) and not STEP.fullmatch(name):
         messages.append(f"checkpoint={name} must be last, best or step_N{near_hint(name, [LAST, BEST])}")
-    messages += _choice("sync_batchnorm", config.sync_batchnorm, ("auto", True, False))
     if not NAME.fullmatch(config.name):
         messages.append(
             f"name={config.name} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit; "
             f"try name={_as_name(config.name)}"
         )
     if not config.outputs:
-        messages.append("outputs= must be the path of a folder; try outputs=outputs")
+        messages.append("outputs= must be the path of a directory; try outputs=outputs")
     elif message := _unwritable(Path(config.outputs)):
         messages.append(f"outputs={config.outputs} {message}")
     return messages
 
 
-def _check_average(ema: Averaging) -> list[str]:
-    if ema.decay is None:
-        if ema.warmup_steps:
-            return [
-                f"ema.warmup_steps={ema.warmup_steps} has no effect without ema.decay; add ema.decay=0.999, or "
-                "ema.warmup_steps=0"
-            ]
-        return []
-    if not 0 < ema.decay < 1:
-        return [f"ema.decay={ema.decay:g} must be above 0 and below 1, or null; try 0.999"]
-    if ema.warmup_steps > 0 and 2 / (ema.warmup_steps + 1) >= ema.decay:
-        return [
-            f"ema.warmup_steps={ema.warmup_steps} has no effect: the decay of its first step, 2 / "
-            f"({ema.warmup_steps} + 1), is not below ema.decay={ema.decay:g}; try {math.ceil(2 / ema.decay + 9)}, or 0"
-        ]
-    return []
-
-
 def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:
-    """Every rank must have a sample in each micro-batch of a full step, of which the mode may make several."""
-    # auto begins with one.
+    """Check that every rank has a sample in each micro-batch of a full step; a mode may split them further."""
+    # auto starts with one.
     factors = {"data ranks": data_ranks, "micro_batches": 1 if config.micro_batches == AUTO else config.micro_batches}
     if parallel_micro_batches > 1:
         factors["parallel.micro_batches"] = parallel_micro_batches
@@ -279,8 +247,8 @@ def _get(config: Config, key: str) -> Any:
 def _choice(key: str, value: Any, choices: tuple[Any, ...]) -> list[str]:
     if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         return []
-    words = [str(choice).lower() for choice in choices]
-    return [f"{key}={value} must be one of {', '.join(words)}{near_hint(str(value), words)}"]
+    names = [str(choice).lower() for choice in choices if choice is not None]
+    return [f"{key}={value} must be one of {', '.join(names)}{near_hint(str(value), names)}"]
 
 
 def _as_name(text: str) -> str:
@@ -288,12 +256,10 @@ def _as_name(text: str) -> str:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why no run can be kept under the path, without making anything there."""
-    for folder in (path, *path.absolute().parents):
-        if folder.exists():
-            if not folder.is_dir():
-                return f"must be a folder, but {folder} is a file; name another"
-            if not os.access(folder, os.W_OK | os.X_OK):
-                return f"must be writable, but {folder} is not; name another folder"
-            return None
+    """Return why no run can be created under the path, or None."""
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not existing.is_dir():
+        return f"must be a directory, but {existing} is a file; name another"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"must be writable, but {existing} is not; name another directory"
     return None

@@ -1,4 +1,4 @@
-"""Which library the ranks talk through, on which kind of device, and how they find each other."""
+"""The communication backend: its library, the kind of device, and the rendezvous of the ranks."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Backend:
-    """`init` is env (the launcher's variables), file:///PATH or tcp://HOST:PORT."""
+    """The options of the group `backend`. `init` is env (the launcher's variables), file:///PATH or tcp://HOST:PORT."""
 
     name: str = "auto"
     device: str = "auto"
@@ -21,7 +21,7 @@ class Backend:
         return timedelta(seconds=self.timeout_s)
 
     def device_type(self) -> str:
-        """cpu or cuda."""
+        """Return cpu or cuda."""
         import torch
 
         if self.device != "auto":
@@ -29,7 +29,7 @@ class Backend:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def process_group_backend(self) -> str:
-        """What init_process_group is told. The control plane (flags, counts) runs over gloo on either device."""
+        """Return the argument of init_process_group. Flags and counts are exchanged over gloo on either device."""
         device = self.device_type()
         if device == "cpu":
             return "gloo" if self.name == "auto" else self.name
@@ -37,7 +37,7 @@ class Backend:
         return f"cpu:gloo,{device}:{name}"
 
     def check(self) -> list[str]:
-        """What is wrong with these options on this machine, one message each."""
+        """Return a message for each option that this machine does not support."""
         import torch
         import torch.distributed as dist
 
@@ -50,7 +50,7 @@ class Backend:
             messages.append(f"backend.device={self.device} must be auto, cpu or cuda")
         elif self.device == "cuda" and not torch.cuda.is_available():
             key = "backend=nccl" if self.name == "nccl" else "backend.device=cuda"
-            messages.append(f"{key} needs a GPU, and torch sees none here; try backend=gloo or backend=auto")
+            messages.append(f"{key} needs a GPU, and torch finds none here; try backend=gloo or backend=auto")
         elif self.name == "nccl" and self.device_type() == "cpu":
             messages.append("backend=nccl runs on GPUs only, and the device is cpu; try backend=gloo")
         if not self.init.startswith(("file:///", "tcp://")) and self.init != "env":
@@ -63,5 +63,5 @@ class Backend:
 
 
 def as_backend(node: dict[str, Any]) -> Backend:
-    """The backend that a configuration's node describes."""
+    """Return the backend of a configuration's node."""
     return Backend(**{key: value for key, value in node.items() if not key.startswith("_")})

@@ -1,4 +1,4 @@
-"""The collectives of a step: what is summed over all ranks, and the vote. In a world of one each is the identity."""
+"""Collectives of a training step, such as sums and votes. In a world of one rank each returns its input."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,13 +6,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.distributed.local_exchange import exchange_of, is_small
+from runner.distributed.local.exchange import exchange_of, is_small
+
+# torch 2.14 renamed these two functions and deprecated the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
-    """Sum the tensor over the group's ranks, in place. All of them must call it; None is all ranks.
+    """Sum the tensor over the group's ranks, or over all ranks, in place. All of them must call it.
 
-    A small one on the CPU is summed in the order of the ranks, wherever they are, a large one on one machine.
+    A small tensor on the CPU is summed in the order of the ranks on any machines, a large one only on one machine.
     """
     exchange, num_ranks = exchange_of(group), dist.get_world_size(group)
     if not is_small(tensor, num_ranks):
@@ -28,7 +32,7 @@ def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
 
 
 def max_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
-    """As `sum_over`, of the largest."""
+    """Take the maximum over the group's ranks, or over all ranks, in place. All of them must call it."""
     exchange = exchange_of(group)
     if exchange is not None and is_small(tensor, dist.get_world_size(group)):
         exchange.max(tensor)
@@ -37,7 +41,7 @@ def max_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
 
 
 def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensors of the group's ranks, in their order.  (...) -> (N, ...)  All of them must call it."""
+    """Return the tensors of the group's ranks, in their order.  (...) -> (N, ...)  All of them must call it."""
     exchange, num_ranks = exchange_of(group), dist.get_world_size(group)
     if exchange is not None and is_small(tensor, num_ranks):
         return exchange.gather(tensor)
@@ -47,27 +51,27 @@ def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.
 
 
 class Collectives:
-    """Over all ranks of a world, once its process group is formed."""
+    """Collectives over all ranks of a world, once its process group is formed. All ranks must call each."""
 
     def __init__(self, world_size: int):
         self._world_size = world_size
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor summed over all ranks, in place. All ranks must call it."""
+        """Return the tensor after summing it over all ranks in place."""
         if self._world_size > 1:
             sum_over(None, tensor)
         return tensor
 
-    def sum_together(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Several of a device in one exchange, in the dtype that holds them all. All ranks must call it."""
+    def sum_packed(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums of several tensors of one device after one exchange, in their common dtype."""
         flat = self.sum(torch.cat([tensor.flatten() for tensor in tensors]))
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        sums = flat.split([tensor.numel() for tensor in tensors])
+        return [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks after each other: (n, ...) on each -> (sum of n, ...). All ranks must call it.
+        """Return the rows of all ranks, in their order: (n, ...) on each -> (sum of n, ...).
 
-        All but the first dim, and the dtype, must be the same on all ranks.
+        All dims but the first, and the dtype, must be equal on all ranks.
         """
         if self._world_size == 1:
             return rows
@@ -76,7 +80,7 @@ class Collectives:
         counts = self.sum(sizes).tolist()
         if not any(counts):
             return rows
-        # As bytes, which every backend can send, and all of one length, which all_gather asks for.
+        # As bytes, which every backend can send, and padded, because all_gather needs tensors of equal size.
         own = rows.contiguous().flatten().view(torch.uint8)
         row_bytes = rows[:1].new_empty(rows.shape[1:]).numel() * rows.element_size()
         padded = own.new_zeros(max(counts) * row_bytes)
@@ -86,34 +90,34 @@ class Collectives:
         parts = [part[: count * row_bytes] for part, count in zip(gathered, counts, strict=True)]
         return torch.cat(parts).view(rows.dtype).reshape(sum(counts), *rows.shape[1:])
 
-    def collect(self, value: Any) -> list[Any] | None:
-        """What each rank gave, by rank, on rank 0; None on the others. All ranks must call it."""
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks, in their order, on rank 0; None on the others."""
         if self._world_size == 1:
             return [value]
-        collected: list[Any] | None = [None] * self._world_size if dist.get_rank() == 0 else None
-        dist.gather_object(value, collected, dst=0)
-        return collected
+        gathered: list[Any] | None = [None] * self._world_size if dist.get_rank() == 0 else None
+        dist.gather_object(value, gathered, dst=0)
+        return gathered
 
-    def any_later(self, flag: bool) -> Callable[[], bool]:
-        """Start asking whether the flag is set on any rank; call the result for the answer. All ranks must call it.
+    def any_async(self, flag: bool) -> Callable[[], bool]:
+        """Return a function that returns True if the flag is set on any rank.
 
-        It runs on the CPU beside whatever comes next, so that nobody waits for a device to ask.
+        The exchange runs on the CPU in the background, so that no rank waits for its device.
         """
-        answers = self.any_of_later(flag)
-        return lambda: answers()[0]
+        results = self.any_of_async(flag)
+        return lambda: results()[0]
 
-    def any_of_later(self, *flags: bool) -> Callable[[], list[bool]]:
-        """As `any_later`, of several flags in one collective."""
+    def any_of_async(self, *flags: bool) -> Callable[[], list[bool]]:
+        """As `any_async`, for several flags in one exchange."""
         if self._world_size == 1:
             return lambda: [*flags]
         if (exchange := exchange_of()) is not None:
-            return exchange.any_of_later(flags)
+            return exchange.any_of_async(flags)
         votes = torch.tensor(flags, dtype=torch.int32)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
 
-        def answer() -> list[bool]:
+        def result() -> list[bool]:
             work.wait()
             return votes.bool().tolist()
 
-        return answer
+        return result

@@ -4,89 +4,94 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from runner.errors import InputError
 
 ALONE = "one process"
-PORTS = range(10_000, 30_000)  # below those that systems give away by themselves
+PORTS = range(10_000, 30_000)  # below the ephemeral ports
+_runs_in_progress: list[None] = []
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which rank this process is, in which world, and where their rendezvous is."""
+    """Which rank this process is, in which world, and where the rendezvous is."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    restart: int = 0  # how often the launcher has started this world again
-    found: str = ALONE  # what described it
+    restart: int = 0  # how often the launcher has restarted this world
+    source: str = ALONE  # what started the ranks
     master_addr: str = ""
     master_port: int = 0
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
-    on_one_machine: bool = True  # as far as is known
-    directory: str | None = None  # given to a run whose job Slurm may start again
-    submitted: str | None = None  # the file of the code's state then, of a job that runs what there is when it starts
-    guessed: tuple[str, ...] = ()  # of these fields, what the ranks count at their rendezvous
-    has_parent: bool = False  # an agent or launcher started this process for the run, and it ends with that
-    memory: str | None = None  # where its node's agent keeps what a world that it starts again is to know
-    is_guest: bool = False  # the process is a script's or a notebook's, and goes on after the run
+    on_one_machine: bool = True  # as far as is known before the rendezvous
+    directory: str | None = None  # the run directory of a job that a queue may start again
+    code_state_file: str | None = None  # hashes of the code at submission; None unless a queued job runs the live code
+    inferred: tuple[str, ...] = ()  # the names of the fields that are counted at the rendezvous
+    has_parent: bool = False  # an agent or launcher started this process for the run, which exits with it
+    restart_file: str | None = None  # in which the machine's agent keeps values for a restarted world
+    is_embedded: bool = False  # the process is a script or notebook, which continues after the run
 
     @property
     def may_start_processes(self) -> bool:
-        """Whether no launcher has started this one as a part of its world."""
-        return self.found.startswith(ALONE)
+        """Return True unless a launcher has started this process as a part of its world."""
+        return self.source.startswith(ALONE)
 
 
 def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """Read from the environment which rank this process is: torchrun's variables, the same by hand, or else srun's.
+    """Return which rank this process is, from torchrun's variables, the same set by hand, or else srun's.
 
-    init: as Backend's; other than env, it says by itself where the rendezvous is, and no MASTER_ADDR is needed. Raises
-    InputError when only some of the variables are set, or when their values cannot be.
+    Raises InputError if only some of the variables are set, or if a value is invalid.
+
+    Args:
+        init: as in Backend; other than env, it names the rendezvous, so that MASTER_ADDR is not needed.
+        environ: the environment variables.
     """
     needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if init == "env" else ()))
     missing = [key for key in needed if not environ.get(key)]
     if "RANK" in missing and "WORLD_SIZE" in missing:
-        # In a batch script, and in the shell of salloc, there is a job but no step.
+        # A batch script and the shell of salloc have a job, but no step.
         if environ.get("SLURM_STEP_ID") and environ.get("SLURM_STEP_NUM_TASKS"):
-            return rank_info_in_step(environ)
-        return RankInfo()  # MASTER_ADDR alone is often left over in a shell and describes no world
+            return rank_info_of_step(environ)
+        return RankInfo()  # MASTER_ADDR is often left over in a shell, and describes no world
     if missing:
         given = ", ".join(f"{key}={environ[key]}" for key in needed if key not in missing)
         raise InputError(f"{given}: half a world; {' and '.join(missing)} must be set too, or none of them")
     rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise InputError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    master_addr = environ.get("MASTER_ADDR", "")
-    # By hand, people often set LOCAL_RANK alone, or none of the two: then it is one machine until the rendezvous.
+    master_addr, is_torchrun = environ.get("MASTER_ADDR", ""), "TORCHELASTIC_RUN_ID" in environ
+    # Users often set LOCAL_RANK only, or neither: all ranks are expected on one machine until the rendezvous.
     local = {"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
     local_world_size = integer(environ, "LOCAL_WORLD_SIZE", world_size)
-    counted = bool(environ.get("LOCAL_WORLD_SIZE")) or master_addr in ("localhost", "::1")
+    is_counted = bool(environ.get("LOCAL_WORLD_SIZE")) or master_addr in ("localhost", "::1")
     return RankInfo(
         rank=rank,
         local_rank=integer(environ, "LOCAL_RANK", rank),
         world_size=world_size,
         local_world_size=local_world_size,
         restart=integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        found="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment variables",
+        source="torchrun" if is_torchrun else "environment variables",
         master_addr=master_addr,
         master_port=integer(environ, "MASTER_PORT", 0),
-        hosts_store=rank == 0 and not agent,
+        hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         directory=environ.get("RUNNER_DIRECTORY"),
-        submitted=environ.get("RUNNER_SUBMITTED"),
-        guessed=tuple(name for name, key in local.items() if not environ.get(key)),
-        has_parent="TORCHELASTIC_RUN_ID" in environ,
-        on_one_machine=(counted or master_addr.startswith("127.")) and local_world_size == world_size,
+        code_state_file=environ.get("RUNNER_SUBMITTED"),
+        restart_file=environ.get("RUNNER_RESTART_FILE"),
+        inferred=tuple(name for name, key in local.items() if not environ.get(key)),
+        has_parent=is_torchrun,
+        on_one_machine=(is_counted or master_addr.startswith("127.")) and local_world_size == world_size,
     )
 
 
 def started_by_launch(rank_info: RankInfo, local_rank: int | None) -> RankInfo:
-    """The info, of a command to which `python -m torch.distributed.launch` has appended --local-rank.
+    """Return the info for a command to which `python -m torch.distributed.launch` has appended --local-rank.
 
-    Raises InputError where it is not the one that the environment says.
+    Raises InputError if the flag contradicts the environment.
     """
     if local_rank is None:
         return rank_info
@@ -94,11 +99,11 @@ def started_by_launch(rank_info: RankInfo, local_rank: int | None) -> RankInfo:
         raise InputError(
             f"--local-rank={local_rank} is not LOCAL_RANK={rank_info.local_rank} of the environment; drop it"
         )
-    return replace(rank_info, found="torch.distributed.launch") if rank_info.found == "torchrun" else rank_info
+    return replace(rank_info, source="torch.distributed.launch") if rank_info.source == "torchrun" else rank_info
 
 
 def integer(environ: Mapping[str, str], key: str, default: int | None = None) -> int:
-    """A variable's value. Raises InputError where it is none."""
+    """Return a variable's value. Raise InputError if it is not an integer."""
     text = environ.get(key)
     if not text and default is not None:
         return default
@@ -109,12 +114,30 @@ def integer(environ: Mapping[str, str], key: str, default: int | None = None) ->
 
 
 def quiet_profiler() -> None:
-    """Let torch's profiler not tell, on standard error, of its stages and that there is no GPU."""
+    """Keep torch's profiler from logging its stages, and that there is no GPU, on standard error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
-def rank_info_in_step(environ: Mapping[str, str]) -> RankInfo:
-    """Which of its job step's tasks this process is. Raises InputError where srun's variables are incomplete."""
+@contextmanager
+def run_in_progress() -> Iterator[None]:
+    """Mark this process as a part of one world, within which it must not start another run."""
+    _runs_in_progress.append(None)
+    try:
+        yield
+    finally:
+        _runs_in_progress.pop()
+
+
+def is_run_in_progress() -> bool:
+    """Return True within a run, for example when a model, a dataset or a callback calls the runner."""
+    return bool(_runs_in_progress)
+
+
+# The ranks of a step that srun has started.
+
+
+def rank_info_of_step(environ: Mapping[str, str]) -> RankInfo:
+    """Return which task of its job step this process is. Raise InputError if srun's variables are incomplete."""
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     if missing := [key for key in needed if not environ.get(key)]:
         raise InputError(
@@ -122,18 +145,17 @@ def rank_info_in_step(environ: Mapping[str, str]) -> RankInfo:
         )
     world_size = integer(environ, "SLURM_STEP_NUM_TASKS")
     if world_size == 1:
-        return RankInfo(found=f"{ALONE} under srun")
-    rank = integer(environ, "SLURM_PROCID")
-    tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+        return RankInfo(source=f"{ALONE} under srun")
+    rank, tasks = integer(environ, "SLURM_PROCID"), tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    first_node = first_host(environ["SLURM_STEP_NODELIST"])
     return RankInfo(
         rank=rank,
         local_rank=integer(environ, "SLURM_LOCALID"),
         world_size=world_size,
         local_world_size=tasks[integer(environ, "SLURM_NODEID")],
-        restart=0,  # a requeued job has another step, and so a store of its own
-        found="srun",
-        # A script that exports an address and a port of its own knows better.
-        master_addr=environ.get("MASTER_ADDR") or _master(environ["SLURM_STEP_NODELIST"], len(tasks)),
+        source="srun",
+        # A script may export an address and a port of its own.
+        master_addr=environ.get("MASTER_ADDR") or ("localhost" if len(tasks) == 1 else address_of(first_node)),
         master_port=integer(environ, "MASTER_PORT", step_port(environ)),
         hosts_store=rank == 0,
         on_one_machine=len(tasks) == 1,
@@ -141,15 +163,15 @@ def rank_info_in_step(environ: Mapping[str, str]) -> RankInfo:
 
 
 def step_port(environ: Mapping[str, str]) -> int:
-    """A port that all tasks of the step work out alike, and that no other job or step on the node does."""
-    if reserved := environ.get("SLURM_STEP_RESV_PORTS"):  # as 12000-12003, where the cluster hands them out
+    """Return a port on which all tasks of the step agree, and that no other job or step on the node uses."""
+    if reserved := environ.get("SLURM_STEP_RESV_PORTS"):  # for example 12000-12003, on clusters that reserve ports
         return int(re.split("[-,]", reserved)[0])
     number = integer(environ, "SLURM_JOB_ID") + 7_919 * integer(environ, "SLURM_STEP_ID")
     return PORTS[number % len(PORTS)]
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks on each node, of Slurm's short form: 2(x3),1 is 2, 2, 2 and 1."""
+    """Return the number of tasks on each node from Slurm's short form: 2(x3),1 is 2, 2, 2 and 1."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -160,27 +182,21 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of Slurm's short form: gpu[03-08,11],login is gpu03."""
+    """Return the first name of Slurm's short form: gpu[03-08,11],login is gpu03."""
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
-def _master(nodes: str, num_nodes: int) -> str:
-    if num_nodes == 1:
-        return "localhost"
-    return address_of(first_host(nodes))
-
-
 def address_of(node: str) -> str:
-    """The node's name where it resolves; otherwise the address by which Slurm itself reaches it."""
+    """Return the node's name if it resolves; otherwise the address by which Slurm itself reaches it."""
     try:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
         pass
     try:
-        words = ("scontrol", "show", "node", node)
-        said = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+        command = ("scontrol", "show", "node", node)
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(f"the job's first node is {node}, whose name does not resolve ({error})") from None
-    match = re.search(r"\bNodeAddr=(\S+)", said)
+    match = re.search(r"\bNodeAddr=(\S+)", output)
     return match[1] if match else node

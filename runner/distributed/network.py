@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces the ranks of a run listen on and talk over."""
+"""The network interface of this machine on which the ranks of a run listen and communicate."""
 
 import os
 import socket
@@ -19,92 +19,91 @@ _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 @contextmanager
-def meeting_at_once() -> Iterator[None]:
-    """Let gloo ask the store for the addresses of all ranks in one operation, and not of each in two."""
-    name = "GLOO_ENABLE_STORE_V2_API"
-    if name in os.environ:  # the user's own
-        yield
-        return
-    os.environ[name] = "1"
+def environment_variables(values: dict[str, str], override: bool = True) -> Iterator[None]:
+    """Set these variables within the context. override: replace values that are set already."""
+    values = {name: value for name, value in values.items() if override or name not in os.environ}
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
     try:
         yield
     finally:
-        del os.environ[name]
-
-
-@contextmanager
-def listening_on(interface: str | None, libraries: Sequence[str], override: bool = True) -> Iterator[None]:
-    """Let what these libraries open meanwhile use the interface; None leaves them theirs.
-
-    override: also where the user's own environment has named one.
-    """
-    names = [name for name in libraries if interface and (override or name not in os.environ)]
-    before = {name: os.environ[name] for name in names if name in os.environ}
-    os.environ.update(dict.fromkeys(names, interface or ""))
-    try:
-        yield
-    finally:
-        for name in names:
+        for name in values:
             del os.environ[name]
         os.environ.update(before)
 
 
+@contextmanager
+def listening_on(interface: str | None, libraries: Sequence[str], override: bool = True) -> Iterator[None]:
+    """Let these libraries open sockets on the interface within the context. None leaves the choice to them.
+
+    override: replace an interface that the environment names.
+    """
+    with environment_variables(dict.fromkeys(libraries, interface) if interface else {}, override):
+        yield
+
+
 def loopback() -> str:
-    """The interface of this machine that no other one reaches."""
+    """Return the interface that no other machine reaches."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def choose_interface(
-    rank_info: RankInfo, wanted: str | None, addresses: dist.Store
+    rank_info: RankInfo, requested: str | None, addresses: dist.Store
 ) -> tuple[str | None, Sequence[str]]:
-    """The interface for this rank, or None for the libraries' own choice, and the libraries that are told of it.
+    """Return this rank's interface, or None for the libraries' own choice, and the libraries that have to use it.
 
-    All ranks must call it; `addresses` is a store of their own for it. Raises InputError where the wanted one is none.
+    All ranks must call it. Raises InputError if an address is invalid or unreachable. addresses: an empty store.
     """
-    if wanted:
-        return wanted, (GLOO, NCCL, TENSORPIPE)
+    if requested:
+        return requested, (GLOO, NCCL, TENSORPIPE)
     if rank_info.on_one_machine:
-        return loopback(), (GLOO, TENSORPIPE)  # nccl shares memory there, and takes no loopback
+        return loopback(), (GLOO, TENSORPIPE)  # nccl uses shared memory on one machine, and does not accept a loopback
     if not rank_info.master_addr:
         return None, ()
-    mine = address_towards(rank_info.master_addr)
-    addresses.set(str(rank_info.rank), mine)
-    if is_loopback(mine):
-        # A master's own name is often an alias of its loopback; the address of another machine shows the way out.
+    own = address_towards(rank_info.master_addr)
+    addresses.set(str(rank_info.rank), own)
+    if is_loopback(own):
+        # The master's name is often an alias of its loopback; another machine's address leads to the right interface.
         others = [other.decode() for other in addresses.multi_get([str(rank) for rank in range(rank_info.world_size)])]
         outside = next((other for other in others if not is_loopback(other)), None)
-        mine = mine if outside is None else address_towards(outside)
-    found = interface_of(mine)
+        own = own if outside is None else address_towards(outside)
+    found = interface_of(own)
     return found, ((GLOO, TENSORPIPE) if found == loopback() else (GLOO, NCCL, TENSORPIPE))
 
 
-def check_interface(wanted: str | None) -> list[str]:
-    """What is wrong with the name, one message."""
+def check_interface(requested: str | None) -> list[str]:
+    """Return a message if this machine has no interface of that name."""
     known = [name for _, name in socket.if_nameindex()]
-    if wanted is None or wanted in known:
+    if requested is None or requested in known:
         return []
-    return [f"backend.interface={wanted}: this machine has no such network interface, only {', '.join(sorted(known))}"]
+    known_names = ", ".join(sorted(known))
+    return [f"backend.interface={requested}: this machine has no such network interface, only {known_names}"]
 
 
 def address_towards(host: str, key: str = "MASTER_ADDR") -> str:
-    """This machine's own address on the way to a host; nothing is sent.
+    """Return this machine's own address on the route to a host, without sending anything.
 
-    Raises InputError for a name that does not resolve or an address that no route leads to; the key has named it.
+    Raises InputError, which names the key, if the name does not resolve or there is no route.
     """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
+            probe.connect(address)
             return probe.getsockname()[0]
     except OSError as error:
         raise InputError(f"{key}={host} cannot be reached from {socket.gethostname()} ({error})") from None
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has the address, or None where this system does not say."""
+    """Return the interface that has the address; None if the system does not list it."""
     if is_loopback(address):
         return loopback()
     return next((name for _, name in socket.if_nameindex() if address in _addresses_of(name)), None)
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if only this machine reaches the address, which may name its interface after a %."""
+    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _addresses_of(interface: str) -> list[str]:
@@ -115,15 +114,10 @@ def _addresses_of(interface: str) -> list[str]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()))
-            found.append(socket.inet_ntoa(answer[20:24]))
+            reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()))
+            found.append(socket.inet_ntoa(reply[20:24]))
         except OSError:
             pass  # it has no IPv4 address
     table = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
     rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
     return found + [str(ip_address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface]
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address, which may name its interface behind a %."""
-    return ip_address(address.partition("%")[0]).is_loopback

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batch of all ranks, on any device: torch's own SyncBatchNorm refuses CPU tensors."""
+"""Batch normalization over the batches of all ranks, on any device: torch's SyncBatchNorm rejects CPU tensors."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ def has_batch_norm(model: nn.Module) -> bool:
 def synchronize_batch_norm(
     model: nn.Module, process_group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> nn.Module:
-    """Make each nn.BatchNorm1d, 2d and 3d of `model` normalise over the group's whole batch; return `model`.
+    """Let each nn.BatchNorm1d, 2d and 3d of `model` normalize over the group's whole batch. Return `model`.
 
-    A layer on CUDA or XPU becomes torch's nn.SyncBatchNorm, any other one the SyncBatchNorm below. It stays the same
-    object with the same parameters, buffers and hooks: only its class changes, so tied layers, optimizers and the
-    model's own lists of layers still point at it. Call it when the model is on its device and not yet wrapped by
-    DDP or FSDP; the process group need not exist yet, no group means all ranks. Raises ValueError, with nothing
-    changed, for another kind of batch norm, whose forward the change of class would lose.
+    A layer on CUDA or XPU becomes torch's nn.SyncBatchNorm, any other one the SyncBatchNorm below. Only the class of
+    the object changes, so that its parameters, buffers and hooks, and all references to it stay valid. Call it when
+    the model is on its device, before DDP or FSDP wraps it. The process group need not exist yet; None means all ranks.
+
+    Raises ValueError, before any change, for another kind of batch norm, whose forward would be lost.
     """
     layers: list[Any] = []
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def synchronize_batch_norm(
             )
         layers.append(module)
     for layer in layers:
-        # A layer that holds no tensor is where the rest of the model is, unless it is said where that will be.
+        # A layer without tensors is on the model's device, unless the argument names one.
         tensors = (*layer.parameters(), *layer.buffers(), *model.parameters(), *model.buffers())
         kind = device.type if device is not None else tensors[0].device.type if tensors else "cpu"
         is_accelerated = kind in ("cuda", "xpu")
@@ -49,27 +49,27 @@ def synchronize_batch_norm(
 
 
 def use_group(model: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Let the model's synchronized layers normalise over these ranks: those that read different samples."""
+    """Let the model's synchronized layers normalize over these ranks, which read different samples."""
     for module in model.modules():
         if isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
             module.process_group = process_group
 
 
 def keeps_all_buffers(model: nn.Module) -> bool:
-    """Whether all buffers are statistics of SyncBatchNorm layers, which are alike to the bit on all ranks."""
+    """Return True if all buffers are statistics of SyncBatchNorm layers, which are identical on all ranks."""
     layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     kept = {id(each) for m in layers for each in (m.running_mean, m.running_var, m.num_batches_tracked)}
     return all(id(buffer) in kept for buffer in model.buffers())
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose training statistics are those of the samples of all ranks of the group together.
+    """Batch normalization whose training statistics are those of the samples of all ranks of the group.
 
-    While it trains, all ranks must call it, a rank whose batch is empty too: one gather in forward, one sum in
-    backward. Output, gradient of the input and running statistics are those of nn.BatchNorm on the concatenated batch;
-    gradients of weight and bias are this rank's share of their sum, which DDP or an all_reduce completes. In evaluation
-    and in a world of one rank it is plain batch norm. Raises ValueError on all ranks alike if the whole batch has one
-    value per channel, as nn.BatchNorm does.
+    In training, all ranks must call it, also with an empty batch: forward gathers once, and backward sums once.
+    Output, input gradient and running statistics are those of nn.BatchNorm on the concatenated batch. Gradients of
+    weight and bias are this rank's term of their sum, which DDP or an all_reduce computes. In evaluation and in a
+    world of one rank it is plain batch norm. Raises ValueError on all ranks if the whole batch has one value per
+    channel, as nn.BatchNorm does.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -101,20 +101,20 @@ class SyncBatchNorm(_BatchNorm):
     def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        if count == 0:  # nn.BatchNorm counts an empty batch and learns nothing from it
+        if count == 0:  # nn.BatchNorm counts an empty batch, and keeps its statistics
             return
-        # momentum=None asks for the mean over all batches so far.
+        # momentum=None means the average over all batches so far.
         momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), momentum)
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalise by a mean and variance that are functions of all ranks' input.
+    """Normalization by a mean and variance that are functions of all ranks' inputs.
 
     Ioffe, Szegedy, "Batch Normalization", 2015: with y = weight * x_hat + bias and the sums over all `count` values,
-    dx = weight / std * (dy - sum(dy) / count - x_hat * sum(dy * x_hat) / count). All but the term in dy is a batch norm
-    of x again, with another weight and bias.
+    dx = weight / std * (dy - sum(dy) / count - x_hat * sum(dy * x_hat) / count). All terms but the one in dy are a
+    batch norm of x with another weight and bias.
     """
 
     @staticmethod
@@ -140,10 +140,10 @@ class _Normalize(torch.autograd.Function):
         input, weight, mean, var = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if grad_output.stride() != input.stride():
-            # The kernel is 8 times slower where one is channels_last and the other is not.
+            # The kernel is 8 times slower if only one of them is channels_last.
             grad_output = torch.empty_like(input).copy_(grad_output)
         if input.numel() > 0:
-            # In the form for evaluation, where these sums are the gradients of weight and bias, per channel.
+            # In evaluation mode these sums per channel are the gradients of weight and bias.
             _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad_output, input, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
             )
@@ -156,7 +156,7 @@ class _Normalize(torch.autograd.Function):
             scale = (var + ctx.eps).rsqrt() * (1 if weight is None else weight)
             weight_hat, bias_hat = (sums * scale / -ctx.count).to(mean.dtype)
             grad_input = F.batch_norm(input, mean, var, weight_hat, bias_hat, training=False, eps=ctx.eps)
-            # In bfloat16 the scale is rounded too, as autocast does with a convolution's weight: a float32 one takes
+            # In bfloat16 the scale is rounded too, as autocast rounds a convolution's weight. A float32 scale takes
             # 3 times as long.
             scale = scale.to(grad_input.dtype).view(-1, *[1] * (input.dim() - 2))  # (C, 1, ...)
             grad_input.addcmul_(grad_output, scale)
@@ -173,9 +173,9 @@ def _statistics_dtype(input: Tensor) -> torch.dtype:
 
 
 def _gather_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[int, Tensor, Tensor]:
-    """Count, mean and biased variance per channel over all ranks, alike to the bit on each.  (N, C, ...) -> N, (C), (C)
+    """Return count, mean and biased variance per channel over all ranks.  (N, C, ...) -> N, (C), (C)
 
-    All ranks must call it.
+    The results are identical to the bit on all ranks. All ranks must call it.
     """
     num_channels = input.size(1)
     packed = input.new_zeros(1 + 2 * num_channels, dtype=torch.float64)  # an empty batch has count 0
@@ -188,17 +188,17 @@ def _gather_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[
 
 
 def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and biased variance per channel, in float64.  (N, C, ...) -> (), (C), (C)
+    """Return count, mean and biased variance per channel, in float64.  (N, C, ...) -> (), (C), (C)
 
-    Where channels are innermost, ATen's kernel adds up in float32: over 78,400 values of standard deviation 1 its
-    variance is off by 2e-5, and at a mean of 1e4 by 26. So each column of pixels is a channel of its own to the
-    kernel, which takes no longer, and their merged variance is off by 3e-7 and 2e-4.
+    If channels are innermost, ATen's kernel sums in float32: over 78,400 values of standard deviation 1 its variance
+    is off by 2e-5, and at a mean of 1e4 by 26. Therefore each column of pixels is a separate channel for the kernel.
+    That takes no longer, and the merged variance is off by 3e-7 and 2e-4.
     """
     num_channels, count = input.size(1), input.numel() // input.size(1)
     num_parts = input.size(-1) if input.dim() > 2 and input.stride(1) == 1 else 1
     if num_parts > 1:
         input = input.movedim(1, -1).reshape(-1, num_parts * num_channels)  # (N, C, ..., W) -> (N * ..., W * C)
-    # The results have the dtype of the running statistics given, which momentum 0 leaves as they are.
+    # The results have the dtype of the given running statistics, which momentum 0 does not change.
     scratch = input.new_zeros(input.size(1), dtype=_statistics_dtype(input))
     moments = torch.stack(torch.batch_norm_update_stats(input, scratch, scratch, momentum=0.0)).double()
     means, variances = moments.view(2, num_parts, num_channels)
@@ -206,12 +206,12 @@ def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _merge(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and biased variance of the union of P parts.  (P), (P, C), (P, C) -> (), (C), (C)
+    """Return count, mean and biased variance of the union of P parts.  (P), (P, C), (P, C) -> (), (C), (C)
 
-    Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979: other than
-    a sum of squares it stays exact where the mean is large beside the deviation.
+    Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979: unlike
+    a sum of squares it stays exact if the mean is large compared with the deviation.
     """
     count = counts.sum()
-    shares = (counts / count.clamp(min=1)).unsqueeze(1)  # (P, 1)
-    mean = (shares * means).sum(0)
-    return count, mean, (shares * (variances + (means - mean) ** 2)).sum(0)
+    fractions = (counts / count.clamp(min=1)).unsqueeze(1)  # (P, 1)
+    mean = (fractions * means).sum(0)
+    return count, mean, (fractions * (variances + (means - mean) ** 2)).sum(0)

@@ -1,4 +1,4 @@
-"""How many bytes a piece of code has the ranks exchange, by collective."""
+"""Count of the bytes that a rank exchanges, by collective."""
 
 import threading
 from collections import Counter
@@ -23,16 +23,16 @@ _NAMES = {
     "reduce": "reduce",
 }
 RPC = "rpc"
-KINDS = sorted({*_NAMES.values(), RPC})  # what bytes are counted by
+KINDS = sorted({*_NAMES.values(), RPC})  # under which bytes are counted
 _entered: list["CommunicationCounter"] = []
-_lock = threading.Lock()  # RPC's threads count too
+_lock = threading.Lock()  # exchanges may run in threads
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """While entered, counts the bytes of this rank's collectives: of a call, the larger of what goes in and comes out.
+    """A context that counts the bytes of this rank's collectives: of each call, the larger of its input and output.
 
-    Every collective of a process group passes the dispatcher, those that DDP calls from C++ too; a receive is counted
-    where it is sent. Others do not: who uses RPC tells `count_rpc`, and runner.distributed.local_exchange `count`.
+    Every collective of a process group passes the dispatcher, also those that DDP calls from C++. A point-to-point
+    message is counted by its sender. Exchanges without a process group call `count` or `count_tensors`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class CommunicationCounter(TorchDispatchMode):
 
 
 def count(kind: str, num_bytes: int) -> None:
-    """Count what has passed by no process group, in any thread. kind: one of KINDS."""
+    """Count bytes that were exchanged without a process group, in any thread. kind: one of KINDS."""
     if not _entered:
         return
     with _lock:
@@ -69,10 +69,10 @@ def count(kind: str, num_bytes: int) -> None:
             counter.bytes[kind] += num_bytes
 
 
-def count_rpc(*values: Any) -> None:
-    """Count the tensors among the values as what RPC carries from or to this rank."""
+def count_tensors(kind: str, *values: Any) -> None:
+    """Count the tensors in these pytrees as sent or received by this rank. kind: one of KINDS."""
     if _entered:
-        count(RPC, _size(values))
+        count(kind, _size(values))
 
 
 def _name(function: str) -> str | None:

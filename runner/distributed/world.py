@@ -1,47 +1,47 @@
-"""One rank's view of its world: who it is, its devices, and what it does together with the other ranks."""
+"""One rank's view of its world: its identity and devices, and everything that it does together with the other ranks."""
 
 import torch
 import torch.distributed as dist
 
-from runner.distributed.agreement import Agreement
 from runner.distributed.backend import Backend
 from runner.distributed.collectives import Collectives
-from runner.distributed.ending import Ending
 from runner.distributed.environment import RankInfo
-from runner.distributed.neighbours import Neighbours
+from runner.distributed.failures.heartbeat import Heartbeat
+from runner.distributed.failures.shutdown import Shutdown
+from runner.distributed.failures.watchdog import Watchdog
+from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.process_group import ProcessGroup
-from runner.distributed.rank_trace import RankTrace
-from runner.distributed.watch import Watch
+from runner.distributed.store_consensus import StoreConsensus
 from runner.distributed.world_store import WorldStore
 
 
 class World:
-    """It is joined once per process; each job of a sweep then forms a process group of its own.
+    """A world is joined once per process; each job of a sweep forms a process group of its own.
 
-    `connection` is None in a world of one.
+    connection: to the store; None in a world of one rank.
     """
 
     def __init__(self, rank_info: RankInfo, connection: dist.Store | None, backend: Backend):
         self.rank_info, self.backend = rank_info, backend
         self.rank, self.world_size = rank_info.rank, rank_info.world_size
-        self.devices = [torch.device("cpu")]  # all that are this rank's own
+        self.devices = [torch.device("cpu")]  # all devices that belong to this rank
         self.store = WorldStore(rank_info, connection)
-        self.trace = RankTrace(rank_info.rank)
-        self.neighbours = Neighbours(rank_info, self.store, self.trace)
-        self.agreement = Agreement(rank_info, self.store, backend.timeout_s)
-        self.group = ProcessGroup(rank_info, self.store, self.neighbours)
+        self.heartbeat = Heartbeat(rank_info.rank)
+        self.local_ranks = LocalRanks(rank_info, self.store, self.heartbeat)
+        self.consensus = StoreConsensus(rank_info, self.store, backend.timeout_s)
+        self.group = ProcessGroup(rank_info, self.store, self.local_ranks)
         self.collectives = Collectives(rank_info.world_size)
-        self.ending = Ending(rank_info, self.store, self.neighbours, self.trace)
-        self.watch = Watch(rank_info, self.store, self.neighbours, self.trace, self.ending)
+        self.shutdown = Shutdown(rank_info, self.store, self.local_ranks, self.heartbeat)
+        self.watchdog = Watchdog(rank_info, self.store, self.local_ranks, self.heartbeat, self.shutdown)
 
     @property
     def device(self) -> torch.device:
-        """Where the samples are."""
+        """The device of the samples."""
         return self.devices[0]
 
     def begin_job(self, backend: Backend) -> None:
-        """Start a job with keys of its own in the store. All ranks must call it."""
-        self.backend, self.agreement.timeout_s = backend, backend.timeout_s
+        """Start a job, whose keys in the store are new. All ranks must call it."""
+        self.backend, self.consensus.timeout_s = backend, backend.timeout_s
         self.store.begin_job()
-        self.neighbours.publish()
-        self.ending.begin_job(backend.timeout_s)
+        self.local_ranks.publish()
+        self.shutdown.begin_job(backend.timeout_s)

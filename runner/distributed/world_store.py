@@ -1,64 +1,98 @@
 """The keys of a world in its store: those of one job after another, and those that outlast a restart of all ranks."""
 
 import json
+import os
 import socket
+import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from runner.distributed.environment import RankInfo
+from runner.distributed.failures.daemon_threads import call_with_timeout
 
-ANSWER_S = 5.0  # for a connection to the store
+T = TypeVar("T")
+RESPONSE_S = 5.0  # for the store to respond
+_STOPPED = "stopped"
+_NUM_PROBES = 3
 
 
 class WorldStore:
-    """`connection` is to the store of the ranks' rendezvous; None in a world of one.
+    """The store of a world.
 
-    root: the keys of the world as a whole. job: those of the job that it is at.
+    Attributes:
+        root: the keys of the world as a whole; None in a world of one rank, or if the store does not respond.
+        job: the keys of the current job.
     """
 
     def __init__(self, rank_info: RankInfo, connection: dist.Store | None):
+        """connection: to the store of the ranks' rendezvous; None in a world of one rank."""
         self._rank_info, self._connection = rank_info, connection
-        # A restarted world must not read what the one before it left in an agent's store (pytorch issue 135712).
+        # A restarted world must not read keys that the one before it left in an agent's store (pytorch issue 135712).
         self.root = None if connection is None else dist.PrefixStore(f"attempt{rank_info.restart}", connection)
         self.job: dist.Store | None = self.root
         self._num_jobs = 0
 
     def begin_job(self) -> None:
-        """Give the next job keys of its own. All ranks must call it."""
+        """Use new keys for the next job. All ranks must call it."""
         if self.root is not None:
             self.job = dist.PrefixStore(f"job{self._num_jobs}", self.root)
         self._num_jobs += 1
 
-    def topic(self, name: str) -> dist.Store:
-        """This job's keys of one topic."""
+    def namespace(self, name: str) -> dist.Store:
+        """Return a store of this job's keys under `name`."""
         return dist.HashStore() if self.job is None else dist.PrefixStore(name, self.job)
 
-    def kept(self) -> dist.Store | None:
-        """This job's keys that a world reads which its agent has started again."""
+    def across_restarts(self) -> dist.Store | None:
+        """Return a store of this job's keys that outlast a restart of all ranks by an agent."""
         return None if self._connection is None else dist.PrefixStore(f"kept/job{self._num_jobs}", self._connection)
 
-    def memory(self) -> "Memory | None":
-        """What this node's agent keeps of this job, in the place of `kept`: it outlasts the loss of any other node."""
-        return None if self._rank_info.memory is None else Memory(Path(f"{self._rank_info.memory}-{self._num_jobs}"))
+    def restart_file(self) -> "RestartFile | None":
+        """Return where this machine's agent keeps these values instead: it outlasts the loss of other machines."""
+        path = self._rank_info.restart_file
+        return None if path is None else RestartFile(Path(f"{path}-{self._num_jobs}"))
 
-    def answers(self) -> bool:
-        """Whether somebody listens where the store is: one that has gone is told by torch in thirty lines."""
+    def is_reachable(self) -> bool:
+        """Return True if a process listens at the store's address. torch logs thirty lines if none does."""
         if not isinstance(self._connection, dist.TCPStore):
             return self._connection is not None
         try:
-            socket.create_connection((self._connection.host, self._connection.port), timeout=ANSWER_S).close()
+            socket.create_connection((self._connection.host, self._connection.port), timeout=RESPONSE_S).close()
         except OSError:
             return False
         return True
 
-    def drop(self) -> None:
-        """Let go of the connection."""
+    def call(self, function: Callable[[], T], timeout_s: float = RESPONSE_S) -> T | None:
+        """Return `function()`, which uses the store. If the store does not respond, disconnect and return None."""
+        root, result = self.root, None
+        if root is None:
+            return None
+        # The system still accepts connections for a process that is stopped.
+        if self.is_reachable() and call_with_timeout(RESPONSE_S, lambda: root.check([_STOPPED])) is not None:
+            result = call_with_timeout(timeout_s, function)
+        if result is None:
+            self.disconnect()
+        return result
+
+    def announce_stop(self, reason: str) -> str:
+        """Let the ranks that wait for this one know why it stops. Return the reason."""
+        if self.root is not None:
+            self.root.set(_STOPPED, reason)
+        return reason
+
+    def stop_reason(self) -> str | None:
+        """Return the reason of the last rank that announced its stop; None if none has."""
+        return self.root.get(_STOPPED).decode() if self.root is not None and self.root.check([_STOPPED]) else None
+
+    def disconnect(self) -> None:
         self._connection = self.root = self.job = None
 
 
-class Memory:
-    """A file with a text by topic, which one rank of the machine writes."""
+class RestartFile:
+    """A JSON file with a text by name, which one rank of the machine writes."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -66,7 +100,36 @@ class Memory:
     def read(self) -> dict[str, str]:
         return json.loads(self._path.read_text()) if self._path.exists() else {}
 
-    def keep(self, topic: str, text: str) -> None:
+    def keep(self, name: str, text: str) -> None:
         partial = self._path.with_name(f"{self._path.name}.tmp")
-        partial.write_text(json.dumps(self.read() | {topic: text}))
+        partial.write_text(json.dumps(self.read() | {name: text}))
         partial.replace(self._path)
+
+
+def set_tcp_timeouts(store: dist.Store | None, timeout_s: float) -> None:
+    """Set TCP keepalive and user timeout on the store's sockets, so that an unreachable machine is detected in time.
+
+    A machine that loses its network or its power closes no connection. TCP would retransmit for a quarter of an hour
+    (tcp_retries2), and keep an idle connection forever. Linux only.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore) or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    descriptors: list[str] = []
+    with suppress(OSError):  # some containers have no /proc
+        descriptors = os.listdir("/proc/self/fd")
+    for descriptor in map(int, descriptors):
+        with suppress(OSError):  # closed by now, or not connected
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            is_blocking = os.get_blocking(descriptor)
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                os.set_blocking(descriptor, is_blocking)  # Python sets its default on all copies
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == store.port:
+                    interval_s = max(1, round(timeout_s / (_NUM_PROBES + 1)))
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))

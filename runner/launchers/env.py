@@ -1,30 +1,31 @@
-"""The processes exist already: a launcher has started them, or there is one."""
+"""launcher=env: the ranks exist already, or the world is one process."""
 
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
-from runner.launchers.job import run_job
-from runner.runs.run_directory import Request
+from runner.jobs.job import run_job
+from runner.launchers.protocol import Launcher
+from runner.records.run_directory import Request
 
 
-class Env:
-    """launcher=env: the processes exist already; this one runs its part of the job."""
-
-    starts_processes = False
-    queues = False
-    started_on_each = False
-    world_size: int | None = None
+class Env(Launcher):
+    """Run the job in this process, as the rank that the environment describes."""
 
     def __init__(self, join_timeout_s: float = 120.0):
-        self.join_timeout_s = checked_timeout(join_timeout_s)
+        check_options(join_timeout_s)
+        self.join_timeout_s = join_timeout_s
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         return run_job(config, request, join(rank_info, as_backend(config.backend), self.join_timeout_s))
 
 
-def checked_timeout(join_timeout_s: float) -> float:
-    """The seconds that a process waits for the others to appear. Raises ValueError for none at all."""
+def check_options(join_timeout_s: float, max_restarts: int = 0, **counts: int | None) -> None:
+    """Raise ValueError if an option of a launcher is too small. Each of the counts must be at least 1, or None."""
     if join_timeout_s <= 0:
         raise ValueError(f"launcher.join_timeout_s={join_timeout_s:g} must be above 0 seconds; try 120")
-    return join_timeout_s
+    if max_restarts < 0:
+        raise ValueError(f"launcher.max_restarts={max_restarts} must be at least 0")
+    for key, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"launcher.{key}={value} must be at least 1")

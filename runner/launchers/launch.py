@@ -1,4 +1,4 @@
-"""One job from its checked configuration to an exit status: which launcher, and what the user is told at the end."""
+"""One job from its checked configuration to its exit status."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,49 +7,51 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.config.validate import check_fit
-from runner.distributed.agreement import RanksAbsent
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import JOIN_TIMEOUT_S, join
-from runner.errors import InputError, JobFailed, Preempted, tell
-from runner.fault_tolerance.initial_weights import check_initial_weights
+from runner.distributed.store_consensus import RanksMissing
+from runner.errors import InputError, JobFailed, Preempted, print_messages
+from runner.jobs.task import check_size, launches_jobs, make_job_task, make_launching_task
 from runner.launchers.env import Env
 from runner.launchers.protocol import Launcher
-from runner.launchers.task import check_size, launches_jobs, make_job_task, make_launching_task
-from runner.runs.run_directory import Request
-from runner.training.build import make_logger, make_parallel
-from runner.training.optimizers import OptimizerTrial
-from runner.training.strategy import lay_out
+from runner.optimization.optimizers import try_options
+from runner.records.run_directory import Request
+from runner.training.components import make_logger, make_parallel
+from runner.training.mode import make_axes
+from runner.training.model.initial_weights import locate_initial_weights
 
 
 def make_launcher(config: Config) -> Launcher:
-    """How the processes come to be. Raises InputError for an option that it refuses, and for what is no launcher."""
+    """Construct the launcher. Raise InputError for a refused option or a class that does not implement the contract."""
     launcher: Launcher = make_group({}, "launcher", config.launcher)
     check_contract(launcher, Launcher, "launcher")
     if config.debug and launcher.starts_processes:
         raise InputError(
-            "debug=true is for the process that has the terminal, and the launcher starts others; type launcher=env"
+            "debug=true is for the process that has the terminal, but the launcher starts other processes; try "
+            "launcher=env"
         )
     return launcher
 
 
 def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
-    """Run the job where its launcher says. Returns the metrics. launcher: the configuration's, if it is made already.
+    """Run the job by its launcher and return the metrics.
 
-    Raises InputError, Preempted or JobFailed, as run_job does.
+    launcher: The configuration's launcher if it has been constructed already. Raises InputError, Preempted or
+    JobFailed, as run_job does.
     """
     launcher = launcher or make_launcher(config)
-    if launcher.queues and rank_info.directory:  # this process is of the job that was queued
+    if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
         check_queueable(config, request.choices)
-        check_initial_weights(config, request.directory)
-        request = replace(request, overrides=request.words or request.overrides)
+        locate_initial_weights(config, request.directory)
+        request = replace(request, overrides=request.launch_overrides or request.overrides)
     if launches_jobs(config):
         return make_launching_task(config).launch_jobs(config, request, rank_info)
     if launcher.starts_processes and not rank_info.may_start_processes:
         raise InputError(
-            f"launcher={request.choices['launcher']} starts processes itself, but {rank_info.found} has started this "
+            f"launcher={request.choices['launcher']} starts processes itself, but {rank_info.source} has started this "
             f"one as rank {rank_info.rank} of {rank_info.world_size}; add launcher=env"
         )
     if launcher.world_size is not None:
@@ -57,8 +59,8 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
     return launcher.launch(config, request, rank_info)
 
 
-def launch_and_tell(config: Config, request: Request, rank_info: RankInfo) -> int:
-    """Run one job and end this process's part in the world. Returns the exit status."""
+def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> int:
+    """Run one job, leave its world, and return the exit status."""
     status, lines, timeout_s = 0, [], JOIN_TIMEOUT_S
     launcher: Launcher | None = None
     try:
@@ -69,12 +71,12 @@ def launch_and_tell(config: Config, request: Request, rank_info: RankInfo) -> in
     try:
         world = join(rank_info, as_backend(config.backend), timeout_s)
     except InputError as error:
-        tell(error.messages)
+        print_messages(error.messages)
         return 2
     except Preempted:
         return 143
     try:
-        if lines := world.agreement.first_error("composed", lines):
+        if lines := world.consensus.first_error("composed", lines):
             raise InputError(*lines)
         launch(config, request, rank_info, launcher)
     except InputError as error:
@@ -83,24 +85,24 @@ def launch_and_tell(config: Config, request: Request, rank_info: RankInfo) -> in
         status = 143
     except JobFailed as error:
         status = error.status
-    except RanksAbsent as error:
-        status, lines, world.ending.speaks = 1, [str(error)], error.told
-    world.ending.say_then_continue(lambda: tell(lines))
-    world.ending.close()
+    except RanksMissing as error:
+        status, lines, world.shutdown.is_reporter = 1, [str(error)], error.is_reporter
+    world.shutdown.report_before_exit(lambda: print_messages(lines))
+    world.shutdown.close()
     return status
 
 
 def check_queueable(config: Config, choices: Mapping[str, str]) -> None:
-    """Raises InputError where the task launches jobs of its own, and would here, although a launcher queues jobs."""
+    """Raise InputError if the launcher queues jobs but the task would launch its own jobs in this process."""
     if launches_jobs(config) and not locate(config.task["_target_"]).reads_run:
         raise InputError(
             f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes of its own "
-            "where it is typed; type it inside an allocation (of salloc, or in a script for sbatch), with launcher=env"
+            "where the command runs; run it inside an allocation (salloc, or a script for sbatch) with launcher=env"
         )
 
 
 def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> None:
-    """Raises InputError where no world of this size can run it. What model, data or device decide is told later."""
+    """Raise InputError if no world of this size can run the job. Model, data and device are checked by the ranks."""
     if launches_jobs(config):
         return
     task = make_job_task(config)
@@ -108,7 +110,7 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
         raise InputError(*messages)
     if not task.needs_experiment:
         return
-    lay_out(config, make_parallel(config, choices), world_size)
-    OptimizerTrial(config.optimizer, choices)
+    make_axes(config, make_parallel(config, choices), world_size)
+    try_options(config.optimizer, choices)
     make_group(choices, "scheduler", config.scheduler)
-    make_logger(config, choices)
+    make_logger(config)

@@ -1,40 +1,92 @@
-"""What is known of a launcher, whichever was chosen."""
+"""The contracts of a launcher, which starts the processes of a run, and of a queue, which starts them later."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
-from runner.runs.run_directory import Request
+from runner.distributed.rendezvous import JOIN_TIMEOUT_S
+from runner.errors import JobFailed
+from runner.records.run_directory import Request
 
 
 class Launcher(Protocol):
-    """How the processes of one run come to be; a file of runner/launchers and a YAML file of conf/launcher."""
+    """How the processes of one run are started; one file of runner/launchers and one YAML file of conf/launcher.
 
-    starts_processes: bool
-    queues: bool  # jobs of a sweep are not launched one by one but submitted together: see Queue
-    started_on_each: bool  # the same command is started on several machines
-    world_size: int | None  # of the processes that it starts; None where that is not known before
-    join_timeout_s: float  # that a process waits for the others to appear
+    A launcher derives from this class and overrides only the attributes that differ.
 
+    Attributes:
+        starts_processes: The launcher starts the ranks; otherwise the calling process is one of them.
+        queues: The jobs of a sweep are submitted together instead of launched one by one; see `Queue`.
+        started_on_each: The same command is started on several machines.
+        world_size: Number of processes that the launcher starts; None if it is not known in advance.
+        join_timeout_s: Seconds that a process waits for the others to appear.
+    """
+
+    starts_processes: bool = False
+    queues: bool = False
+    started_on_each: bool = False
+    world_size: int | None = None
+    join_timeout_s: float = JOIN_TIMEOUT_S
+
+    @abstractmethod
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Run the job to its end. Returns rank 0's metrics.
+        """Run the job to its end and return rank 0's metrics.
 
-        Raises InputError, Preempted or JobFailed, as runner.launchers.job.run_job does.
+        Raises InputError, Preempted or JobFailed, as runner.jobs.job.run_job does.
         """
 
 
 class Queue(Launcher, Protocol):
-    """A launcher that hands jobs to a queue, which runs them when it likes."""
+    """A launcher that submits jobs to a queue, which starts them later.
 
-    dry_run: bool  # jobs are shown, and not submitted
+    A queue derives from this class, and defines `launch`, `submit_sweep` and `find_ended`. `launch` submits a single
+    run. The job starts `python -m runner` with the overrides of the request and with its directory in RUNNER_DIRECTORY,
+    which keeps the run from being submitted again.
 
-    def max_jobs(self) -> int:
-        """How many `submit_sweep` takes at once."""
+    Attributes:
+        dry_run: The jobs are printed instead of submitted, and nothing is written.
+    """
 
+    starts_processes: bool = True
+    queues: bool = True
+    dry_run: bool = False
+
+    @abstractmethod
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
-        """Submit the jobs of a sweep, which is kept in the directory. Returns their names in the queue."""
+        """Submit jobs of the sweep in this directory. Return a name for each; none if `dry_run`.
+
+        All jobs have the options of this launcher. Raises InputError if the queue refuses the jobs, and
+        SubmissionUnknown if it does not answer.
+        """
+
+    @classmethod
+    @abstractmethod
+    def find_ended(cls, names: Sequence[str]) -> set[str]:
+        """Return those of the named jobs that neither wait nor run; none if the queue does not answer.
+
+        Raises InputError if this machine cannot query the queue.
+        """
+
+    def max_jobs(self) -> int | None:
+        """Return the maximum number of jobs of one `submit_sweep`; None if it is unlimited."""
+        return None
 
     def wait_for_sweep(self) -> bool:
-        """Return once they have ended, if that is asked for. Returns whether it is."""
+        """Wait until the submitted jobs have ended, if that is configured. Return True if it waited."""
+        return False
+
+    @classmethod
+    def log_file(cls, directory: Path, name: str) -> Path | None:
+        """Return the path of the log of a job of the sweep in this directory; None if there is no such file."""
+        return None
+
+
+class SubmissionUnknown(JobFailed):
+    """The queue did not answer, and may have accepted the jobs, which `find_ended` accepts by these names."""
+
+    def __init__(self, message: str, names: Sequence[str]):
+        super().__init__(message)
+        self.names = list(names)

@@ -1,55 +1,43 @@
-"""torchrun's elastic agent, run by the runner itself: on this machine, or as one of several."""
+"""launcher=torchrun: torch's elastic agent, run by the runner itself, on this machine or as one of several."""
 
-import logging
 import math
 import socket
 import sys
-import threading
-import uuid
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+)
 
 from runner.config.schema import Config
-from runner.distributed.environment import RankInfo, find_rank_info
-from runner.distributed.hung_rank import ENDED
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
 from runner.distributed.network import address_towards, is_loopback
-from runner.distributed.parent import end_at_once_with_parent
-from runner.errors import InputError
-from runner.launchers.elastic_agent import counting_from_checkpoints
-from runner.launchers.env import checked_timeout
-from runner.launchers.meeting import BACKEND, DEAD_NODE_S, ending_when_lost
-from runner.launchers.rank_process import (
-    TOLD,
-    Outcome,
-    begin_rank,
-    passing_signals_on,
-    run_rank,
-    start_fork_server,
-)
-from runner.launchers.restarts import Told, how_it_died
-from runner.launchers.start_again import run_again_while_it_gets_on, told_directory
-from runner.runs.run_directory import Request
+from runner.errors import InputError, JobFailed
+from runner.launchers.elastic import Ranks, recording_directory, run_directory, run_worlds
+from runner.launchers.env import check_options
+from runner.launchers.node_rendezvous import Nodes, OneMachine
+from runner.launchers.protocol import Launcher
+from runner.launchers.rank_process import forwarding_signals, run_rank, start_fork_server
+from runner.records.run_directory import Request
 
-LAST_CALL_S = 30  # that enough nodes wait for still more
-HANDLED_BY_AGENT = "SIGXCPU"  # torch wants one at least, and ends everything at it
+LAST_CALL_S = 30  # that enough machines wait for more of them
+REPORT_S = 20.0  # for the ranks to report that a machine does not respond, after backend.timeout_s
 
 
-class Torchrun:
-    """launcher=torchrun: an agent that starts nproc_per_node processes, and the world again when one dies.
+class Torchrun(Launcher):
+    """Start `nproc_per_node` ranks on this machine, and restart the world when a rank fails.
 
-    nodes: how many agents there are, each started by this same command; min:max where the world may lose and gain some.
-    rdzv_endpoint: HOST:PORT of the rendezvous, on one of the nodes.
+    Args:
+        nodes: Number of machines, on each of which this command is started; min:max if machines may leave and join.
+        rdzv_endpoint: HOST:PORT of the rendezvous, on one of the machines.
     """
 
     starts_processes = True
-    queues = False
 
     def __init__(
         self,
@@ -60,10 +48,7 @@ class Torchrun:
         max_restarts: int = 0,
         join_timeout_s: float = 120.0,
     ):
-        if nproc_per_node < 1:
-            raise ValueError(f"launcher.nproc_per_node={nproc_per_node} must be at least 1; try 2")
-        if max_restarts < 0:
-            raise ValueError(f"launcher.max_restarts={max_restarts} must be at least 0")
+        check_options(join_timeout_s, max_restarts, nproc_per_node=nproc_per_node)
         self.min_nodes, self.max_nodes = _bounds(nodes)
         if self.max_nodes > 1 and not rdzv_endpoint:
             raise ValueError(f"launcher.nodes={nodes} needs launcher.rdzv_endpoint=HOST:PORT, their rendezvous")
@@ -78,126 +63,78 @@ class Torchrun:
         self.host, self.port, self.rdzv_id = host.strip("[]"), int(port), rdzv_id
         self.nproc_per_node, self.max_restarts = nproc_per_node, max_restarts
         self.world_size = self.max_nodes * nproc_per_node if self.max_nodes == self.min_nodes else None
-        self.join_timeout_s = checked_timeout(join_timeout_s)
+        self.join_timeout_s = join_timeout_s
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the runner tells, and once
-        start_fork_server("runner.launchers.torchrun")
-        restarts = self.max_restarts if self.max_nodes == 1 else 0  # agents of several nodes meet again by themselves
-        with passing_signals_on(is_guest=rank_info.is_guest) as received:
-            return run_again_while_it_gets_on(
-                lambda request: self._run_agent(config, request, rank_info, received), request, restarts, received
-            )
+        start_fork_server()
+        with forwarding_signals(rank_info.is_embedded) as received, recording_directory(request) as request:
+            ranks = Ranks(self.nproc_per_node, run_rank, (config, request, self.join_timeout_s, {}))
+            if self.max_nodes == 1:
+                return run_worlds(OneMachine(self.join_timeout_s), ranks, request, self.max_restarts, received)
+            return self._launch_on_nodes(ranks, config, request, received)
 
-    def _run_agent(
-        self, config: Config, request: Request, rank_info: RankInfo, received: Sequence[str]
-    ) -> tuple[Outcome | None, str | None]:
-        """This node's agent, to its end. Returns what its first rank said, and which rank died of what."""
-        alone = self.max_nodes == 1
-        launch_config = LaunchConfig(
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
-            nproc_per_node=self.nproc_per_node,
-            run_id=uuid.uuid4().hex if alone else self.rdzv_id,
-            rdzv_backend=BACKEND,
-            rdzv_endpoint=f"{self.host}:{self.port}",
-            rdzv_configs={
-                "join_timeout": math.ceil(self._meeting_s()),
-                "read_timeout": math.ceil(self.join_timeout_s),
-                "last_call_timeout": math.ceil(self._last_call_s()),
-                # torch finds it out by this machine's own name, which need not resolve.
-                "is_host": alone or self._hosts_rendezvous(),
-            },
-            max_restarts=0 if alone else self.max_restarts,
-            monitor_interval=0.05,
-            start_method="forkserver",
-            local_addr="localhost" if alone else self._own_address(),
-            signals_to_handle=HANDLED_BY_AGENT,  # those that matter are passed on, so that the ranks save
-        )
-        outcomes: dict[int, Outcome] = {}
-        died, had_ranks, told = None, threading.Event(), Told(partial(told_directory, request))
+    def _launch_on_nodes(
+        self, ranks: Ranks, config: Config, request: Request, received: Sequence[str]
+    ) -> dict[str, float]:
+        nodes = None
         try:
-            lost = ending_when_lost(
-                self.host, self.port, self._meeting_s(), had_ranks, lambda answers: self._lost(request, answers)
-            )
-            with nullcontext() if rank_info.is_guest else lost, counting_from_checkpoints(told, lambda: bool(received)):
-                outcomes = elastic_launch(launch_config, _run_rank)(config, request, self.join_timeout_s, not alone)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            why = told.failure()
-            if failure.exitcode == TOLD or ENDED in why:  # who was ended is not the cause
-                outcomes = {rank: {"failed": why or "a rank has told why"}}
-            else:
-                died = how_it_died(rank, failure.exitcode)
+            # The ranks have to report first that a machine is lost: the agent terminates them.
+            nodes = Nodes(self._parameters(), timeout_s=as_backend(config.backend).timeout_s + REPORT_S)
+            return run_worlds(nodes, ranks, request, self.max_restarts, received)
         except RendezvousError as error:
-            why = str(error) or type(error).__name__
-            if isinstance(error, RendezvousConnectionError) and had_ranks.is_set():
-                died = self._lost(request)
-            elif isinstance(error, RendezvousClosedError) and had_ranks.is_set():
-                died = f"{self._where}: another node has given up, and says why{_go_on(request)}"
-            elif had_ranks.is_set():
-                died = f"{self._where}: the nodes found each other no more ({why}){_go_on(request)}"
-            else:
+            reason = str(error) or type(error).__name__
+            if nodes is None or not nodes.had_world:
                 raise InputError(
                     f"{self._where}: {self.min_nodes} nodes did not find each other there within "
-                    f"launcher.join_timeout_s={self.join_timeout_s:g} ({why}); is every one started?"
+                    f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); is every one started?"
                 ) from None
-        return next(iter(outcomes.values()), None), died
+            if isinstance(error, RendezvousConnectionError):
+                text = f"{self._where}, the rendezvous of the nodes, is lost: it does not respond"
+            elif isinstance(error, RendezvousClosedError):
+                text = f"{self._where}: another node has given up, and reports why"
+            else:
+                text = f"{self._where}: the nodes no longer found each other ({reason})"
+        if directory := run_directory(request):
+            text += f"; start every node again with resume={directory}"
+        print(text, file=sys.stderr, flush=True)
+        raise JobFailed(text)
+
+    def _parameters(self) -> RendezvousParameters:
+        last_call_s = min(LAST_CALL_S, self.join_timeout_s)
+        join_s = self.join_timeout_s + (last_call_s if self.max_nodes > self.min_nodes else 0)
+        return RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{self.host}:{self.port}",
+            run_id=self.rdzv_id,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            local_addr=self._own_address(),
+            join_timeout=math.ceil(join_s),
+            last_call_timeout=math.ceil(last_call_s),
+            read_timeout=math.ceil(self.join_timeout_s),
+            is_host=self._hosts_rendezvous(),  # torch derives it from this machine's own name, which need not resolve
+        )
 
     @property
     def _where(self) -> str:
         return f"launcher.rdzv_endpoint={self.host}:{self.port}"
 
-    def _lost(self, request: Request, answers: bool = False) -> str:
-        if answers:
-            return f"{self._where}: the other nodes neither met this one again nor ended{_go_on(request)}"
-        return f"{self._where}, where the nodes meet, is lost: nothing answers there{_go_on(request)}"
-
-    def _last_call_s(self) -> float:
-        return min(LAST_CALL_S, self.join_timeout_s)
-
-    def _meeting_s(self) -> float:
-        return self.join_timeout_s + (self._last_call_s() + DEAD_NODE_S if self.max_nodes > self.min_nodes else 0)
-
     def _own_address(self) -> str:
-        """By which the other nodes reach this one."""
+        """Return the address at which the other machines reach this one."""
         own = address_towards(self.host, "launcher.rdzv_endpoint")
-        return self.host if is_loopback(own) else own  # where it is this one's name, the others resolve it
+        return self.host if is_loopback(own) else own  # the endpoint is this machine's name; the others resolve it
 
     def _hosts_rendezvous(self) -> bool:
-        """Whether the endpoint is on this machine, and no other agent of it serves there already."""
+        """Return True if the endpoint is on this machine, and no other agent serves it yet."""
         try:
-            there = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            # A machine's own name is an alias of its loopback on Debian.
-            if not is_loopback(str(there[4][0])) and there[4][0] != address_towards(self.host):
+            family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            # On Debian a machine's own name is an alias of its loopback address.
+            if not is_loopback(str(address[0])) and address[0] != address_towards(self.host):
                 return False
-            with socket.socket(there[0], there[1]) as probe:
-                return probe.connect_ex(there[4]) != 0
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                return probe.connect_ex(address) != 0
         except OSError:
-            return False  # meeting there will tell
-
-
-def _run_rank(config: Config, request: Request, join_timeout_s: float, nodes_change: bool) -> Outcome:
-    """One rank's process; the agent has put into its environment which one.
-
-    nodes_change: each of several agents counts the restarts that it has seen, and the ranks' store is of one start.
-    """
-    begin_rank()
-    rank_info = find_rank_info()
-    if nodes_change:
-        rank_info = replace(rank_info, restart=0, memory=f"{request.tells}-memory")
-    outcome, leave = run_rank(config, request, rank_info, join_timeout_s)
-    leave()
-    if "failed" in outcome:
-        sys.exit(TOLD)  # a rank that returns has succeeded, for an agent: it would wait for those of other nodes
-    end_at_once_with_parent()  # torch has it wait until its agent has read what it returns
-    return outcome
-
-
-def _go_on(request: Request) -> str:
-    """What continues the run, where it had begun."""
-    directory = told_directory(request)
-    return f"; start every node again with resume={directory}" if directory else ""
+            return False  # the rendezvous reports the error
 
 
 def _bounds(nodes: Any) -> tuple[int, int]:

@@ -1,36 +1,43 @@
-"""DistributedDataParallel: a replica per rank; gradients are averaged bucket by bucket while backward runs."""
+"""DistributedDataParallel: a replica per rank; gradients are combined bucket by bucket while backward runs."""
 
 import inspect
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.config.schema import Config
-from runner.distributed.local_exchange import exchange_of
+from runner.distributed.collectives import sum_over
+from runner.distributed.local.exchange import exchange_of, is_small
 from runner.distributed.sync_batch_norm import keeps_all_buffers
 from runner.distributed.world import World
-from runner.parallel.buckets import FixedBuckets
+from runner.errors import JobFailed
+from runner.objectives.objective import ForwardWrapper, LossGroup
+from runner.optimization.parameter_patterns import counted
+from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.powersgd import PowerSGD
 from runner.parallel.replica import Replica
-from runner.parallel.turns import take_turns
-from runner.training.objective import Turn, Within
-from runner.training.strategy import Axes, Carries, Recipe, Spread
+from runner.training.mode import Parallel, ParallelModel, Recipe
+
+# torch 2.15 renames the option and deprecates the old name.
+_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+_BROADCAST = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 
-class DDP:
-    """parallel=ddp; the options are DistributedDataParallel's, and what its gradients are compressed by on their way.
+class DDP(Parallel):
+    """parallel=ddp; the options are DistributedDataParallel's, and how gradients are compressed for communication.
 
-    With a comm_hook the numbers are no longer those of parallel=none.
+    With a comm_hook the numbers differ from those of parallel=none.
     """
 
     needs_group = True
-    meta_init = False
     spans_devices = True
-    carries: Carries = "several_losses"
-    fails_at_once = True
+    supported_objectives = "several_losses"
 
     def __init__(
         self,
@@ -49,47 +56,39 @@ class DDP:
         if powersgd_rank != 1 and comm_hook != "powersgd":
             raise ValueError(f"powersgd_rank={powersgd_rank} has no effect; try parallel.comm_hook=powersgd with it")
         self.static_graph, self.comm_hook, self.powersgd_rank = static_graph, comm_hook, powersgd_rank
-        # torch 2.15 deprecates the old name.
-        known = inspect.signature(DistributedDataParallel).parameters
-        self._broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self.options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            self._broadcast: broadcast_buffers,
+            _BROADCAST: broadcast_buffers,
         }
-
-    def axes(self, world_size: int) -> Axes:
-        return Axes(replicate=world_size)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if self.comm_hook == "powersgd" and config.on_nonfinite == "skip":
             return [
-                "on_nonfinite=skip: parallel.comm_hook=powersgd adds what a step left out to the next one, NaN too; "
-                "try on_nonfinite=stop"
+                "on_nonfinite=skip: parallel.comm_hook=powersgd adds the error of a step to the next one, also if it "
+                "is NaN; try on_nonfinite=stop"
             ]
         return []
 
-    def prepare(self, recipe: Recipe, world: World) -> Spread:
-        return take_turns(recipe, lambda turn: self._spread(recipe, turn, world))
+    def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
+        return prepare_loss_groups(recipe, lambda loss_group: self._prepare_group(recipe, loss_group, world))
 
-    def _spread(self, recipe: Recipe, turn: Turn, world: World) -> Replica:
-        devices = {parameter.device for parameter in recipe.module.parameters()}
-        device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
-        # What is the same on all ranks need not be sent: a broadcast of each dtype's buffers in every forward. Other
-        # machines may round otherwise.
-        is_alike = exchange_of() is not None and keeps_all_buffers(recipe.module)
-        alike = {self._broadcast: False} if is_alike else {}
-        wrapped = FixedBuckets(Within(recipe.module), device_ids=device_ids, **self.options | alike)
-        memory = self._compress(wrapped, world)
-        sums = self.comm_hook == "none" and wrapped.sum_on_cpu()
-        optimizer = recipe.make_optimizer(turn.parameters)
+    def _prepare_group(self, recipe: Recipe, loss_group: LossGroup, world: World) -> Replica:
+        # Buffers that are equal on all ranks anyway need no broadcast in every forward. On several machines, rounding
+        # may differ.
+        are_equal = exchange_of() is not None and keeps_all_buffers(recipe.module)
+        options = self.options | ({_BROADCAST: False} if are_equal else {})
+        wrapped = wrap(recipe, **options)
+        hook_state = self._register_hook(wrapped, world)
+        is_summed = self.comm_hook == "none" and wrapped.sum_on_cpu()
+        optimizer = recipe.make_optimizer(loss_group.parameters)
         first_backward = self.static_graph
 
         def without_sync() -> AbstractContextManager[Any]:
-            # A static graph is recorded in the first backward, which must not be without synchronisation. Averaging
-            # there once more changes nothing: what is averaged twice is the same on all ranks by then.
+            # A static graph is recorded in the first backward, which must synchronize. Averaging there as well changes
+            # nothing: gradients that are averaged twice are equal on all ranks the second time.
             nonlocal first_backward
             if first_backward:
                 first_backward = False
@@ -99,17 +98,14 @@ class DDP:
         return Replica(
             recipe,
             optimizer,
-            turn,
-            sum_over=world.collectives.sum,
-            within=wrapped,
-            loss_scale=1 if sums else world.world_size,  # where DDP averages: the loss is summed over the ranks
+            loss_group,
             without_sync=without_sync,
-            reduce=wrapped.check_gradients,
-            memory=memory,
+            hook_state=hook_state,
+            **replica_options(wrapped, world, is_summed),
         )
 
-    def _compress(self, wrapped: DistributedDataParallel, world: World) -> PowerSGD | None:
-        """Register the hook. Returns what of it has a memory."""
+    def _register_hook(self, wrapped: DistributedDataParallel, world: World) -> PowerSGD | None:
+        """Register the communication hook, and return it if it has a state."""
         if self.comm_hook == "fp16":
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self.comm_hook == "bf16":
@@ -117,3 +113,111 @@ class DDP:
         elif self.comm_hook == "powersgd":
             return PowerSGD(wrapped, self.powersgd_rank, self.options["bucket_cap_mb"], world)
         return None
+
+
+class FixedBuckets(DistributedDataParallel):
+    """DistributedDataParallel whose gradients are in the same buckets in every step, including the first one.
+
+    It averages gradients in the background, unless `sum_on_cpu` is called. All ranks must construct it together.
+
+    DistributedDataParallel has one bucket in a process's first step. It then rebuilds its buckets in the order in which
+    gradients became ready. The order in which an all-reduce sums depends on the position in a bucket (in gloo's ring of
+    three ranks or more, each chunk begins at another rank). The first step after a resume would therefore round
+    differently from the same step of an uninterrupted run. This class builds the final buckets at once, from the
+    parameters in reverse order of registration. Gradients become ready in this order if a model registers its layers in
+    the order of their use; otherwise communication and backward overlap less.
+
+    It calls what DistributedDataParallel calls after its first step (torch/csrc/distributed/c10d/reducer.cpp:
+    push_rebuilt_params_for_all_indices, rebuild_buckets); calling that again has no effect.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__(module, **options)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()  # with find_unused_parameters, torch itself builds final buckets at once
+
+    def sum_on_cpu(self) -> bool:
+        """Sum gradients instead of averaging them, if the ranks compute on CPUs. Return True if they do.
+
+        On one machine, all buckets are summed when the last gradient is ready: with all cores busy, the background is
+        no faster, and ranks wait for each other only once. Static graphs are averaged, because in their first step no
+        bucket is marked as the last one. All ranks must call it.
+        """
+        if self.device_type != "cpu" or self.static_graph:
+            return False
+        if exchange_of() is None:
+            self.register_comm_hook(None, _sum_in_background)
+        else:
+            self.register_comm_hook([], _sum_after_last)
+        return True
+
+    def check_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise JobFailed if the step's last backward left a bucket incomplete.
+
+        torch does not sum a bucket that lacks a gradient, and reports that only in the next forward.
+        """
+        if self.find_unused_parameters or self.static_graph:
+            return
+        if without := {parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None}:
+            named = self.module.named_parameters()
+            names = [name.removeprefix("model.") for name, parameter in named if parameter in without]
+            raise JobFailed(
+                f"the loss of a step does not depend on {counted(names, 2)}, but parallel=ddp and zero wait for all "
+                "gradients; try parallel.find_unused_parameters=true"
+            )
+        try:
+            self._check_reducer_finalized()
+        except RuntimeError:  # the gradients exist, but some are only from earlier micro-batches
+            raise JobFailed(
+                "the loss of a step's last micro-batch does not depend on all parameters, but parallel=ddp and zero "
+                "wait for all gradients; try parallel.find_unused_parameters=true"
+            ) from None
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return the trained parameters in the order of buckets, and whether the gradient of each is sparse."""
+        parameters, sparse = super()._build_params_for_reducer()
+        return (parameters, sparse) if self.find_unused_parameters else (parameters[::-1], sparse[::-1])
+
+
+def wrap(recipe: Recipe, **options: Any) -> FixedBuckets:
+    """Wrap the recipe's model. All ranks must call it."""
+    devices = {parameter.device for parameter in recipe.module.parameters()}
+    device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
+    return FixedBuckets(ForwardWrapper(recipe.module), device_ids=device_ids, **options)
+
+
+def replica_options(wrapped: FixedBuckets, world: World, is_summed: bool) -> dict[str, Any]:
+    """Return the options of Replica for a wrapped model. is_summed: gradients are summed instead of averaged."""
+    return {
+        "sum_over": world.collectives.sum,
+        "wrapper": wrapped,
+        "loss_scale": 1 if is_summed else world.world_size,  # the loss is summed over ranks
+        "reduce": wrapped.check_gradients,
+    }
+
+
+Summed = torch.futures.Future[torch.Tensor]
+
+
+def _sum_after_last(waiting: list[tuple[torch.Tensor, Summed]], bucket: dist.GradBucket) -> Summed:
+    """Collect a backward's buckets, and sum them all when the last one is ready; a communication hook."""
+    waiting.append((bucket.buffer(), summed := Summed()))
+    if bucket.is_last():
+        for gradients, future in waiting:
+            sum_over(None, gradients)
+            future.set_result(gradients)
+        waiting.clear()
+    return summed
+
+
+def _sum_in_background(state: None, bucket: dist.GradBucket) -> Summed:
+    """Sum a bucket while backward continues, but a small or sparse one immediately; a communication hook."""
+    gradients = bucket.buffer()
+    if gradients.is_sparse or is_small(gradients, dist.get_world_size()):
+        sum_over(None, gradients)
+        summed = Summed()
+        summed.set_result(gradients)
+        return summed
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])

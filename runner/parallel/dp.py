@@ -9,19 +9,15 @@ from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm
 from runner.distributed.world import World
 from runner.parallel.replica import Replica
-from runner.training.strategy import Axes, Carries, Recipe
+from runner.training.mode import Axes, Parallel, Recipe
 
 log = logging.getLogger(__name__)
 
 
-class DP:
+class DP(Parallel):
     """parallel=dp."""
 
-    needs_group = False
-    meta_init = False
-    spans_devices = False
-    carries: Carries = "supervised"  # what it splits over the GPUs is the inputs of a forward
-    fails_at_once = True
+    supported_objectives = "supervised"  # DataParallel splits the inputs of a forward over the GPUs
 
     def axes(self, world_size: int) -> Axes:
         if world_size > 1:
@@ -30,7 +26,7 @@ class DP:
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if config.sync_batchnorm is True and torch.cuda.device_count() > 1:
-            return ["sync_batchnorm=true: parallel=dp normalises each GPU's share by itself; try parallel=ddp"]
+            return ["sync_batchnorm=true: parallel=dp normalizes the samples of each GPU separately; try parallel=ddp"]
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
@@ -40,18 +36,9 @@ class DP:
         elif num_devices == 1:
             log.warning("parallel=dp has no effect with one GPU: DataParallel passes the whole batch to the one model")
         elif has_batch_norm(module):
-            log.warning("parallel=dp normalises each GPU's share of the batch by itself; parallel=ddp synchronises it")
+            log.warning(
+                "parallel=dp normalizes the samples of each GPU separately; parallel=ddp synchronizes BatchNorm"
+            )
         wrapped = nn.DataParallel(module)
         optimizer = recipe.make_optimizer(module.parameters())
-        return Replica(
-            recipe,
-            optimizer,
-            within=lambda function, *args: function(wrapped, *args),
-            before_state=_tell_memory if num_devices > 1 else lambda: None,
-        )
-
-
-def _tell_memory() -> None:
-    """The first GPU gathers all outputs and gradients: here it shows."""
-    peaks = [torch.cuda.max_memory_allocated(number) / 2**20 for number in range(torch.cuda.device_count())]
-    log.info("peak memory %s", "  ".join(f"cuda:{number} {peak:,.0f} MiB" for number, peak in enumerate(peaks)))
+        return Replica(recipe, optimizer, wrapper=lambda function, *args: function(wrapped, *args))

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: each rank keeps a shard of every parameter and gathers a block's when it is needed."""
+"""Fully sharded data parallel: each rank keeps a shard of every parameter, and gathers a block's when it is needed."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,28 +14,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
-from runner.parallel.gradient_sum import sum_gradients
+from runner.input.pytree import map_tensors
+from runner.objectives.objective import ForwardWrapper, LossGroup
+from runner.parallel.loss_groups import prepare_loss_groups
+from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
-from runner.parallel.turns import take_turns
-from runner.training.objective import Turn, Within
-from runner.training.parts import stages_or_children, what_forward_calls
-from runner.training.pytree import map_tensors
-from runner.training.strategy import Axes, Carries, Recipe, Spread
+from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
+from runner.training.model.submodules import called_modules, stages_or_children
 
 
-class FSDP:
-    """parallel=fsdp: torch's fully_shard (FSDP2) over each of the model's stages, then over what is left.
+class FSDP(Parallel):
+    """parallel=fsdp: torch's fully_shard (FSDP2) over each of the model's stages, then over the rest of the model.
 
-    replicate: hybrid sharding: the world is this many copies of the model, each sharded over the other ranks.
-    reshard_after_forward: drop the gathered parameters after forward, and gather them again in backward.
-    mixed_precision: gather the parameters in bfloat16 and reduce the gradients in float32.
-    meta_init: no rank holds the whole model, at the start neither; build.py reads it.
-    On a CPU, what is freed is kept for later; MALLOC_MMAP_THRESHOLD_=1048576 in the environment gives it back.
+    On a CPU, freed memory stays with the process; MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns it.
+
+    Args:
+        replicate: Hybrid sharding: the number of copies of the model, each sharded over the other ranks.
+        reshard_after_forward: Drop the gathered parameters after forward, and gather them again in backward.
+        mixed_precision: Gather the parameters in bfloat16 and reduce the gradients in float32.
+        meta_init: Build the model without memory, so that no rank ever materializes all of it.
     """
 
     needs_group = True
-    spans_devices = False
-    carries: Carries = "several_losses"
+    supported_objectives = "several_losses"
     fails_at_once = False
 
     def __init__(
@@ -56,102 +57,98 @@ class FSDP:
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if self.mixed_precision and config.precision != "bf16":
-            # Another precision says that products are computed in another type, and they would not be.
             return [
                 f"parallel.mixed_precision=true computes in bfloat16, but precision={config.precision} does not; "
                 "try precision=bf16"
             ]
         if config.precision == "fp16" and (scalars := [n for n, p in module.named_parameters() if p.dim() == 0]):
-            # It unscales the gradients in one operator, which takes no whole and sharded ones together.
+            # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
             return [
-                f"precision=fp16: parallel=fsdp keeps {scalars[0]} whole, a scalar, and cannot scale its gradient with "
-                "those of shards; try precision=bf16, or give it the shape [1]"
+                f"precision=fp16: parallel=fsdp does not shard {scalars[0]}, a scalar, and cannot scale its gradient "
+                "together with those of shards; try precision=bf16, or give it the shape [1]"
             ]
         return []
 
-    def prepare(self, recipe: Recipe, world: World) -> Spread:
+    def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         axes = self.axes(world.world_size)
         mesh = make_mesh(world.device, replicate=axes.replicate, shard=axes.shard)
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.mixed_precision:
             for layer in [part for part in recipe.module.modules() if isinstance(part, _BatchNorm)]:
-                # Its statistics are float32, and with those it takes no weights in bfloat16.
+                # Its statistics are float32, and then its weights cannot be bfloat16.
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         root = shard(recipe.module, mesh, recipe.materialize, **options)
 
-        def spread(turn: Turn) -> Replica:
+        def prepare_group(loss_group: LossGroup) -> Replica:
             return Replica(
                 recipe,
-                recipe.make_optimizer(turn.parameters),
-                turn,
+                recipe.make_optimizer(loss_group.parameters),
+                loss_group,
                 sum_over=world.collectives.sum,
-                within=root,
-                evaluate_within=root,
-                loss_scale=axes.data_ranks,  # FSDP averages over the ranks, the loss is summed over them
-                without_sync=lambda: without_sync(root),
-                reduce=lambda parameters: average_whole(parameters, world.collectives.sum, axes.data_ranks),
-                after_change=lambda: reshard(root),
+                **replica_options(root, axes.data_ranks, world.collectives.sum),
             )
 
-        return take_turns(recipe, spread)
-
-
-def check_divides(key: str, size: int, world_size: int) -> None:
-    """Raises ValueError unless an axis of this size fits the world."""
-    if world_size % size == 0:
-        return
-    fitting = [number for number in range(1, world_size + 1) if world_size % number == 0]
-    nearest = sorted(sorted(fitting, key=lambda number: abs(number - size))[:2])
-    ranks = f"{world_size} rank" + "s" * (world_size > 1)
-    raise ValueError(f"{key}={size} must divide the world of {ranks}; try {' or '.join(map(str, nearest))}")
+        return prepare_loss_groups(recipe, prepare_group)
 
 
 def shard(
     model: nn.Module, mesh: DeviceMesh, materialize: Callable[[Iterable[nn.Module]], None], **options: Any
-) -> Within:
-    """Shard the model over the mesh, unit by unit: a unit is whole in memory while it is made, gathered or reduced.
+) -> ForwardWrapper:
+    """Shard the model over the mesh, unit by unit. All ranks must call it.
 
-    What is in no unit is gathered for each forward of what is returned, which all that calls the model goes through.
-    All ranks must call it.
+    A unit is whole in memory while it is created, gathered or reduced. Parameters outside of all units are gathered for
+    each forward of the returned wrapper, through which the model must be called.
     """
-    # fully_shard takes no channels_last parameter. Activations stay so: the inputs are, and convolutions go by them.
+    # fully_shard does not accept channels_last parameters. Activations stay channels_last, because the inputs are.
     model.to(memory_format=torch.contiguous_format)
     for unit in _units(model):
         materialize(unit)
-        for part in unit:
-            part.register_forward_hook(_without_views)
-        fully_shard(unit, mesh=mesh, **options, **_leave_scalars(unit))
+        for submodule in unit:
+            submodule.register_forward_hook(_copy_views)
+        fully_shard(unit, mesh=mesh, **options, **_ignore_scalars(unit))
     materialize([model])
-    root = Within(model)
-    fully_shard(root, mesh=mesh, **options, **_leave_scalars([model]))
+    root = ForwardWrapper(model)
+    fully_shard(root, mesh=mesh, **options, **_ignore_scalars([model]))
     return root
 
 
-def _leave_scalars(modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """An option of fully_shard, which takes no parameter without a dimension: every rank keeps those whole."""
+def replica_options(root: nn.Module, num_ranks: int, sum_over: Callable[[torch.Tensor], object]) -> dict[str, Any]:
+    """Return the options of Replica for a model that `shard` has sharded, of which this many ranks read samples."""
+    return {
+        "wrapper": root,
+        "evaluation_wrapper": root,
+        "loss_scale": num_ranks,  # FSDP averages gradients over the ranks, but the loss is summed
+        "without_sync": lambda: _without_sync(root),
+        "reduce": lambda parameters: _average_unsharded(parameters, sum_over, num_ranks),
+        "after_write": lambda: _reshard(root),
+    }
+
+
+def _ignore_scalars(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return the option of fully_shard that leaves scalar parameters whole on every rank, as it cannot shard them."""
     scalars = {parameter for module in modules for parameter in module.parameters() if parameter.dim() == 0}
     return {"ignored_params": scalars} if scalars else {}
 
 
-def average_whole(
+def _average_unsharded(
     parameters: Iterable[nn.Parameter], sum_over: Callable[[torch.Tensor], object], num_ranks: int
 ) -> None:
-    """Of what is not sharded, average the gradients as FSDP does the others'. All ranks must call it."""
+    """Average the gradients of parameters that are not sharded, as FSDP does the others'. All ranks must call it."""
     if whole := [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]:
         sum_gradients(whole, lambda flat: sum_over(flat.div_(num_ranks)))
 
 
-def _without_views(unit: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Copies of what is a view (of Flatten, say): an operator in place on one would drop FSDP's hook for backward."""
+def _copy_views(unit: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Copy outputs that are views (of Flatten, for example): an in-place operator on a view drops FSDP's hook."""
     return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() else tensor, outputs)
 
 
 @contextmanager
-def without_sync(model: nn.Module) -> Iterator[None]:
-    """Let backward add up unsharded gradients on this rank; the next one outside reduces them too."""
+def _without_sync(model: nn.Module) -> Iterator[None]:
+    """Let backward add up unsharded gradients on this rank; the next backward outside reduces them too."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(False)
     try:
@@ -160,25 +157,25 @@ def without_sync(model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def reshard(model: nn.Module) -> None:
-    """Drop the gathered parameters that a forward without backward has left, as of the root."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+def _reshard(model: nn.Module) -> None:
+    """Drop gathered parameters that remain after a forward without backward, such as those of the root."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The modules to gather together: those of a stage, or each child where the model offers no stages.
+    """Yield the modules to gather together: those of a stage, or each child if the model offers no stages.
 
-    They are modules that the forward calls, for it is before and after a call that parameters are gathered and dropped.
-    What shares parameters with others is left to the root, whose are whole as long as the model runs.
+    All of them are modules that forward calls, because parameters are gathered before such a call and dropped after it.
+    Modules that share parameters with others are left to the root, whose parameters stay gathered during the forward.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     for stage in stages_or_children(model):
-        unit = [part for part in what_forward_calls(model, stage) if any(p.dim() for p in part.parameters())]
+        unit = [part for part in called_modules(model, stage) if any(p.dim() for p in part.parameters())]
         inside = {module for part in unit for module in part.modules()}
         if unit and all(owners[parameter] <= inside for part in unit for parameter in part.parameters()):
             yield unit

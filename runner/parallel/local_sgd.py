@@ -1,40 +1,35 @@
-"""Local SGD: ranks step alone on their own samples; every few steps their weights are averaged, weighted by samples."""
+"""Local SGD: ranks step separately on their own samples; every few steps their weights are averaged by samples."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
+from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
+from runner.distributed.collectives import max_over
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
-from runner.parallel.gradient_sum import sum_gradients
+from runner.input.batch import MicroBatch, StepBatch
+from runner.objectives.losses import Loss
+from runner.objectives.objective import Prediction
 from runner.parallel.optimizer_state import optimizer_state
+from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
-from runner.parallel.weighted_average import average_in_place
-from runner.training.batch import MicroBatch, StepBatch
-from runner.training.losses import MeanLoss
-from runner.training.objective import Prediction
-from runner.training.saved_state import MODEL, HeldState, Piece, SavedState
-from runner.training.strategy import Axes, Carries, Recipe, Stepping
+from runner.training.mode import Parallel, Recipe
 
 
-class LocalSGD:
+class LocalSGD(Parallel):
     """parallel=local_sgd (Stich, "Local SGD Converges Fast and Communicates Little", 2019).
 
-    With an outer learning rate and momentum it is DiLoCo (Douillard et al. 2023): the move from the last average to
-    the new one is the gradient of an outer SGD. Not the numbers of parallel=none, except with every=1, SGD without
-    momentum and no BatchNorm.
+    With an outer learning rate and momentum it is DiLoCo (Douillard et al. 2023): the difference between the last
+    average and the new one is the gradient of an outer SGD. Its numbers differ from those of parallel=none, except with
+    every=1, SGD without momentum and no BatchNorm.
     """
-
-    needs_group = False
-    meta_init = False
-    spans_devices = False
-    carries: Carries = "one_loss"
-    fails_at_once = True
 
     def __init__(
         self,
@@ -57,19 +52,16 @@ class LocalSGD:
         self.every, self.warmup_steps = every, warmup_steps
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
 
-    def axes(self, world_size: int) -> Axes:
-        return Axes(replicate=world_size)
-
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if config.ema.decay is not None:
             return [
                 f"ema.decay={config.ema.decay:g}: under parallel=local_sgd no rank has the weights between two "
-                "averagings, of which a mean over the steps could be kept; try parallel=ddp, or ema.decay=null"
+                "averagings, of which an average over the steps could be kept; try parallel=ddp, or ema.decay=null"
             ]
         if config.on_nonfinite == "skip" or config.loss_spike is not None:
             key = f"loss_spike={config.loss_spike}" if config.on_nonfinite != "skip" else "on_nonfinite=skip"
             fix = "loss_spike=null" if config.on_nonfinite != "skip" else "on_nonfinite=stop"
-            return [f"{key}: under parallel=local_sgd the ranks do not ask each other in each step; try {fix}"]
+            return [f"{key}: under parallel=local_sgd the ranks do not communicate in each step; try {fix}"]
         if config.sync_batchnorm is True:
             return [
                 "sync_batchnorm=true: under parallel=local_sgd no rank waits for another within a step; try "
@@ -79,63 +71,62 @@ class LocalSGD:
 
     def prepare(self, recipe: Recipe, world: World) -> "LocalReplica":
         if world.world_size > 1:
-            use_group(recipe.module, dist.new_subgroups(1)[0])  # BatchNorm sees this rank's batch alone
+            use_group(recipe.module, dist.new_subgroups(1)[0])  # BatchNorm sees only this rank's batch
             for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
                 dist.broadcast(tensor.data, src=0)
         return LocalReplica(recipe, world, self)
 
 
-class LocalReplica:
+class LocalReplica(Replica):
     """One rank's model between two averagings.
 
-    A round is `every` local steps. In a local step the gradient is that of the mean over this rank's samples, and a
-    rank without a sample does not step. The round's end averages parameters and floating-point buffers, each rank
-    weighted by its samples of the round, and the outer step follows. Optimizer states stay each rank's own. The
-    model that is evaluated and saved is, in mid-round, the average that would be taken now, without outer step;
-    training continues from the ranks' own. Gradients are clipped by, and the norm told is, that of a rank's own.
+    A round is `every` local steps. In a local step, the gradient is that of the mean over this rank's samples, and a
+    rank without a sample does not step. At the end of a round, parameters and floating-point buffers are averaged, each
+    rank weighted by its samples of the round, and the outer step follows. Optimizer states stay local.
+
+    In mid-round, the model that is evaluated and saved is the average that would be computed now, without an outer
+    step; training continues from the local weights. The gradient norm and clipping are those of the local gradient.
     """
 
     def __init__(self, recipe: Recipe, world: World, mode: LocalSGD):
+        optimizer = recipe.make_optimizer(recipe.module.parameters())
+        super().__init__(recipe, optimizer, sum_over=self._sum_in_warm_up, reduce=self._sum_gradients_in_warm_up)
         self._world, self._mode = world, mode
-        self._module, self._optimizer = recipe.module, recipe.make_optimizer(recipe.module.parameters())
-        self._replica = Replica(recipe, self._optimizer, sum_over=self._sum_in_warm_up, reduce=self._reduce)
-        # What is frozen is the same on all ranks, and would not be any more when it was averaged with weights.
+        # Frozen tensors are equal on all ranks; an average would round them.
         self._parameters = [p for p in recipe.module.parameters() if p.requires_grad]
-        still = {b for m in recipe.module.modules() if isinstance(m, _NormBase) and not m.training for b in m.buffers()}
-        self._buffers = [b for b in recipe.module.buffers() if b not in still]
-        self._anchor = [p.detach().clone() for p in self._parameters]  # where the round began
+        norms = [m for m in recipe.module.modules() if isinstance(m, _NormBase) and not m.training]
+        frozen = {buffer for norm in norms for buffer in norm.buffers()}
+        self._buffers = [buffer for buffer in recipe.module.buffers() if buffer not in frozen]
+        self._averaged = [*self._parameters, *self._buffers]
+        self._anchor = [p.detach().clone() for p in self._parameters]  # the parameters at the start of the round
         self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
-        self._own: list[torch.Tensor] = []  # this rank's tensors while the module holds the average of a mid-round
+        self._local: list[torch.Tensor] = []  # this rank's tensors while the module has the average of a mid-round
         self._steps = 0  # of the whole run
         self._round_steps = 0
         self._round_samples = 0  # of this rank
         self._step_samples = 0
-        self._refused = ""
+        self._refusal = ""
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """Add up the step's gradients. Returns this rank's share of the global batch's mean loss, detached, ()."""
-        if self._refused:
-            raise ValueError(self._refused)
+        """Add up the gradients of a step. Return this rank's part of the global batch's mean loss, detached, ()."""
+        if self._refusal:
+            raise ValueError(self._refusal)
         self._hide_average()
         present = [m for m in batch.micro_batches if m.num_samples]
         self._step_samples = sum(m.num_samples for m in present)
         if self._warms_up:
-            return self._replica.forward_backward(StepBatch(present, batch.num_samples, batch.wait_s))
-        mean = self._replica.forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
-        return MeanLoss(mean, self._step_samples).share(batch.num_samples)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Of this rank's samples, but in warm-up."""
-        return self._replica.gradients()
+            return super().forward_backward(StepBatch(present, batch.num_samples, batch.wait_s))
+        mean = super().forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
+        return Loss(mean, self._step_samples, is_mean=True).divided_by(batch.num_samples)
 
     def skip(self) -> None:
-        raise NotImplementedError("refused by check: the ranks do not ask each other in each step")
+        raise NotImplementedError("refused by `check`: the ranks do not communicate in each step")
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Update this rank's parameters; in warm-up and at a round's end all ranks must call it."""
+        """Update this rank's parameters. In warm-up and at the end of a round, all ranks must call it."""
         norm: float | None = 0.0 if want_norm else None
         if self._warms_up or self._step_samples:
-            norm = self._replica.step(lr_factor, want_norm)
+            norm = super().step(lr_factor, want_norm)
         self._round_samples += self._step_samples
         if self._warms_up:
             self._average(self._buffers)
@@ -149,101 +140,84 @@ class LocalReplica:
         self._steps += 1
         return norm
 
-    @property
-    def learning_rate(self) -> float:
-        return self._replica.learning_rate
-
-    @property
-    def turns(self) -> Mapping[str, Stepping]:
-        return {self._replica.turn.name: self}
-
-    def predict(self, micro_batch: MicroBatch) -> Prediction:
-        """The average's outputs. All ranks must call it equally often, one whose part of the data is empty too."""
+    def predict(self, micro_batch: MicroBatch) -> Prediction | None:
+        """Run the average model. All ranks must call it equally often, also those without samples."""
         self._show_average()
-        return self._replica.predict(micro_batch)
+        return super().predict(micro_batch)
 
-    def state(self) -> HeldState:
-        """As Replica.state, of the average; besides, what each rank needs to resume exactly. All ranks must call it."""
+    def state(self) -> LocalState:
+        """Return the state of the average, and what each rank needs to resume exactly. All ranks must call it."""
         self._hide_average()
         rank = self._world.rank
-        own = optimizer_state(self._module, self._optimizer, lambda parameter, tensor: True)
-        own.facts |= {"scaler": self._replica.precision.scaler.state_dict(), "round_samples": self._round_samples}
+        own = optimizer_state(self.module, self.optimizer, lambda parameter, tensor: True)
+        own.facts |= {"scaler": self.precision.scaler.state_dict(), "round_samples": self._round_samples}
         self._show_average()
-        if self._round_steps:  # what this rank has itself is kept aside meanwhile
-            tensors = dict(zip(map(id, self._averaged), self._own, strict=True))
-            held = self._module.state_dict(keep_vars=True).items()
-            own.pieces |= {f"{MODEL}{name}": Piece.of(tensors.get(id(tensor), tensor)) for name, tensor in held}
-        counted = {"steps": self._steps, "round_steps": self._round_steps, "num_ranks": self._world.world_size}
-        state = self._replica.state() | HeldState(facts={"local_sgd": counted})
+        if self._round_steps:
+            local = dict(zip(map(id, self._averaged), self._local, strict=True))
+            tensors = self.module.state_dict(keep_vars=True).items()
+            own.chunks |= {f"{MODEL}{name}": LocalChunk.of(local.get(id(tensor), tensor)) for name, tensor in tensors}
+        counts = {"steps": self._steps, "round_steps": self._round_steps, "num_ranks": self._world.world_size}
+        state = super().state() | LocalState(facts={"local_sgd": counts})
         state |= own.under(f"local_sgd.rank_{rank}")
         if rank == 0:
-            state.pieces |= {f"local_sgd.anchor.{i}": Piece.of(tensor) for i, tensor in enumerate(self._anchor)}
-            state.pieces |= {name: Piece.of(tensor) for name, tensor in self._outer_state().items()}
+            shared = self._anchor_state() | self._outer_state()
+            state.chunks |= {name: LocalChunk.of(tensor) for name, tensor in shared.items()}
         return state
 
+    def _anchor_state(self) -> dict[str, torch.Tensor]:
+        return {f"local_sgd.anchor.{number}": tensor for number, tensor in enumerate(self._anchor)}
+
     def _outer_state(self) -> dict[str, torch.Tensor]:
-        """What the outer optimizer keeps, by full names."""
         return {
-            f"local_sgd.outer.{number}.{key}": tensor
-            for number, kept in self._outer.state_dict()["state"].items()
-            for key, tensor in kept.items()
-            if tensor is not None
+            f"local_sgd.outer.{number}.momentum_buffer": self._outer.state[anchor]["momentum_buffer"]
+            for number, anchor in enumerate(self._anchor)
+            if self._outer.state[anchor].get("momentum_buffer") is not None
         }
 
     def load_state(self, saved: SavedState) -> None:
-        """Resume exactly on as many ranks; on another number from the average, with rank 0's optimizer state.
+        """Resume exactly on the same number of ranks; on another number, from the average and rank 0's optimizer state.
 
-        In mid-round another number of ranks can evaluate, but the next step raises ValueError. A checkpoint of another
-        mode begins with the warm-up. All ranks must call it.
+        In mid-round, another number of ranks can evaluate, but the next step raises ValueError. From a checkpoint of
+        another mode, the run starts with the warm-up. All ranks must call it.
         """
-        self._own, self._refused = [], ""
+        self._refusal = ""
         local = saved.facts.get("local_sgd")
         if local is None:
-            self._replica.load_state(saved)
-            self._begin_round()
+            super().load_state(saved)
             self._steps = 0
             return
         same = local["num_ranks"] == self._world.world_size
         own = saved.under(f"local_sgd.rank_{self._world.rank}") if same else saved
-        self._replica.load_weights(own if same and own.model() else saved)
-        self._replica.load_optimizer(own)
-        self._begin_round()
+        self.load_weights(own if same and own.model() else saved)
+        self.load_optimizer(own)
         self._steps = local["steps"]
-        outer = {
-            number: {"momentum_buffer": torch.empty_like(anchor)}
-            for number, anchor in enumerate(self._anchor)
-            if f"local_sgd.outer.{number}.momentum_buffer" in saved.tensors
-        }
-        groups = self._outer.state_dict()["param_groups"]
-        self._outer.load_state_dict({"state": outer, "param_groups": groups})
+        for number, anchor in enumerate(self._anchor):
+            if f"local_sgd.outer.{number}.momentum_buffer" in saved.tensors:
+                self._outer.state[anchor]["momentum_buffer"] = torch.empty_like(anchor)
+            else:
+                self._outer.state[anchor].clear()
         saved.read(self._outer_state())
         if same:
             self._round_steps = local["round_steps"]
             self._round_samples = own.facts["round_samples"]
-            saved.read({f"local_sgd.anchor.{i}": tensor for i, tensor in enumerate(self._anchor)})
+            saved.read(self._anchor_state())
         elif local["round_steps"]:
-            self._refused = (
-                f"the checkpoint of {local['num_ranks']} local_sgd ranks was taken {local['round_steps']} steps after "
-                f"an averaging, and {self._world.world_size} ranks cannot share them out; resume on "
+            self._refusal = (
+                f"the checkpoint of {local['num_ranks']} local_sgd ranks was saved {local['round_steps']} steps after "
+                f"an averaging, and {self._world.world_size} ranks cannot continue from there; resume on "
                 f"{local['num_ranks']} ranks"
             )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The average. All ranks must call it."""
+        """Return the average. All ranks must call it."""
         self._show_average()
-        return self._replica.weights()
+        return super().weights()
 
     def load_weights(self, saved: SavedState) -> None:
-        """Begin a round with them. All ranks must call it."""
-        self._own = []
-        self._replica.load_weights(saved)
+        """Load the weights and begin a round. All ranks must call it."""
+        self._local = []
+        super().load_weights(saved)
         self._begin_round()
-
-    def held(self) -> dict[str, torch.Tensor]:
-        return self._replica.held()
-
-    def changed(self) -> None:
-        self._replica.changed()
 
     @property
     def _warms_up(self) -> bool:
@@ -263,30 +237,43 @@ class LocalReplica:
         for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
             parameter.copy_(anchor)
 
-    def _reduce(self, parameters: Any) -> None:
-        """In warm-up, sum the gradients over the ranks. All ranks must call it."""
+    def _sum_in_warm_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks; after the warm-up each rank keeps its own tensor. All ranks must call it."""
+        return self._world.collectives.sum(tensor) if self._warms_up else tensor
+
+    def _sum_gradients_in_warm_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients over the ranks; after the warm-up each rank keeps its own. All ranks must call it."""
         if self._warms_up:
             sum_gradients(parameters, self._sum_in_warm_up)
 
-    def _sum_in_warm_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Over the ranks; outside of the warm-up each rank's is its own. All ranks must call it."""
-        return self._world.collectives.sum(tensor) if self._warms_up else tensor
-
-    def _average(self, tensors: list[torch.Tensor]) -> None:
-        """Average in place, weighted by the ranks' samples of the round. All ranks must call it."""
-        average_in_place(tensors, self._round_samples, self._world)
-
     def _show_average(self) -> None:
-        if self._round_steps and not self._own:
-            self._own = [tensor.detach().clone() for tensor in self._averaged]
+        """In mid-round, replace the module's tensors by their averages. All ranks must call it."""
+        if self._round_steps and not self._local:
+            self._local = [tensor.detach().clone() for tensor in self._averaged]
             self._average(self._averaged)
-
-    @property
-    def _averaged(self) -> list[torch.Tensor]:
-        return [*self._parameters, *self._buffers]
 
     @torch.no_grad()
     def _hide_average(self) -> None:
-        for tensor, own in zip(self._averaged, self._own, strict=bool(self._own)):
-            tensor.copy_(own)
-        self._own = []
+        """Restore this rank's tensors."""
+        for tensor, local in zip(self._averaged, self._local, strict=bool(self._local)):
+            tensor.copy_(local)
+        self._local = []
+
+    @torch.no_grad()
+    def _average(self, tensors: list[torch.Tensor]) -> None:
+        """Set the tensors to their means, weighted by the ranks' samples of the round. All ranks must call it.
+
+        Counts, such as BatchNorm's number of batches, are set to the largest one.
+        """
+        if self._world.world_size == 1 or not tensors:
+            return
+        num_samples = torch.tensor(float(self._round_samples), dtype=torch.float64, device=tensors[0].device)
+        weight = self._round_samples / self._world.collectives.sum(num_samples).item()
+        for dtype in dict.fromkeys(t.dtype for t in tensors if t.is_floating_point()):
+            same = [t for t in tensors if t.dtype == dtype]
+            flat = self._world.collectives.sum(_flatten_dense_tensors(same) * weight)
+            for tensor, average in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
+                tensor.copy_(average)
+        for tensor in tensors:
+            if not tensor.is_floating_point():
+                max_over(None, tensor)

@@ -1,33 +1,37 @@
-"""An optimizer's state by full names of parameters: what a checkpoint has of it, whatever the mode and its groups."""
+"""The optimizer's state by full names of parameters, as checkpoints store it: independent of mode and world size."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map, tree_map_with_path
 
-from runner.training.checkpoint_tensors import OPTIMIZER, SavedTensor, fill_skeleton, flatten_optimizer
-from runner.training.saved_state import HeldState, Piece, SavedState
+from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.checkpoints.shard_file import LocalChunk, SavedTensor
+
+OPTIMIZER = "optimizer."  # the state of a parameter is stored as optimizer.PARAMETER.KEY
+TENSOR = "__tensor__"  # the key of a mapping that stands for a tensor, whose name is its value
 
 
-def pieces_of_rank(tensors: dict[str, torch.Tensor]) -> dict[str, Piece]:
-    """What this rank writes of tensors that all ranks have: of those that are whole on each, rank 0 writes.
+def chunks_to_write(tensors: dict[str, torch.Tensor]) -> dict[str, LocalChunk]:
+    """Return what this rank writes of tensors that all ranks have, without communication.
 
-    Of one that is cut, each piece is written by the first rank that has it. Nobody is asked.
+    Rank 0 writes the tensors that are whole on each rank. A shard is written by the first rank that has it.
     """
-    return {name: Piece.of(tensor) for name, tensor in tensors.items() if is_of_rank(tensor)}
+    return {name: LocalChunk.of(tensor) for name, tensor in tensors.items() if is_of_rank(tensor)}
 
 
 def is_of_rank(tensor: torch.Tensor) -> bool:
-    """Whether this rank writes what it has of a tensor."""
+    """Return True if this rank writes its part of the tensor."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None or 0 not in mesh.mesh:  # of the replicas of a mesh of parts, the first one writes
+    if coordinate is None or 0 not in mesh.mesh:  # a submesh of another replica: the one with rank 0 writes
         return False
     is_first = all(coordinate[axis] == 0 for axis, kind in enumerate(tensor.placements) if kind.is_replicate())
     return is_first and (tensor.to_local().numel() > 0 or (tensor.numel() == 0 and not any(coordinate)))
@@ -37,26 +41,32 @@ def optimizer_state(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     is_written: Callable[[nn.Parameter, torch.Tensor], bool] = lambda parameter, tensor: is_of_rank(tensor),
-) -> HeldState:
-    """Momentum and the like, as this rank holds and writes it, and its parameter groups.
+    groups_of: torch.optim.Optimizer | None = None,
+) -> LocalState:
+    """Return what this rank writes of the optimizer: the states of its parameters, and the parameter groups.
 
-    is_written: whether this rank writes a tensor that belongs to a parameter.
-    Named by hand and not by torch.distributed.checkpoint.state_dict: that asks for a state of every parameter that
-    could have one, and takes no two empty groups, of which a rank of a pipeline may have more. Parts of one
-    configured group are one group again.
+    torch.distributed.checkpoint.state_dict is not used for two reasons: it requires a state of every parameter that
+    could have one, and it rejects two empty groups, which a rank of a pipeline may have. Groups that a mode split are
+    joined again.
+
+    Args:
+        is_written: Returns True if this rank writes a tensor of a parameter's state.
+        groups_of: An optimizer of all ranks' parameters, from which the parameter groups are read instead.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = {name: parameter for parameter, name in names.items()}
     state = {names[p]: optimizer.state[p] for p in names if p in optimizer.state}
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    tensors, facts = flatten_optimizer(state, join_groups(groups, list(names.values())))
-    return HeldState(
-        {n: Piece.of(t) for n, t in tensors.items() if is_written(parameters[_parameter_of(n, parameters)], t)}, facts
+    all_groups = (groups_of or optimizer).param_groups
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in all_groups]
+    tensors, facts = flatten_optimizer(state, _join_groups(groups, list(names.values())))
+    return LocalState(
+        {n: LocalChunk.of(t) for n, t in tensors.items() if is_written(parameters[_parameter_of(n, parameters)], t)},
+        facts,
     )
 
 
-def join_groups(groups: Iterable[dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
-    """Parts of the same configured group as one, its parameters in the order of the names given."""
+def _join_groups(groups: Iterable[dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
+    """Join groups that are parts of one configured group. Parameters are in the order of the names given."""
     joined: dict[int, dict[str, Any]] = {}
     for group in groups:
         same = joined.setdefault(group.get("group", 0), {**group, "params": []})
@@ -66,40 +76,31 @@ def join_groups(groups: Iterable[dict[str, Any]], order: Sequence[str]) -> list[
 
 @torch.no_grad()
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
-    """Take over momentum and the like of this rank's parameters, by full names: of any mode, world and groups.
+    """Load the states of this rank's parameters by full names, from any mode, world size and parameter groups.
 
-    The state brings its own learning rate, momentum and so on; those of this run's configuration hold.
+    The learning rate, momentum and other options stay those of this run's configuration.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     packed = optimizer.state_dict()
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parameters = {names[parameter]: parameter for parameter in own}
-    of_parameter: dict[str, dict[str, torch.Tensor]] = {}
+    state: dict[str, dict[str, torch.Tensor]] = {}
     targets: dict[str, torch.Tensor] = {}
     for name, tensor in saved.tensors.items():
         if name.startswith(OPTIMIZER) and (parameter := _parameter_of(name, parameters)):
             targets[name] = _allocate(tensor, parameters[parameter])
-            of_parameter.setdefault(parameter, {})[name] = targets[name]
+            state.setdefault(parameter, {})[name.removeprefix(f"{OPTIMIZER}{parameter}.")] = targets[name]
     saved.read(targets)
-    skeletons = saved.facts.get("optimizer", {}).get("state", {})
-    packed["state"] = {
-        number: _kept(name, of_parameter.get(name, {}), skeletons.get(name))
-        for number, name in zip(numbers, map(names.__getitem__, own), strict=True)
-        if name in of_parameter or name in skeletons
-    }
+    for name, structure in saved.facts.get("optimizer", {}).get("state", {}).items():
+        if name in parameters:
+            state[name] = fill_structure(structure, targets)
+    packed["state"] = {number: state[name] for number, name in zip(numbers, parameters, strict=True) if name in state}
     optimizer.load_state_dict(packed)
 
 
-def _kept(parameter: str, tensors: dict[str, torch.Tensor], skeleton: dict[str, Any] | None) -> dict[str, Any]:
-    """What the optimizer keeps for a parameter, by key."""
-    if skeleton is None:
-        return {name.removeprefix(f"{OPTIMIZER}{parameter}."): tensor for name, tensor in tensors.items()}
-    return {key: fill_skeleton(inner, tensors) for key, inner in skeleton.items()}
-
-
 def _parameter_of(name: str, parameters: dict[str, nn.Parameter]) -> str:
-    """Whose state it is, empty where none of these parameters': no parameter's name begins another's and a dot."""
+    """Return the parameter to whose state a tensor belongs; empty if it is none of these parameters."""
     name = name.removeprefix(OPTIMIZER)
     while name and name not in parameters:
         name = name.rpartition(".")[0]
@@ -107,30 +108,73 @@ def _parameter_of(name: str, parameters: dict[str, nn.Parameter]) -> str:
 
 
 def _allocate(saved: SavedTensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Memory for this rank's part: a tensor as large as its parameter is cut as that is, where it is cut."""
+    """Allocate this rank's part of a tensor. A tensor of the parameter's shape is sharded like the parameter."""
     if not saved.shape:
-        return torch.empty((), dtype=saved.dtype)  # a count of steps, which the optimizer keeps on the CPU or moves
+        return torch.empty((), dtype=saved.dtype)  # a count of steps: the optimizer keeps it on the CPU or moves it
     if not isinstance(parameter, DTensor):
-        if saved.shape == tuple(parameter.shape):  # channels_last too: a fused update goes through memory, not places
+        if saved.shape == tuple(parameter.shape):  # with its strides: a fused update iterates over the memory of both
             return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
         return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
     if saved.shape != tuple(parameter.shape):
         raise ValueError(
-            f"the optimizer keeps a tensor of {list(saved.shape)} for a parameter of {list(parameter.shape)}: how "
-            "that is cut over the ranks is not known; resume with parallel=ddp"
+            f"the optimizer keeps a tensor of shape {list(saved.shape)} for a parameter of shape "
+            f"{list(parameter.shape)}, which cannot be sharded; resume with parallel=ddp"
         )
-    return like(parameter, torch.empty_like(parameter.to_local(), dtype=saved.dtype, requires_grad=False))
+    return as_local_part_of(parameter, torch.empty_like(parameter.to_local(), dtype=saved.dtype, requires_grad=False))
 
 
-def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The local tensor as this rank's part of one that is cut as the other is; itself where that is whole."""
+def as_local_part_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor with the tensor's placements and this local part; the local tensor itself if that is whole."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def flatten_optimizer(
+    state: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state by their full names, and everything else as JSON can represent it.
+
+    If the state of a parameter consists of more than tensors, everything else contains its structure, in which
+    {TENSOR: name} stands for each tensor; see `fill_structure`. The parameter
+    groups are stored for information, and not restored.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def strip(path: tuple[Any, ...], value: Any) -> Any:
+        name = OPTIMIZER + ".".join(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+            return {TENSOR: name}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise ValueError(
+            f"the optimizer's state contains a {type(value).__name__} as {name}, which a checkpoint cannot store; use "
+            "tensors and numbers"
+        )
+
+    structures = {
+        parameter: tree_map_with_path(lambda path, value, name=parameter: strip((name, *path), value), {**of_parameter})
+        for parameter, of_parameter in state.items()
+    }
+    mixed = [name for name in state if not all(isinstance(value, torch.Tensor) for value in state[name].values())]
+    plain = [{key: _as_json(value) for key, value in group.items()} for group in groups]
+    return tensors, {"optimizer": {"param_groups": plain, "state": {name: structures[name] for name in mixed}}}
+
+
+def fill_structure(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the state that `flatten_optimizer` got, with lists in place of tuples."""
+
+    def is_tensor(node: Any) -> bool:
+        return isinstance(node, dict) and node.keys() == {TENSOR}
+
+    return tree_map(lambda node: tensors[node[TENSOR]] if is_tensor(node) else node, structure, is_leaf=is_tensor)
+
+
+def _as_json(value: Any) -> Any:
+    """Return an option of a parameter group as JSON can represent it."""
+    if isinstance(value, (list, tuple)):
+        return [_as_json(inner) for inner in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

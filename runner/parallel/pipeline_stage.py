@@ -1,4 +1,4 @@
-"""A stage of a pipeline as torch's schedules take it: what it sends on is of one shape, whatever the micro-batch."""
+"""A stage of a pipeline for torch's schedules: it sends tensors of one shape, whatever the size of the micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from runner.training.batch import MicroBatch
-from runner.training.precision import Precision
-from runner.training.supervised import call
+from runner.input.batch import MicroBatch
+from runner.objectives.supervised import call_model
+from runner.optimization.precision import Precision
 
 
 @dataclass(frozen=True)
-class Signal:
-    """What a group of stages gives for each sample."""
+class StageOutput:
+    """The shape, without the dim of samples, and the dtype of what a stage sends to the next one."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -25,69 +25,72 @@ class Signal:
         return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
 
     def check(self, features: torch.Tensor) -> None:
-        """Raises ValueError for what a neighbour does not expect."""
+        """Raise ValueError for a shape that the next stage does not expect."""
         if features.shape[1:] != self.shape:
             raise ValueError(
-                f"parallel=pipeline sends tensors of one shape from stage to stage, but these samples give "
-                f"{list(features.shape[1:])} and the first {list(self.shape)}; pad all to one length, or try "
-                "parallel=ddp, fsdp or tp"
+                f"parallel=pipeline sends tensors of one shape from stage to stage, but the output for these samples "
+                f"has shape {list(features.shape[1:])} and that for the first sample {list(self.shape)}; pad all "
+                "samples to one length, or try parallel=ddp, fsdp or tp"
             )
 
 
 class Stage(PipelineStage):
-    """A stage that shakes hands with other ranks only.
+    """A stage that initializes connections only with other ranks.
 
-    Where two neighbours are on one rank, as at the turn of a V, torch 2.11 has the rank send to itself, which gloo does
-    not. Later ones do not shake hands so.
+    If two neighbors are on one rank, as in the middle of a V, torch 2.11 lets the rank send to itself, which gloo does
+    not support. Newer versions initialize no connections in this way.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
         return [operation for operation in operations if operation.peer != dist.get_rank()]
 
 
-class Part(nn.Module):
-    """A group of stages as a schedule's stage: what it is given and gives is padded to one number of samples.
+class StageModule(nn.Module):
+    """The layers of a stage, with inputs and outputs padded to one number of samples.
 
-    The last one gives the micro-batch's share of the loss instead, by `finish`.
+    The last stage returns this rank's part of the micro-batch's loss instead, by `compute_loss`.
 
-    A schedule fixes the shapes that are sent, but a step's micro-batches differ by a sample, and its last ones may be
-    missing. Every rank of a pipeline reads the same micro-batches, so that it knows how many samples are real; only
-    those go through the layers, for BatchNorm would see any others.
+    A schedule requires fixed shapes, but the micro-batches of a step differ by a sample, and the last ones may be
+    missing. Every rank of a pipeline reads the same micro-batches and so knows how many samples are real. Only those
+    pass the layers, because BatchNorm would see any others.
     """
 
     def __init__(
         self,
         layers: nn.Module,
         is_first: bool,
-        feed: list[MicroBatch],
+        micro_batches: list[MicroBatch],
         precision: Precision,
-        signal: Signal | None,
-        finish: Callable[[Any, MicroBatch], torch.Tensor],
+        output: StageOutput | None,
+        compute_loss: Callable[[Any, MicroBatch], torch.Tensor],
     ):
+        """micro_batches: those of the present call of the schedule. output: None for the last stage."""
         super().__init__()
-        self.layers, self.signal, self.is_first, self.finish = layers, signal, is_first, finish
-        self.feed, self.precision = feed, precision
-        self.num_samples = 0  # what it is padded to
-        self.position = 0  # of the next micro-batch in the feed: all schedules go forward in order
+        self.layers, self.output, self.is_first, self.compute_loss = layers, output, is_first, compute_loss
+        self.micro_batches, self.precision = micro_batches, precision
+        self.num_samples = 0  # after padding
+        self.position = 0  # of the next micro-batch: all schedules run their forwards in order
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         position, self.position = self.position, self.position + 1
-        if position >= len(self.feed):
-            # No rank has such a micro-batch. Gradients of zero must yet find their way back.
+        if position >= len(self.micro_batches):
+            # No rank has this micro-batch. Gradients of zero must still reach all parameters.
             ends = [t for t in (received, *self.parameters()) if t.requires_grad]
-            nothing = torch.stack([t.flatten()[:0].sum() for t in ends]).sum()
-            if self.signal is None:
-                return nothing
-            return nothing + self.signal.empty(self.num_samples, received.device).zero_()
-        micro_batch = self.feed[position]
+            zero = torch.stack([t.flatten()[:0].sum() for t in ends]).sum()
+            if self.output is None:
+                return zero
+            return zero + self.output.empty(self.num_samples, received.device).zero_()
+        micro_batch = self.micro_batches[position]
         with self.precision.autocast():
             outputs = (
-                call(self.layers, micro_batch.inputs) if self.is_first else self.layers(received[: micro_batch.rows])
+                call_model(self.layers, micro_batch.inputs)
+                if self.is_first
+                else self.layers(received[: micro_batch.rows])
             )
-            if self.signal is None:
-                return self.finish(outputs, micro_batch)
-        self.signal.check(outputs)
-        # Always a copy: the schedules detach what they have sent, which a view (of Flatten, say) does not allow.
+            if self.output is None:
+                return self.compute_loss(outputs, micro_batch)
+        self.output.check(outputs)
+        # Always a copy: the schedules detach what they have sent, which fails for a view (of Flatten, for example).
         padding = outputs.new_zeros(self.num_samples - len(outputs), *outputs.shape[1:])
-        return torch.cat([outputs, padding]).contiguous()  # nor can channels_last be sent
+        return torch.cat([outputs, padding]).contiguous()  # channels_last cannot be sent

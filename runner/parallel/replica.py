@@ -1,186 +1,184 @@
-"""A model spread over the world, ready to step, for the modes in which every rank runs a whole forward and backward."""
+"""The usual parallel model: every rank runs a whole forward and backward, and the mode combines the gradients."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state, pieces_of_rank
-from runner.parallel.parameter_update import ParameterUpdate, held_gradients
-from runner.parallel.total_weight import factor_of, scale_gradients
-from runner.parallel.turns import only
-from runner.training.batch import MicroBatch, StepBatch
-from runner.training.names import names_of
-from runner.training.objective import Prediction, Turn, turns
-from runner.training.saved_state import MODEL, HeldState, SavedState, fingerprints, read_weights
-from runner.training.strategy import Recipe, Stepping
-
-
-class Memory(Protocol):
-    """What a way of combining gradients remembers from step to step."""
-
-    def state(self) -> HeldState: ...  # what this rank writes of a checkpoint
-
-    def load_state(self, saved: SavedState) -> None: ...
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
+from runner.input.batch import MicroBatch, StepBatch
+from runner.objectives.objective import LossGroup, Prediction, loss_groups
+from runner.optimization.parameter_patterns import names_of
+from runner.parallel.loss_groups import training_only
+from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
+from runner.parallel.parameter_update import ParameterUpdate, local_gradients, scale_gradients, weight_factor
+from runner.parallel.powersgd import PowerSGD
+from runner.training.mode import Recipe, Stepper
 
 
 class Replica:
-    """Gradients by backward on this rank, combined over the ranks in the way the mode says.
+    """A parallel model and its own stepper. Modes that differ in a few members derive from it.
 
-    turn: which of the objective's losses it steps by, and the parameters that this trains; by default the only one.
-    within: runs a function of the model in the wrapper's forward; by default there is no wrapper.
-    evaluate_within: the same for an evaluation.
-    loss_scale: what a rank's share of the mean loss is multiplied with before backward, so that combining the
-        gradients gives those of the mean over the global batch (the number of ranks where they are averaged).
-    without_sync: entered for all micro-batches of a step but the last.
-    reduce: combines the parameters' gradients over the ranks after the last backward.
-    sum_over: sums a tensor over all ranks.
-    duplicates: how many ranks compute the very same share of the loss; each returns its part of it.
-    after_step: called when the parameters are updated.
-    before_state: called when a checkpoint is taken.
-    after_change: called when the parameters were written; drops what is gathered of them.
-    memory: what else decides the future, and is in checkpoints.
+    Args:
+        recipe: The model and how it is trained.
+        optimizer: Updates the parameters of the loss group.
+        loss_group: One of the objective's losses, with the parameters that it trains; by default the only loss.
+        sum_over: Sums a tensor over all ranks, in place.
+        wrapper: Calls a function of the model within the forward of a wrapper, such as DDP; by default there is none.
+        evaluation_wrapper: The same in evaluations.
+        loss_scale: Multiplies this rank's part of the mean loss before backward, so that the combined gradients are
+            those of the mean over the global batch (the number of ranks, if gradients are averaged).
+        without_sync: A context manager that is entered for all micro-batches of a step except the last one.
+        reduce: Combines the gradients of these parameters over the ranks, after the last backward.
+        duplicates: How many ranks compute the same loss of the same samples; each returns its fraction of the loss.
+        total_norm: Computes the norm of the whole gradient; by default over whole and sharded parameters.
+        after_write: Called when the parameters were written; drops whatever was gathered of them.
+        hook_state: What else determines the next steps and is saved in checkpoints.
+        local_optimizer: The optimizer that keeps this rank's states, if `optimizer` distributes them over the ranks.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         optimizer: torch.optim.Optimizer,
-        turn: Turn | None = None,
+        loss_group: LossGroup | None = None,
         *,
         sum_over: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-        within: Callable[..., Any] | None = None,
-        evaluate_within: Callable[..., Any] | None = None,
+        wrapper: Callable[..., Any] | None = None,
+        evaluation_wrapper: Callable[..., Any] | None = None,
         loss_scale: float = 1.0,
         without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reduce: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
         duplicates: int = 1,
-        after_step: Callable[[], None] = lambda: None,
-        before_state: Callable[[], None] = lambda: None,
-        after_change: Callable[[], None] = lambda: None,
-        memory: "Memory | None" = None,
+        total_norm: Callable[[list[list[nn.Parameter]]], torch.Tensor] | None = None,
+        after_write: Callable[[], None] = lambda: None,
+        hook_state: PowerSGD | None = None,
+        local_optimizer: torch.optim.Optimizer | None = None,
     ):
         self.module, self.optimizer, self.precision = recipe.module, optimizer, recipe.precision
         self.objective = recipe.objective
-        if turn is None:
-            (turn,) = turns(recipe.objective, recipe.module)
-        self.turn = turn
-        self.update = ParameterUpdate(optimizer, turn.parameters, recipe.precision, recipe.clip_grad_norm)
+        if loss_group is None:
+            (loss_group,) = loss_groups(recipe.objective, recipe.module)
+        self.loss_group = loss_group
+        self.update = ParameterUpdate(
+            optimizer, loss_group.parameters, recipe.precision, recipe.clip_grad_norm, total_norm
+        )
         self._sum_over = sum_over
-        self._within, self._evaluate_within = within or self._directly, evaluate_within or self._directly
+        self._wrapper, self._evaluation_wrapper = wrapper or self._call, evaluation_wrapper or self._call
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
-        self._duplicates, self._after_step, self._before_state = duplicates, after_step, before_state
-        self._after_change, self._memory = after_change, memory
-        # Now: what FSDP has gathered later on has the names of its parts.
+        self._duplicates, self._after_write, self._hook_state = duplicates, after_write, hook_state
+        self._local_optimizer = local_optimizer
+        # Read before the first step: parameters that FSDP gathers later have the names of its submodules.
         self._names = {parameter: names[0] for parameter, names in names_of([*self.module.named_parameters()]).items()}
 
     @property
-    def turns(self) -> Mapping[str, Stepping]:
-        return {self.turn.name: self}
+    def steppers(self) -> Mapping[str, Stepper]:
+        return {self.loss_group.name: self}
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """Add up the step's gradients. Returns this rank's share of the global batch's mean loss, detached, ()."""
+        """Add up the gradients of a step. Return this rank's part of the global batch's mean loss, detached, ()."""
         device = next(self.module.parameters()).device
         total = torch.zeros((), dtype=self.precision.parameter_dtype, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
         last = len(batch.micro_batches) - 1
-        with nullcontext() if self.turn.is_only else only(self.turn):
+        with nullcontext() if self.loss_group.is_only else training_only(self.loss_group):
             for number, micro_batch in enumerate(batch.micro_batches):
                 with nullcontext() if number == last else self._without_sync():
                     with self.precision.autocast():
-                        loss = self._within(self.objective.measure, self.turn.name, micro_batch)
-                    share = loss.share(batch.num_samples)
-                    self.precision.scaler.scale(share * self._loss_scale).backward()
-                total += share.detach()
-                if not self.objective.counts_samples:
+                        loss = self._wrapper(self.objective.measure, self.loss_group.name, micro_batch)
+                    local_loss = loss.divided_by(batch.num_samples)
+                    self.precision.scaler.scale(local_loss * self._loss_scale).backward()
+                total += local_loss.detach()
+                if not self.objective.weighted_by_samples:
                     weight += loss.weight
-        self._reduce(self.turn.parameters)
-        if not self.objective.counts_samples:
-            factor = factor_of(batch.num_samples, weight / self._duplicates, self._sum_over)
-            scale_gradients(self.turn.parameters, factor)
+        self._reduce(self.loss_group.parameters)
+        if not self.objective.weighted_by_samples:
+            factor = weight_factor(batch.num_samples, weight / self._duplicates, self._sum_over)
+            scale_gradients(self.loss_group.parameters, factor)
             total *= factor
         return total / self._duplicates
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of the step, combined over the ranks: what this rank has of them."""
-        return held_gradients(self.turn.parameters)
+        """Return this rank's gradients of the step, combined over the ranks."""
+        return local_gradients(self.loss_group.parameters)
 
     def skip(self) -> None:
-        """Drop the gradients in the place of `step`."""
+        """Drop the gradients in place of `step`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Update the parameters. Returns the norm of the whole gradient before clipping, if wanted."""
-        norm = self.update.step(lr_factor, want_norm)
-        self._after_step()
-        return norm
+        """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
+        return self.update.step(lr_factor, want_norm)
 
     @property
     def learning_rate(self) -> float:
         return self.update.learning_rate
 
-    def predict(self, micro_batch: MicroBatch) -> Prediction:
-        """The model in evaluation mode, without gradients: its losses, and its outputs if the objective has some."""
+    def predict(self, micro_batch: MicroBatch) -> Prediction | None:
+        """Compute losses and outputs in evaluation mode, without gradients."""
         self.module.eval()
         try:
             with torch.no_grad(), self.precision.autocast():
-                prediction: Prediction = self._evaluate_within(self.objective.evaluate, micro_batch)
+                prediction: Prediction = self._evaluation_wrapper(self.objective.evaluate, micro_batch)
                 return prediction
         finally:
             self.module.train()
 
-    def _directly(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(self.module, *args)
 
-    def state(self) -> HeldState:
-        """What this rank writes of everything that decides the future."""
-        self._before_state()
-        scaler = self.precision.scaler.state_dict()
-        held = self.model_state() | optimizer_state(self.module, self.optimizer) | HeldState(facts={"scaler": scaler})
-        return held if self._memory is None else held | self._memory.state()
+    def state(self) -> LocalState:
+        """Return everything this rank writes of a checkpoint."""
+        state = self.model_state()  # first, because it drops gathered parameters
+        if self._local_optimizer is None:
+            state |= optimizer_state(self.module, self.optimizer)
+        else:
+            state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
+        state |= LocalState(facts={"scaler": self.precision.scaler.state_dict()})
+        return state if self._hook_state is None else state | self._hook_state.state()
 
-    def model_state(self) -> HeldState:
-        """What this rank writes of the model."""
-        self._after_change()  # what is gathered of parameters is dropped, and no part of them
-        held: dict[str, Any] = get_model_state_dict(self.module)
-        state = HeldState(pieces_of_rank({MODEL + name: tensor for name, tensor in held.items()}))
-        if self._duplicates == 1:  # else each rank computes the same gradients itself, which a GPU may round otherwise
-            state.alike = fingerprints(self.held())
+    def model_state(self) -> LocalState:
+        """Return what this rank writes of the model."""
+        self._after_write()  # get_model_state_dict must find shards, not gathered parameters
+        tensors: dict[str, Any] = get_model_state_dict(self.module)
+        state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in tensors.items()}))
+        if self._duplicates == 1:  # otherwise each rank computes the same gradients itself; GPUs may round differently
+            state.replica_hashes = tensor_hashes(self.local_parameters())
         return state
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The whole model by full names, on the CPU of rank 0. All ranks must call it."""
+        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights: dict[str, Any] = get_model_state_dict(self.module, options=options)
         return weights
 
     def load_state(self, saved: SavedState) -> None:
-        """Take over this rank's part of a checkpoint, of this or another mode."""
+        """Load this rank's part of a checkpoint, of this or another mode."""
         self.load_weights(saved)
         self.load_optimizer(saved)
 
     def load_optimizer(self, saved: SavedState) -> None:
-        """That part of `load_state` which is not the model's."""
-        load_optimizer_state(self.module, self.optimizer, saved)
+        """Load everything of a checkpoint except the model."""
+        load_optimizer_state(self.module, self._local_optimizer or self.optimizer, saved)
         if scaler := saved.facts.get("scaler"):
             self.precision.scaler.load_state_dict(dict(scaler))
-        if self._memory is not None:
-            self._memory.load_state(saved)
+        if self._hook_state is not None:
+            self._hook_state.load_state(saved)
 
     def load_weights(self, saved: SavedState) -> None:
-        """Take over the model of a checkpoint alone: of what is cut over ranks, this rank's part."""
-        self._after_change()
-        held: dict[str, Any] = get_model_state_dict(self.module)
-        read_weights(saved, held)
+        """Load only the model of a checkpoint: whole tensors, or this rank's shards."""
+        self._after_write()
+        tensors: dict[str, Any] = get_model_state_dict(self.module)
+        read_weights(saved, tensors)
 
-    def held(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, in a fixed order: whole, or cut over ranks."""
-        trained = [p for p in (*self.turn.parameters, *self.turn.others) if p.requires_grad]
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the trained parameters by name, in a fixed order: whole, or DTensors."""
+        trained = [p for p in (*self.loss_group.parameters, *self.loss_group.other_parameters) if p.requires_grad]
         return {self._names[p]: p.detach() for p in trained}
 
-    def changed(self) -> None:
-        """To be called when what is `held` was written. All ranks must call it."""
-        self._after_change()
+    def parameters_written(self) -> None:
+        """Drop what was gathered of the parameters. All ranks must call it."""
+        self._after_write()

@@ -1,6 +1,6 @@
-"""Whether a run that is a study's trial is worth continuing: asked on rank 0, wherever the run's processes are."""
+"""The pruner of a trial: whether its run is worth continuing. Called on rank 0, in whichever process that is."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,36 +9,38 @@ from hydra.utils import instantiate
 
 @dataclass
 class TrialPruner:
-    """Tells the study how a trial does, and whether its pruner gives it up; to be pickled before it is asked."""
+    """Reports a trial's metric to its study, and returns whether the study's pruner stops it. Pickled before use."""
 
-    storage: str  # as Options.storage, of which there is one
+    storage: str
     study_name: str
     trial: int
     metric: str
     pruner: dict[str, Any]
-    _open: Any = field(default=None, repr=False)
-    _told: set[int] = field(default_factory=set, repr=False)  # the steps that the study knows
+
+    def __post_init__(self) -> None:
+        self._trial: Any = None
+        self._reported_steps: set[int] = set()
 
     def __call__(self, step: int, metrics: dict[str, float]) -> bool:
         if self.metric not in metrics:
             return False
-        if self._open is None:
+        if self._trial is None:
             import optuna
 
             study = optuna.load_study(
                 study_name=self.study_name, storage=open_storage(self.storage), pruner=instantiate(self.pruner)
             )
-            frozen = study.get_trials(deepcopy=False)[self.trial]
-            self._open = optuna.trial.Trial(study, frozen._trial_id)
-            self._told = set(frozen.intermediate_values)  # before the run was resumed
-        if step not in self._told:
-            self._open.report(metrics[self.metric], step)
-            self._told.add(step)
-        return self._open.should_prune()
+            recorded = study.get_trials(deepcopy=False)[self.trial]
+            self._trial = optuna.trial.Trial(study, recorded._trial_id)
+            self._reported_steps = set(recorded.intermediate_values)  # by earlier attempts of a resumed run
+        if step not in self._reported_steps:
+            self._trial.report(metrics[self.metric], step)
+            self._reported_steps.add(step)
+        return self._trial.should_prune()
 
 
 def open_storage(storage: str) -> Any:
-    """What Optuna keeps a study in: a database's URL, or else a journal's file."""
+    """Return the storage of a study as Optuna accepts it, for a database's URL or the path of a journal file."""
     if "://" in storage:
         return storage
     from optuna.storages import JournalStorage

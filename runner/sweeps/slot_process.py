@@ -1,4 +1,4 @@
-"""One job of a sweep on its slots' devices alone: what hydra/launcher=slots starts."""
+"""The process of one job of hydra/launcher=slots, confined to the devices of its slots."""
 
 import os
 import pickle
@@ -7,40 +7,38 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from runner.config.own_folders import add_to_path
+from runner.config.custom_dirs import add_to_path
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
-from runner.distributed.signals import listen
-from runner.launchers.freed_memory import keep_freed_memory
-from runner.launchers.imported import begin_imports, end_imports
-from runner.runs.run_directory import Request
+from runner.distributed.failures.signals import install_handlers
+from runner.jobs.process_tuning import begin_imports, tune_process
+from runner.records.run_directory import Request
 
 
 @dataclass(frozen=True)
-class Slotted:
-    """What the process is told on its standard input, which ends when the sweep's own process does."""
+class SlotJob:
+    """The job, which the process reads from standard input. That stays open until the sweep's process exits."""
 
     config: Config
     request: Request
     cores: list[int]
-    gpus: list[int]  # of those that the sweep's process sees
+    gpus: list[int]  # indices among those that the sweep's process sees
 
 
 def main() -> int:
-    """Run the job. Returns the exit status that the job alone would have."""
-    slotted: Slotted = pickle.load(sys.stdin.buffer)  # by a pipe that the sweep's own process alone writes to
-    threading.Thread(target=_end_with_sweep, daemon=True, name="sweep").start()
-    confine(slotted.cores, slotted.gpus)
-    add_to_path(slotted.request.config_dirs)
-    from runner.launchers.launch import launch_and_tell
+    """Run the job. Return the exit status that the job would have by itself."""
+    job: SlotJob = pickle.load(sys.stdin.buffer)  # a pipe to which only the sweep's process writes
+    threading.Thread(target=_die_with_sweep, daemon=True, name="sweep").start()
+    confine(job.cores, job.gpus)
+    add_to_path(job.request.config_dirs)
+    from runner.launchers.launch import launch_and_report
 
-    end_imports()
-    keep_freed_memory()
-    return launch_and_tell(slotted.config, slotted.request, RankInfo())
+    tune_process()
+    return launch_and_report(job.config, job.request, RankInfo())
 
 
 def confine(cores: list[int], gpus: list[int]) -> None:
-    """Keep this process, and those that it starts, to these devices. CUDA must not have been used yet."""
+    """Confine this process and its children to these devices. It must not have used CUDA yet."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     else:
@@ -51,14 +49,14 @@ def confine(cores: list[int], gpus: list[int]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
 
 
-def _end_with_sweep() -> None:
-    while os.read(sys.stdin.fileno(), 1):  # sys.stdin itself may not be waited for while Python ends
+def _die_with_sweep() -> None:
+    while os.read(sys.stdin.fileno(), 1):  # not sys.stdin itself, which a thread must not read while Python exits
         pass
-    # At once and with its ranks: whoever resumes the sweep may start this job again.
+    # Immediately and with all ranks: a resumed sweep may start this job again.
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    listen()
+    install_handlers()
     begin_imports()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Jobs side by side: each takes as many device slots as it has ranks, and the next one starts when enough are free."""
+"""hydra/launcher=slots: jobs in parallel, each on as many device slots as it has ranks."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -17,21 +17,22 @@ from omegaconf import DictConfig
 
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
-from runner.distributed.cpu_affinity import allowed_cores
-from runner.distributed.signals import StopRequest
+from runner.distributed.failures.signals import StopRequest
+from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
-from runner.runs.run_directory import read_result
-from runner.sweeps.plan import Job
-from runner.sweeps.slot_process import Slotted
+from runner.records.result import read_result
+from runner.records.run_directory import Request
+from runner.sweeps.jobs import Job
+from runner.sweeps.slot_process import SlotJob
 from runner.sweeps.sweep import Sweep
 
 POLL_S = 0.02
-END_TIMEOUT_S = 30.0  # for jobs that were asked to save and stop
+SAVE_TIMEOUT_S = 30.0  # for jobs that were signaled to save and stop
 
 
 @dataclass
-class Running:
-    """A job that runs on its slots."""
+class RunningJob:
+    """A job, its slots and its process."""
 
     job: Job
     slots: list[int]
@@ -41,167 +42,154 @@ class Running:
 
 
 def check_slots(slots: Any, configs: Sequence[Config]) -> None:
-    """Raises InputError when this machine has not so many devices, or a job needs more slots than there are."""
+    """Raise InputError if this machine lacks devices for the slots, or if a job cannot run in them."""
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise InputError(f"hydra.launcher.slots={slots} must be an integer of at least 1; try 2")
-    from runner.launchers.launch import make_launcher
-
     num_cores, num_gpus = len(allowed_cores()), _count_gpus(configs)
     devices, kind = (num_gpus, "GPUs") if num_gpus else (num_cores, "CPU cores")
     if slots > devices:
         raise InputError(
-            f"hydra.launcher.slots={slots} must be at most the {devices} {kind} that this machine has for them; "
+            f"hydra.launcher.slots={slots} must be at most {devices}, the number of {kind} that the jobs can use here; "
             f"try hydra.launcher.slots={devices}"
         )
     for config in configs:
         if config.debug:
-            raise InputError("debug=true is for the process that has the terminal; drop it, or hydra/launcher=slots")
-        if make_launcher(config).queues:
-            raise InputError("hydra/launcher=slots runs jobs on this machine, and launcher=slurm queues them; drop one")
-        if "nodes" in config.launcher and config.launcher["nodes"] != 1:
-            raise InputError("hydra/launcher=slots runs jobs on this machine alone; leave launcher.nodes out")
+            raise InputError("debug=true needs the process of the terminal; remove it, or hydra/launcher=slots")
+        if config.launcher.get("nodes", 1) != 1:
+            raise InputError("hydra/launcher=slots runs jobs only on this machine; remove launcher.nodes")
         if (ranks := count_ranks(config)) > slots:
             raise InputError(
-                f"launcher.nproc_per_node={ranks}: a job takes as many slots as it has ranks, and there are "
-                f"hydra.launcher.slots={slots}; type at most that many ranks"
+                f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher.slots={slots}; "
+                "use at most that many ranks"
             )
 
 
 def count_ranks(config: Config) -> int:
-    """The ranks that the job's launcher starts on this machine."""
-    starts_processes = "nproc_per_node" in config.launcher
-    return config.launcher["nproc_per_node"] if starts_processes else 1
+    """Return the number of ranks that the job's launcher starts on this machine."""
+    return config.launcher.get("nproc_per_node", 1)
 
 
 def run_in_slots(
     sweep: Sweep, jobs: Sequence[Sequence[str]], first: int, slots: int, master: DictConfig, loader: ConfigLoader
 ) -> None:
-    """Run the jobs, in their order, on `slots` slots; what becomes of each is in the ledger.
+    """Run the jobs in their order on the slots, and record their outcomes in the ledger.
 
-    jobs: the words of each, the first one being number `first` in the sweep's order. Raises SystemExit(143) after a
-    signal, when what ran has saved.
+    jobs: the overrides of each job, of which the first has position `first` in the sweep. Raises SystemExit(143) after
+    a signal, when the running jobs have saved.
     """
-    waiting = [_compose(sweep, position, words, master, loader) for position, words in enumerate(jobs, start=first)]
-    check_slots(slots, [slotted.config for _, slotted in waiting])
-    num_gpus = _count_gpus([slotted.config for _, slotted in waiting])
-    cores, gpus = deal(sorted(allowed_cores()), slots), deal(list(range(num_gpus)), slots)
+    waiting = [
+        _compose(sweep, position, overrides, master, loader) for position, overrides in enumerate(jobs, start=first)
+    ]
+    configs = [config for _, config, _ in waiting]
+    check_slots(slots, configs)
+    cores, gpus = divide(sorted(allowed_cores()), slots), divide(list(range(_count_gpus(configs))), slots)
     free, num_jobs = list(range(slots)), len(waiting)
-    running: list[Running] = []
-    with StopRequest() as stop, _all_ending(running):
-        while running or (waiting and not stop.received):
-            while waiting and not stop.received and len(free) >= count_ranks(waiting[0][1].config):
-                job, slotted = waiting.pop(0)
-                own, free = free[: count_ranks(slotted.config)], free[count_ranks(slotted.config) :]
-                slotted.cores[:] = [core for slot in own for core in cores[slot]]
-                slotted.gpus[:] = [gpu for slot in own for gpu in gpus[slot]]
-                print(f"job {num_jobs - len(waiting)} of {num_jobs} on slot {_listed(own)}: {job.label}", flush=True)
-                running.append(_start(sweep, job, slotted, own))
-            for each in [each for each in running if each.process.poll() is not None]:
-                running.remove(each)
-                free = sorted(free + each.slots)
-                _record(sweep, each)
-            if stop.received:
-                _ask_to_stop(running)
-                break
-            time.sleep(POLL_S)
-        _await_end(sweep, running)
+    running: list[RunningJob] = []
+    with StopRequest() as stop:
+        try:
+            while running or (waiting and not stop.received):
+                while waiting and not stop.received and len(free) >= (num_slots := count_ranks(waiting[0][1])):
+                    job, config, request = waiting.pop(0)
+                    used, free = free[:num_slots], free[num_slots:]
+                    listed = ", ".join(map(str, used))
+                    print(f"job {num_jobs - len(waiting)} of {num_jobs} on slot {listed}: {job.label}", flush=True)
+                    own_cores, own_gpus = ([each for slot in used for each in of[slot]] for of in (cores, gpus))
+                    running.append(_start(sweep, job, SlotJob(config, request, own_cores, own_gpus), used))
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    free = sorted(free + each.slots)
+                    _record_outcome(sweep, each)
+                if stop.received:
+                    for each in running:
+                        each.process.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(POLL_S)
+            _await_stopped(sweep, running)
+        finally:
+            for each in running:  # for example after a second Ctrl-C
+                _kill(each.process)
     if stop.received:
         raise SystemExit(143)
 
 
-def deal(devices: Sequence[int], slots: int) -> list[list[int]]:
-    """The devices of each slot, as many to each; what is left over stays idle."""
-    each = len(devices) // slots
-    return [list(devices[slot * each : (slot + 1) * each]) for slot in range(slots)]
+def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
+    """Return the devices of each slot, equally many for each; the remainder is not used."""
+    size = len(devices) // slots
+    return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
 
 
 def _compose(
-    sweep: Sweep, position: int, words: Sequence[str], master: DictConfig, loader: ConfigLoader
-) -> tuple[Job, Slotted]:
+    sweep: Sweep, position: int, overrides: Sequence[str], master: DictConfig, loader: ConfigLoader
+) -> tuple[Job, Config, Request]:
     from runner.config.compose import checked
 
-    cfg = loader.load_sweep_config(master, list(words))
-    request = sweep.request(sweep.jobs[position], list(words), dict(cfg.hydra.runtime.choices))
-    return sweep.jobs[position], Slotted(checked(cfg, list(words)), request, cores=[], gpus=[])
+    cfg = loader.load_sweep_config(master, list(overrides))
+    job = sweep.jobs[position]
+    request = sweep.request(job, list(overrides), dict(cfg.hydra.runtime.choices))
+    return job, checked(cfg, list(overrides)), request
 
 
-def _start(sweep: Sweep, job: Job, slotted: Slotted, slots: list[int]) -> Running:
+def _start(sweep: Sweep, job: Job, slot_job: SlotJob, slots: list[int]) -> RunningJob:
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the job has ended
-    sweep.tell(job, "running", slots=slots)
+    sweep.write_state(job, "running", slots=slots)
     process = subprocess.Popen(
         [sys.executable, "-m", "runner.sweeps.slot_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # the job's log.txt has it
         stderr=stderr,
-        start_new_session=True,  # a terminal's Ctrl-C comes through this process, and none of its ranks is forgotten
+        start_new_session=True,  # only this process receives Ctrl-C, and it can kill the job's whole group
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(pickle.dumps(slotted))
-        process.stdin.flush()  # and stays open: its end tells the job that this process has died
-    return Running(job, slots, process, stderr, time.monotonic())
+        process.stdin.write(pickle.dumps(slot_job))
+        process.stdin.flush()  # it stays open: the end of the file signals the job that this process has died
+    return RunningJob(job, slots, process, stderr, time.monotonic())
 
 
-def _record(sweep: Sweep, ended: Running, stopped: bool = False) -> None:
-    """Write what became of a job, and tell the user. stopped: it was asked to end."""
+def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool = False) -> None:
+    """Record and print the outcome of a job. `stopped` is True if it was signaled to stop."""
     assert ended.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         ended.process.stdin.close()
     ended.stderr.seek(0)
-    said, status = ended.stderr.read().decode(errors="replace").strip(), ended.process.returncode
+    stderr, status = ended.stderr.read().decode(errors="replace").strip(), ended.process.returncode
     ended.stderr.close()
     result = read_result(sweep.path(ended.job)) or {}
     metrics = result.get("metrics", {})
     if status == 0:
-        state, error = sweep.tell_result(ended.job, metrics), None
+        state = sweep.write_outcome(ended.job, metrics)
+        text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     else:
         state = {2: "refused", 143: "preempted"}.get(status, "failed")
-        if stopped and status < 0:  # it had no time to save, or no signal handler yet
+        if stopped and status < 0:  # it was killed while it was saving, or had no signal handler yet
             state = "preempted"
-        died = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        error = said if state == "refused" else result.get("error") or said or died
-        sweep.tell(ended.job, state, error=error)
-    numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()) if status == 0 else error
-    print(f"{ended.job.label} {state} after {time.monotonic() - ended.start:.1f} s  {numbers}", flush=True)
+        died = f"died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        text = stderr if state == "refused" else result.get("error") or stderr or died
+        sweep.write_state(ended.job, state, error=text)
+    print(f"{ended.job.label} {state} after {time.monotonic() - ended.start:.1f} s  {text}", flush=True)
 
 
-def _ask_to_stop(running: Sequence[Running]) -> None:
-    for each in running:
-        each.process.send_signal(signal.SIGTERM)
-
-
-def _await_end(sweep: Sweep, running: list[Running]) -> None:
-    deadline = time.monotonic() + END_TIMEOUT_S
+def _await_stopped(sweep: Sweep, running: list[RunningJob]) -> None:
+    deadline = time.monotonic() + SAVE_TIMEOUT_S
     for each in list(running):
         try:
             each.process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
-            os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
+            _kill(each.process)
         running.remove(each)
-        _record(sweep, each, stopped=True)
+        _record_outcome(sweep, each, stopped=True)
 
 
-@contextlib.contextmanager
-def _all_ending(running: list[Running]) -> Iterator[None]:
-    """Whatever happens here, a second Ctrl-C too, no job is left running."""
-    try:
-        yield
-    finally:
-        for each in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _count_gpus(configs: Sequence[Config]) -> int:
-    """The GPUs that the jobs may have; none when all of them run on the CPU."""
+    """Return the number of GPUs on this machine; 0 if all jobs run on the CPU."""
     import torch
 
     if any(as_backend(config.backend).device_type() == "cuda" for config in configs):
         return torch.cuda.device_count()
     return 0
-
-
-def _listed(slots: Sequence[int]) -> str:
-    return ", ".join(map(str, slots))

@@ -1,23 +1,23 @@
-"""task=collectives: every collective in use, checked against values worked out by hand, and its bandwidth."""
+"""task=collectives: check every collective that the runner uses against known values, and measure its bandwidth."""
 
-import csv
-import io
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.runs.run_directory import RunDirectory
-from runner.tasks.exchanges import EXCHANGES, Exchange
+from runner.jobs.task import JobTask
+from runner.records.report.plots import new_figure
+from runner.records.run_directory import RunDirectory
+from runner.records.tables import csv_table, markdown_table, text_table, without_empty_columns
+from runner.tasks.collective_calls import CALLS, CollectiveCall
 
 log = logging.getLogger(__name__)
 COLUMNS = ("operation", "bytes", "seconds", "algorithm_gb_s", "bus_gb_s")
@@ -25,11 +25,10 @@ COLUMNS = ("operation", "bytes", "seconds", "algorithm_gb_s", "bus_gb_s")
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long one collective took over this many bytes, in seconds, and what that is in 10^9 bytes per second.
+    """The time of one collective in seconds, and its bandwidths in 10^9 bytes per second.
 
-    Bytes are those of the whole data, as in nccl-tests: what all ranks hold together after a gather, or before a
-    scatter. The bus bandwidth is what the slowest link must have carried, and so can be compared between operations
-    and world sizes.
+    As in nccl-tests, the number of bytes is the size of the whole data: the data of all ranks after a gather or before
+    a scatter. The bus bandwidth is that of the slowest link, which allows comparing operations and world sizes.
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
 
@@ -53,7 +52,7 @@ class Measurement:
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """The share of the data that the busiest link must carry, at best."""
+    """Return the fraction of the data that the busiest link transfers in an optimal algorithm."""
     if operation == "all_reduce":
         return 2 * (world_size - 1) / world_size
     if operation in ("broadcast", "reduce", "send_recv"):
@@ -61,18 +60,13 @@ def bus_factor(operation: str, world_size: int) -> float:
     return (world_size - 1) / world_size
 
 
-class Collectives:
-    """Check and time `operations` over messages of `sizes` bytes, on the backend and world of the configuration.
+class Collectives(JobTask):
+    """Checks and times `operations` with messages of `sizes` bytes, on the backend and world of the configuration.
 
-    Each is timed `repeats` times after `warmup` calls; a time is that of the slowest rank, the result their median.
+    Each is timed `repeats` times after `warmup` calls. A time is that of the slowest rank; the result is the median.
     """
 
-    section = None
-    reads_run = False
-    reads_checkpoint = False
     needs_experiment = False
-    trains = False
-    picks_split = False
     min_world_size = 2
 
     def __init__(
@@ -80,97 +74,88 @@ class Collectives:
         sizes: Sequence[int] = (1024, 65536, 1048576, 16777216),
         repeats: int = 10,
         warmup: int = 2,
-        operations: Sequence[str] = tuple(EXCHANGES),
+        operations: Sequence[str] = tuple(CALLS),
     ) -> None:
         if not sizes or min(sizes) < 4:
-            raise ValueError(f"sizes={_show(sizes)} must be one or more numbers of bytes of at least 4; try [1024]")
+            raise ValueError(f"sizes={_show(sizes)} must be numbers of bytes of at least 4; try [1024]")
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1; try 10")
         if warmup < 0:
             raise ValueError(f"warmup={warmup} must be at least 0; try 2")
-        if unknown := [operation for operation in operations if operation not in EXCHANGES]:
-            raise ValueError(
-                f"operations={_show(operations)}: there is no {unknown[0]}; choose among {', '.join(EXCHANGES)}"
-            )
-        if not operations:
-            raise ValueError(f"operations=[] must name one or more; choose among {', '.join(EXCHANGES)}")
+        if not operations or not CALLS.keys() >= set(operations):
+            raise ValueError(f"operations={_show(operations)} must be one or several of {', '.join(CALLS)}")
         self.sizes, self.repeats, self.warmup = sorted(set(sizes)), repeats, warmup
         self.operations = list(dict.fromkeys(operations))
-
-    def check(self, config: Config, world_size: int) -> list[str]:
-        return []
 
     def run(
         self, config: Config, experiment: None, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
         where = f"{world.world_size} ranks over {world.backend.process_group_backend()} on {world.device.type}"
-        log.info("collectives of %s", where)
+        log.info("collectives on %s", where)
         unsupported: dict[str, str] = {}
         measurements: list[Measurement] = []
         for operation in self.operations:
             if reason := check(operation, world):
                 unsupported[operation] = reason
-                log.warning("%s is not supported here: %s", operation, reason)
+                log.warning("%s is not supported: %s", operation, reason)
                 continue
-            log.info("%s is right", operation)
+            log.info("%s is correct", operation)
             measurements += [self._measure(operation, size, world) for size in self.sizes]
         if directory.writes:
-            console.print(_table(where, measurements, unsupported))
             _write(directory.path, where, measurements, unsupported)
         log.info("run directory: %s", directory.path)
-        metrics = {}
-        for each in measurements:
-            metrics[f"{each.operation}/bus_gb_s/{each.num_bytes}"] = each.bus_gb_s
-            metrics[f"{each.operation}/algorithm_gb_s/{each.num_bytes}"] = each.algorithm_gb_s
-            metrics[f"{each.operation}/seconds/{each.num_bytes}"] = each.seconds
+        metrics = {
+            f"{each.operation}/{name}/{each.num_bytes}": getattr(each, name)
+            for each in measurements
+            for name in ("bus_gb_s", "algorithm_gb_s", "seconds")
+        }
         directory.log_metrics(0, 0, metrics)
         return metrics
 
     def _measure(self, operation: str, size: int, world: World) -> Measurement:
-        """All ranks must call it."""
-        exchange = _prepare(operation, size, world)
-        seconds = [_time(exchange, world) for _ in range(self.warmup + self.repeats)][self.warmup :]
-        own = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)  # on the CPU, as every backend has a control plane there
-        return Measurement(operation, exchange.num_bytes, statistics.median(own.tolist()), world.world_size)
+        """Time one collective. All ranks must call it."""
+        call = _prepare(operation, size, world)
+        seconds = [_time(call, world) for _ in range(self.warmup + self.repeats)][self.warmup :]
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # on the CPU, where every backend has a control plane
+        return Measurement(operation, call.num_bytes, statistics.median(slowest.tolist()), world.world_size)
 
 
 def check(operation: str, world: World) -> str | None:
-    """Why the backend has no such collective, in its own words; None where it gives the right values.
+    """Return the backend's error if it does not support the collective; None if the values are correct.
 
-    All ranks must call it. Raises RuntimeError on all of them, naming the collective and a rank, where one has wrong
-    values.
+    If a rank has wrong values, raises RuntimeError that names it on all ranks. All ranks must call it.
     """
-    exchange = _prepare(operation, 4 * 3 * world.world_size, world)  # three numbers per rank
-    unsupported, wrong = [], []
+    call = _prepare(operation, 4 * 3 * world.world_size, world)  # three numbers per rank
+    unsupported, wrong = list[str](), list[str]()
     try:
-        exchange.call()
+        call.call()
         _synchronize(world.device)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # or NotImplementedError, a subclass
         text = str(error).splitlines()[0]
         if not isinstance(error, NotImplementedError) and "support" not in text:
             raise
         unsupported.append(text)
     else:
-        wrong = [f"{operation} on rank {world.rank}: {message}" for message in exchange.differences()]
-    # Every rank continues in the same way: what only one of them refuses would leave the others waiting.
-    if wrong := world.agreement.first_error(f"collectives/{operation}/wrong", wrong):
+        wrong = [f"{operation} on rank {world.rank}: {message}" for message in call.differences()]
+    # All ranks must continue in the same way: if only one raised, the others would wait for it.
+    if wrong := world.consensus.first_error(f"collectives/{operation}/wrong", wrong):
         raise RuntimeError(wrong[0])
-    return next(iter(world.agreement.first_error(f"collectives/{operation}/unsupported", unsupported)), None)
+    return next(iter(world.consensus.first_error(f"collectives/{operation}/unsupported", unsupported)), None)
 
 
-def _prepare(operation: str, size: int, world: World) -> Exchange:
-    """Data of `size` bytes, in whole float32 for each rank."""
+def _prepare(operation: str, size: int, world: World) -> CollectiveCall:
+    """Return the call with about `size` bytes of data, rounded down to whole float32 values per rank."""
     per_rank = max(size // 4 // world.world_size, 1)
-    return EXCHANGES[operation](world.rank, world.world_size, per_rank, world.device)
+    return CALLS[operation](world.rank, world.world_size, per_rank, world.device)
 
 
-def _time(exchange: Exchange, world: World) -> float:
-    """This rank's seconds for one call, from a common start."""
+def _time(call: CollectiveCall, world: World) -> float:
+    """Return this rank's seconds for one call after a barrier."""
     world.collectives.sum(torch.zeros(1))
     _synchronize(world.device)
     start = time.perf_counter()
-    exchange.call()
+    call.call()
     _synchronize(world.device)
     return time.perf_counter() - start
 
@@ -180,50 +165,24 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _table(where: str, measurements: Sequence[Measurement], unsupported: dict[str, str]) -> Table:
-    table = Table(title=f"collectives of {where}, 10^9 bytes per second")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "operation" else "right")
-    for each in measurements:
-        table.add_row(*each.cells)
-    for operation in unsupported:
-        table.add_row(operation, "unsupported")
-    return table
-
-
-def _write(path: Path, where: str, measurements: Sequence[Measurement], unsupported: dict[str, str]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*COLUMNS, "unsupported"])
-    writer.writerows([*each.cells, ""] for each in measurements)
-    writer.writerows([operation, "", "", "", "", reason] for operation, reason in unsupported.items())
-    (path / "collectives.csv").write_text(text.getvalue())
-
-    lines = [f"Collectives of {where}; median of the slowest rank's times, 10^9 bytes per second.", ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|---|---:|---:|---:|---:|"]
-    lines += ["| " + " | ".join(each.cells) + " |" for each in measurements]
-    if unsupported:
-        lines += ["", "Not supported here:", ""]
-        lines += [f"- {operation}: {reason}" for operation, reason in unsupported.items()]
-    (path / "collectives.md").write_text("\n".join(lines) + "\n")
+def _write(path: Path, where: str, measurements: Sequence[Measurement], unsupported: Mapping[str, str]) -> None:
+    """Log the results, and write them as CSV, Markdown and a plot."""
+    cells = [[*COLUMNS, "unsupported"], *([*each.cells, ""] for each in measurements)]
+    cells += [[operation, "", "", "", "", reason] for operation, reason in unsupported.items()]
+    (path / "collectives.csv").write_text(csv_table(cells))
+    cells = without_empty_columns(cells)
+    note = f"collectives on {where}; median of the slowest rank's times, 10^9 bytes per second"
+    (path / "collectives.md").write_text(f"{note}\n\n{markdown_table(cells)}\n")
+    log.info("%s\n%s", note, text_table(cells, for_log=True))
     if measurements:
-        _draw(path / "collectives.png", where, measurements)
-
-
-def _draw(path: Path, where: str, measurements: Sequence[Measurement]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, 10^9 bytes / s")
-    for operation in dict.fromkeys(each.operation for each in measurements):
-        line = [(each.num_bytes, each.bus_gb_s) for each in measurements if each.operation == operation]
-        axes.plot(*zip(*line, strict=True), marker="o", label=operation)
-    axes.set_title(f"collectives of {where}")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+        figure, (axes,) = new_figure(1)
+        for operation in dict.fromkeys(each.operation for each in measurements):
+            line = [(each.num_bytes, each.bus_gb_s) for each in measurements if each.operation == operation]
+            axes.plot(*zip(*line, strict=True), marker="o", label=operation)
+        labels = {"xlabel": "bytes", "ylabel": "bus bandwidth, 10^9 bytes / s", "title": f"collectives on {where}"}
+        axes.set(xscale="log", yscale="log", **labels)
+        axes.legend(fontsize="small")
+        figure.savefig(path / "collectives.png", dpi=120)
 
 
 def _show(items: Sequence[object]) -> str:

@@ -1,86 +1,81 @@
-"""task=compare: the user's own model in every mode that fits, side by side: which one should it be?"""
+"""task=compare: run the model for a few steps in every mode that supports it, and compare speed, memory and weights."""
 
-import csv
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
+from runner.checkpoints.layout import list_checkpoints
+from runner.checkpoints.saved_state import open_checkpoint
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, did_you_mean
-from runner.fault_tolerance import checkpoint
-from runner.runs.console import WIDTH, draw_table, logging_to
-from runner.runs.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
-from runner.runs.train_state import available
+from runner.jobs.task import LaunchingTask
+from runner.records.console import logging_to
+from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
+from runner.records.tables import csv_table, markdown_table, text_table
 
 log = logging.getLogger(__name__)
 
-HEADER = ("mode", "ranks", "samples/s", "step ms", "MiB per rank", "exchanged per step", "off none by", "remark")
+HEADER = ("mode", "ranks", "samples/s", "step ms", "MiB per rank", "exchanged per step", "difference", "remark")
 
 
 @dataclass
 class Cell:
-    """One mode in one world; `remark` says why it was left out, or how it failed."""
+    """One mode at one world size."""
 
     mode: str
     world_size: int
     metrics: dict[str, float] = field(default_factory=dict)
-    micro_batches: int | None = None  # instead of those that were typed
-    difference: float | None = None  # largest of a weight to parallel=none after the same steps
-    remark: str = ""
+    micro_batches: int | None = None  # if it is not the configured number
+    difference: float | None = None  # the largest difference of a weight from parallel=none after the same steps
+    remark: str = ""  # why the mode was skipped, or how it failed
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of the cell's directory."""
         return f"{self.mode}-{self.world_size}" + (f"-{self.micro_batches}" if self.micro_batches else "")
 
     def row(self) -> list[str]:
-        """The cell as the table shows it, in the order of HEADER."""
+        """Return the cell's row of the table, in the order of HEADER."""
         if not self.metrics:
             return [self.mode, str(self.world_size), "", "", "", "", "", self.remark]
         memory = [value for name, value in self.metrics.items() if name.startswith("memory_mib/")]
-        exchanged = {
-            name.removeprefix("bytes_per_step/"): value
+        exchanged = [
+            f"{name.removeprefix('bytes_per_step/')} {_bytes(value)}"
             for name, value in self.metrics.items()
             if name.startswith("bytes_per_step/")
-        }
+        ]
         return [
             self.mode,
             str(self.world_size),
             f"{self.metrics['samples_per_second']:,.0f}",
             f"{self.metrics['step_time_s'] * 1000:.1f}",
             f"{min(memory):.0f}" if len(set(map(round, memory))) == 1 else f"{min(memory):.0f}-{max(memory):.0f}",
-            ", ".join(f"{name} {_bytes(value)}" for name, value in exchanged.items()) or "nothing",
+            ", ".join(exchanged) or "nothing",
             "" if self.difference is None else f"{self.difference:.1e}",
             self.remark,
         ]
 
 
-class Compare:
-    """Runs task=measure for each mode and world size; the worlds are its own, or the one that it is part of."""
+class Compare(LaunchingTask):
+    """Runs task=measure for each mode and world size, in worlds that it starts or in the existing world."""
 
-    reads_run = False
-    reads_checkpoint = False
-    needs_experiment = False
-    trains = False
-    picks_split = False
     section = "compare"
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Measure every cell, print and keep the table. Returns the samples per second of each. All ranks must call it.
+        """Measure every cell, log and save the table, and return each cell's samples per second.
 
-        Raises InputError for a mode or a world size that cannot be.
+        All ranks must call it. Raises InputError for a mode or world size that does not exist.
         """
         cells = _cells(config, rank_info)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
-        path = Path(world.agreement.share("compare", lambda: str(new_directory(config.outputs, config.name))))
+        path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.outputs, config.name))))
         directory = RunDirectory(path, writes=rank_info.rank == 0)
         with logging_to(rank_info.rank, path):
             directory.record(config, request, task="compare", model=request.choices["model"], seed=config.seed)
@@ -91,7 +86,7 @@ class Compare:
             references = _measure_references(cells, path, request, rank_info)
             if rank_info.rank == 0:
                 _compare_weights(cells, references, path)
-                log.info("\n%s", _as_text(cells))
+                log.info("\n%s", text_table(_rows(cells), for_log=True))
                 notes = _notes(config, cells)
                 log.info("\n%s", "\n".join(notes))
                 _write(cells, path, notes)
@@ -105,19 +100,19 @@ class Compare:
 
 
 def _cells(config: Config, rank_info: RankInfo) -> list[Cell]:
-    from runner.config.compose import options_of  # the entry imports the tasks
+    from runner.config.compose import options_of  # the command line loads tasks before it composes
 
     known = options_of("parallel")
     modes = config.compare.modes if config.compare.modes is not None else known
     for mode in modes:
         if mode not in known:
-            raise InputError(f"compare.modes={modes}: no such mode as {mode}{did_you_mean(mode, known)}")
+            raise InputError(f"compare.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
     sizes = config.compare.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
     if not sizes or min(sizes) < 1:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
     cells = [Cell(mode, size) for size in sizes for mode in modes]
     reference = Cell("none", 1)
-    # The reference comes first; a world that exists already cannot be one process, and compares without it.
+    # The reference comes first. An existing world of several ranks has no reference of one process.
     if rank_info.world_size == 1:
         cells = [reference, *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
     return cells
@@ -128,34 +123,34 @@ def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> N
     from runner.launchers.launch import launch
 
     dropped = ["task", "parallel", "launcher", "compare", "logger", "callbacks", "name", "outputs"]
-    instead = []
-    if cell.micro_batches:
-        dropped.append("micro_batches")
-        instead.append(f"micro_batches={cell.micro_batches}")
-    kept = [word for word in request.overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in dropped]
-    own = ["launcher=env"]
+    instead = [f"micro_batches={cell.micro_batches}"] if cell.micro_batches else []
+    dropped += ["micro_batches"] if cell.micro_batches else []
+    kept = [each for each in request.overrides if each.lstrip("+~").split("=")[0].split(".")[0] not in dropped]
+    launcher = ["launcher=env"]
     if rank_info.world_size == 1:
-        own = ["launcher=spawn", f"launcher.nproc_per_node={cell.world_size}"]
-    # What was typed for one mode's options holds for that mode.
-    options = [w for w in request.overrides if w.lstrip("+").startswith("parallel.")]
-    if request.choices["parallel"] != cell.mode:
-        options = []
-    overrides = [*kept, *instead, "task=measure", f"parallel={cell.mode}", "logger=none", *own, *options]
+        launcher = ["launcher=spawn", f"launcher.nproc_per_node={cell.world_size}"]
+    # The options of a mode apply only to that mode.
+    is_chosen = request.choices["parallel"] == cell.mode
+    options = [each for each in request.overrides if is_chosen and each.lstrip("+").startswith("parallel.")]
+    overrides = [*kept, *instead, "task=measure", f"parallel={cell.mode}", "logger=none", *launcher, *options]
     try:
         cfg = compose(overrides)
         config = checked(cfg, overrides)
         directory = str(path / "cells" / cell.name)
         choices = dict(cfg.hydra.runtime.choices)
-        own_request = Request(tuple(overrides), request.config_dirs, request.command, directory, choices)
-        cell.metrics = launch(config, own_request, rank_info)
+        cell_request = Request(tuple(overrides), request.config_dirs, request.command, directory, choices)
+        cell.metrics = launch(config, cell_request, rank_info)
     except InputError as error:
-        cell.remark = f"left out: {error.messages[0]}"
+        cell.remark = f"skipped: {error.messages[0]}"
     except JobFailed as error:
         cell.remark = f"failed: {str(error).strip().splitlines()[-1]}"
 
 
 def _measure_references(cells: list[Cell], path: Path, request: Request, rank_info: RankInfo) -> dict[float, Cell]:
-    """Parallel=none on one process, by number of micro-batches: a mode that cuts them further is held to as many."""
+    """Measure parallel=none in one process for each number of micro-batches, and return the cells by that number.
+
+    A mode that uses more micro-batches, such as a pipeline, is compared with a reference that uses as many.
+    """
     reference = next((cell for cell in cells if (cell.mode, cell.world_size) == ("none", 1) and cell.metrics), None)
     if reference is None or rank_info.world_size > 1:
         return {}
@@ -166,14 +161,14 @@ def _measure_references(cells: list[Cell], path: Path, request: Request, rank_in
             references[count] = Cell("none", 1, micro_batches=int(count))
             _measure(references[count], path, request, rank_info)
         if references[count] is not reference and not cell.remark:
-            cell.remark = f"compared with none of micro_batches={count:.0f}"
+            cell.remark = f"compared with parallel=none and micro_batches={count:.0f}"
     return references
 
 
 def _compare_weights(cells: list[Cell], references: dict[float, Cell], path: Path) -> None:
     def weights(cell: Cell) -> Mapping[str, torch.Tensor]:
-        (newest,) = available(path / "cells" / cell.name / CHECKPOINTS)
-        return checkpoint.open_checkpoint(newest).model()
+        (newest,) = list_checkpoints(path / "cells" / cell.name / CHECKPOINTS)
+        return open_checkpoint(newest).model()
 
     for cell in cells:
         reference = references.get(cell.metrics.get("micro_batches", 0))
@@ -186,47 +181,38 @@ def _compare_weights(cells: list[Cell], references: dict[float, Cell], path: Pat
 
 def _notes(config: Config, cells: list[Cell]) -> list[str]:
     lines = [
-        "exchanged per step: the largest rank's, of a collective the larger of what goes in and comes out, of RPC the "
-        "tensors; the parameter server exchanges with every trainer"
+        "exchanged per step: by the rank that exchanges most; a collective counts as the larger of its input and "
+        "output, RPC as its tensors",
+        "difference: the largest difference of a weight from parallel=none",
     ]
     if config.precision != "fp64" and any(cell.difference is not None for cell in cells):
         lines.append(
-            f"off none by: in {config.precision} rounding grows from step to step; with precision=fp64 what is left "
-            "is what a mode computes otherwise"
+            f"in {config.precision} the difference includes rounding errors, which grow with each step; with "
+            "precision=fp64 only differences of the algorithm remain"
         )
     return lines
 
 
-def _as_text(cells: list[Cell]) -> str:
-    table = Table(*HEADER, box=None, pad_edge=False)
-    for cell in cells:
-        table.add_row(*cell.row())
-    return draw_table(table, WIDTH)  # the run's log.txt keeps it
+def _rows(cells: list[Cell]) -> list[list[str]]:
+    return [list(HEADER), *(cell.row() for cell in cells)]
 
 
 def _write(cells: list[Cell], path: Path, notes: list[str]) -> None:
-    """The table as Markdown, CSV and in TensorBoard, where world sizes are steps."""
+    """Write the table as Markdown and CSV and to TensorBoard, with world sizes as steps."""
     from torch.utils.tensorboard import SummaryWriter
 
-    rows = [HEADER, ("---",) * len(HEADER), *(cell.row() for cell in cells)]
-    markdown = "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n" + "\n\n".join(notes) + "\n"
+    names = sorted({name for cell in cells for name in cell.metrics})
+    header = ["mode", "world_size", "difference_to_none", "remark", *names]
+    rows = [[cell.mode, cell.world_size, cell.difference, cell.remark, *map(cell.metrics.get, names)] for cell in cells]
+    (path / "compare.csv").write_text(csv_table([header, *rows]))
+    markdown = "\n\n".join([markdown_table(_rows(cells)), *notes]) + "\n"
     (path / "compare.md").write_text(markdown)
-    with (path / "compare.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["mode", "world_size", "difference_to_none", "remark", *_metric_names(cells)])
-        for cell in cells:
-            numbers = [cell.metrics.get(name, "") for name in _metric_names(cells)]
-            writer.writerow([cell.mode, cell.world_size, cell.difference, cell.remark, *numbers])
     with SummaryWriter(str(path)) as board:
         board.add_text("compare", markdown)
         for cell in cells:
             for name in ("samples_per_second", "step_time_s"):
                 if name in cell.metrics:
                     board.add_scalar(f"compare_{name}/{cell.mode}", cell.metrics[name], cell.world_size)
-
-
-def _metric_names(cells: list[Cell]) -> list[str]:
-    return sorted({name for cell in cells for name in cell.metrics})
 
 
 def _bytes(count: float) -> str:

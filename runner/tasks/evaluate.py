@@ -5,39 +5,29 @@ from pathlib import Path
 
 from rich.console import Console
 
+from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.fault_tolerance.checkpoint import restore_evaluated
-from runner.runs.run_directory import CHECKPOINTS, RunDirectory
+from runner.jobs.task import JobTask
+from runner.records.run_directory import CHECKPOINTS, RunDirectory
 from runner.training.build import Experiment
 from runner.training.evaluation import evaluate
+from runner.training.mode import ParallelModel
+from runner.training.restore import restore_evaluated
 
 log = logging.getLogger(__name__)
 
 
-class Evaluate:
-    """Evaluate a checkpoint of config.run, the newest or that of config.checkpoint.load, on config.split."""
+class Evaluate(JobTask):
+    """Evaluates the checkpoint `config.checkpoint.load` of `config.run` on the split `config.split`."""
 
-    section = None
-    reads_run = True
-    reads_checkpoint = True
-    needs_experiment = True
-    trains = False
-    picks_split = True
-    min_world_size = 1
-
-    def check(self, config: Config, world_size: int) -> list[str]:
-        return []
+    reads_run = reads_checkpoint = picks_split = True
 
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
-        assert config.run is not None
-        spread = experiment.parallel.prepare(experiment.recipe, world)
-        folder, own = Path(config.run) / CHECKPOINTS, config.ema.decay is None
-        progress = restore_evaluated(folder, spread, world, config.checkpoint.load, own)
-        directory.result.step, directory.result.epoch = progress.step, progress.epoch
-        found = evaluate(experiment, spread, world, config.eval_batches)
+        parallel_model, progress = restore_run(config, experiment, world, directory)
+        found = evaluate(experiment, parallel_model, world, config.eval_batches)
         metrics = {name.replace("val/", f"{config.split}/", 1): value for name, value in found.items()}
         log.info("%s after step %d", config.run, progress.step)
         for name, value in metrics.items():
@@ -45,3 +35,15 @@ class Evaluate:
         log.info("run directory: %s", directory.path)
         directory.log_metrics(progress.step, progress.epoch, metrics)
         return metrics
+
+
+def restore_run(
+    config: Config, experiment: Experiment, world: World, directory: RunDirectory
+) -> tuple[ParallelModel, TrainState]:
+    """Return the model with the weights that `config.run` evaluated, and their progress. All ranks must call it."""
+    assert config.run is not None
+    parallel_model = experiment.parallel.prepare(experiment.recipe, world)
+    checkpoints, is_own_weights = Path(config.run) / CHECKPOINTS, config.ema.decay is None
+    progress = restore_evaluated(checkpoints, parallel_model, world, config.checkpoint.load, is_own_weights)
+    directory.result.step, directory.result.epoch = progress.step, progress.epoch
+    return parallel_model, progress

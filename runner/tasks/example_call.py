@@ -1,6 +1,5 @@
-"""How the model of a run is called: with some samples of its data, as its objective calls it."""
+"""The arguments with which the objective of a run calls its model, for some samples of the data."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,23 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from runner.config.diagnostics.own_line import first_line
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.errors import InputError
-from runner.training.batch import MicroBatch
-from runner.training.build import make_parallel
-from runner.training.build_objective import make_objective
-from runner.training.datasets import load_split
-from runner.training.objective import Objective
-from runner.training.precision import Precision
-from runner.training.pytree import known, map_tensors
-from runner.training.reader import Reader, Share
-from runner.training.supervised import Supervised, call
+from runner.errors import InputError, first_line
+from runner.input.batch import MicroBatch, cast_floating
+from runner.input.datasets import load_split
+from runner.input.pytree import map_tensors, register_types
+from runner.objectives.supervised import Supervised, call_model
+from runner.optimization.precision import Precision
+from runner.training.components import make_objective, make_parallel
 
 
 class _Called(BaseException):
-    """Ends a call once its arguments are known; no model's own `except Exception` takes it."""
+    """Ends a call once its arguments are known. No `except Exception` of a model catches a BaseException."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +30,16 @@ class Example:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     num_samples: int
-    ragged: bool  # other batches may have other sizes in other dims than the first
+    ragged: bool  # the sizes of dims other than the first may vary between batches
 
     def run(self, model: Callable[..., Any]) -> Any:
-        """What the model, or what was made of it, returns."""
+        """Call the model, or an exported program, and return its outputs."""
         with torch.no_grad():
             return model(*self.args, **self.kwargs)
 
 
 class Examples:
-    """Of the evaluated data, from its first sample on. Raises InputError where the data is not to be had."""
+    """Example calls with the first samples of the split `config.split`. Raises InputError if they cannot be loaded."""
 
     def __init__(self, config: Config, choices: Mapping[str, str], model: nn.Module, world: World):
         self._model, self._precision = model, Precision(config.precision, world.device)
@@ -59,56 +54,47 @@ class Examples:
 
     @property
     def classes(self) -> list[str] | None:
-        """Their names in order, where the data set has numbered them itself."""
+        """The names of the classes in order, if the dataset defines them."""
         found = getattr(self._dataset, "classes", None)
         return [str(name) for name in found] if isinstance(found, (list, tuple)) else None
 
     def of(self, num_samples: int) -> Example:
-        """The call for that many samples. Raises InputError where the objective makes none that could be one."""
+        """Return the call for this number of samples. Raise InputError if the objective does not call the model."""
         try:
-            batch = Reader(self._dataset).__getitems__(Share(0, list(range(num_samples))))
-        except Exception as error:  # reading runs the user's code, which can fail in any way
-            raise InputError(f"data: its first samples cannot be made a batch with: {first_line(error)}") from None
-        batch = map_tensors(self._precision.cast, batch)
-        args, kwargs = _arguments(self._model, self._objective, batch, num_samples, self._named)
-        return Example(args, kwargs, num_samples, ragged=hasattr(self._dataset, "collate"))
+            batch = self._dataset.read(range(num_samples))
+        except Exception as error:  # reading runs the user's code, which may raise anything
+            raise InputError(f"data: its first samples cannot be collated into a batch: {first_line(error)}") from None
+        batch = map_tensors(lambda tensor: cast_floating(tensor, self._precision.parameter_dtype), batch)
+        found: list[Example] = []
 
+        def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found.append(Example(args, dict(kwargs), num_samples, ragged=hasattr(self._dataset, "collate")))
+            raise _Called
 
-def _arguments(model: nn.Module, objective: Objective, batch: Any, num_samples: int, named: str) -> Any:
-    found: list[Any] = []
-
-    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.append((args, dict(kwargs)))
-        raise _Called
-
-    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            if isinstance(objective, Supervised):
-                call(model, MicroBatch(batch, range(num_samples)).inputs)
-            else:
-                objective.predict(model, batch)
-    except _Called:
-        return found[0]
-    except Exception as error:  # the user's code
-        raise InputError(f"{named}: predict fails for the data's first samples with: {first_line(error)}") from None
-    finally:
-        handle.remove()
-    raise InputError(
-        f"{named}: its predict(model, batch) does not call the model's forward, so that there is no call to export; "
-        "give it such a predict, or type export.format=safetensors"
-    )
-
-
-def describe_call(model: nn.Module, example: Example) -> list[dict[str, Any]]:
-    """Each tensor that forward gets: its name, dtype and shape, of which a dim of the number of samples is batch."""
-    bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
-    return describe_tensors(bound.arguments, example.num_samples)
+        handle = self._model.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                if isinstance(self._objective, Supervised):
+                    call_model(self._model, MicroBatch(batch, range(num_samples)).inputs)
+                else:
+                    self._objective.predict(self._model, batch)
+        except _Called:
+            return found[0]
+        except Exception as error:  # the user's code
+            raise InputError(
+                f"{self._named}: predict failed for the first samples of the data: {first_line(error)}"
+            ) from None
+        finally:
+            handle.remove()
+        raise InputError(
+            f"{self._named}: predict(model, batch) does not call the model's forward, so there is no call to export; "
+            "change it, or use export.format=safetensors"
+        )
 
 
 def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
-    """As describe_call, of any pytree."""
-    leaves, _ = tree_flatten_with_path(known(tree))
+    """Return name, dtype and shape of each tensor of a pytree. The dim of the samples is called "batch"."""
+    leaves, _ = tree_flatten_with_path(register_types(tree))
     return [
         {
             "name": keystr(path).removeprefix("['").replace("']", "", 1) or "outputs",

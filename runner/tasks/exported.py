@@ -1,39 +1,29 @@
-"""The files that a model is exported to, each read again and compared before it is said to be done."""
+"""Writers of the export formats. Each reads its file again, so that the file can be compared with the model."""
 
 import contextlib
 import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner.config.diagnostics.own_line import first_line, own_line
-from runner.errors import InputError
+from runner.errors import first_line
+from runner.input.pytree import tensors
 from runner.tasks.example_call import Example
-from runner.training.pytree import tensors
 
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
-PACKAGES = {"onnx": ("onnx", "onnxruntime", "onnxscript")}  # of the extra of the format's name
-
-
-def check_installed(name: str) -> None:
-    """Raises InputError with pip's line where the format needs what is not there."""
-    if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
-        raise InputError(
-            f"export.format={name} needs {' and '.join(missing)}, not installed; "
-            f"pip install 'experiment-runner[{name}]'"
-        )
+PACKAGES = {"safetensors": ("safetensors",), "torch_export": (), "onnx": ("onnx", "onnxruntime", "onnxscript")}
 
 
 def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
-    """All tensors of the state dict, each memory once. Returns the other names of it, each with the one in the file.
+    """Write the tensors of the state dict; of tied tensors, which share their memory, only the first.
 
-    Raises ValueError for a tensor that the format does not know, and where another one is read than was written.
+    Return the names of the others, each with the name of the first. Raise ValueError if safetensors does not support a
+    tensor, or if the file does not read back as it was written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
@@ -51,18 +41,18 @@ def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
         path.touch()
         mode = path.stat().st_mode
         save_file(kept, path, metadata={"format": "pt"})
-        path.chmod(mode)  # it makes files that no other user may read
+        path.chmod(mode)  # safetensors creates files that other users cannot read
         read = load_file(path)
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"safetensors cannot hold these weights: {first_line(error)}") from None
+        raise ValueError(f"safetensors cannot store these weights: {first_line(error)}") from None
     for name, tensor in state.items():
         if not torch.equal(read[tied.get(name, name)].nan_to_num(), tensor.nan_to_num()):
-            raise ValueError(f"{name} is read from the file as something else than was written")
+            raise ValueError(f"{name} does not read back from the file as it was written")
     return tied
 
 
 def trace(model: nn.Module, example: Example, any_batch: bool) -> torch.export.ExportedProgram:
-    """The model's forward as a program. any_batch: the number of samples is not that of the example alone."""
+    """Return the model's forward as a program, which accepts any number of samples or only that of the example."""
     shapes = None
     if any_batch:
         collection, batch = torch.export.ShapesCollection(), torch.export.Dim("batch")
@@ -76,7 +66,7 @@ def trace(model: nn.Module, example: Example, any_batch: bool) -> torch.export.E
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> Callable[[Example], list[Tensor]]:
-    """torch.export's file. Returns what runs it as it is read from there."""
+    """Write a file of torch.export. Return a function that runs the program as read from the file."""
     with _quietly():
         torch.export.save(program, path)
         loaded = torch.export.load(path).module()
@@ -84,56 +74,50 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> Callable
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> Callable[[Example], list[Tensor]]:
-    """An ONNX file, with one of its name and .data for weights that it cannot hold. Returns what runs it as it is read.
+    """Write an ONNX file, and for weights of more than 1 GiB a second file with the suffix .data.
 
-    It is onnxruntime that runs it.
+    Return a function that runs the file with onnxruntime.
     """
     import onnxruntime
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
     with _quietly():
-        made = torch.onnx.export(program, dynamo=True, verbose=False)
-    assert made is not None
-    made.save(path, external_data=size > 1 << 30)  # protobuf, which the file is, ends at 2 GiB
+        onnx_program = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert onnx_program is not None
+    onnx_program.save(path, external_data=size > 1 << 30)  # the file is a protobuf, which is limited to 2 GiB
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def run(example: Example) -> list[Tensor]:
-        given = tensors((example.args, example.kwargs))
-        feed = {taken.name: tensor.numpy() for taken, tensor in zip(session.get_inputs(), given, strict=True)}
+        inputs = zip(session.get_inputs(), tensors((example.args, example.kwargs)), strict=True)
+        feed = {argument.name: tensor.numpy() for argument, tensor in inputs}
         return [torch.from_numpy(output) for output in session.run(None, feed)]
 
     return run
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference of any number, relative to the largest number expected. Not a number, where one is not.
+    """Return the largest absolute difference, relative to the largest expected number; NaN if an output is NaN.
 
-    Raises ValueError where there are others.
+    Raises ValueError if the shapes differ.
     """
     shapes = [[list(tensor.shape) for tensor in found] for found in (outputs, expected)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"its outputs are of shapes {shapes[0]}, and the model's {shapes[1]}")
+        raise ValueError(f"its outputs have the shapes {shapes[0]}, the model's have {shapes[1]}")
     pairs = [(one.double(), other.double()) for one, other in zip(outputs, expected, strict=True) if one.numel()]
     scale = max([other.abs().max().item() for _, other in pairs] or [0.0])
     largest = torch.tensor([(one - other).abs().max() for one, other in pairs] or [0.0], dtype=torch.float64).max()
     return largest.item() / scale if scale else largest.item()
 
 
-def explained(error: Exception) -> str:
-    """Why a model cannot be traced or run, in one line, with the user's own line of code where there is one."""
-    line = own_line(error)
-    return first_line(error) + (f" (at {line})" if line else "")
-
-
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what torch tells of its own insides, in whichever way."""
-    before, told = logging.root.manager.disable, io.StringIO()
+    """Suppress torch's internal log lines, warnings and prints."""
+    before, ignored = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(ignored), contextlib.redirect_stderr(ignored):
             warnings.simplefilter("ignore")
             yield
     finally:

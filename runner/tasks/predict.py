@@ -1,11 +1,10 @@
-"""task=predict: what a trained model says of each sample of a split, on any number of ranks and in any mode."""
+"""task=predict: the outputs of a trained model for each sample of a split, on any number of ranks and in any mode."""
 
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,91 +12,75 @@ from rich.console import Console
 from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.errors import JobFailed
-from runner.fault_tolerance.checkpoint import restore_evaluated
-from runner.runs.run_directory import CHECKPOINTS, RunDirectory
+from runner.errors import JobFailed, require_packages
+from runner.input.sampler import BlockSampler
+from runner.jobs.task import JobTask
+from runner.objectives.objective import Objective
+from runner.objectives.supervised import Supervised
+from runner.records.run_directory import RunDirectory
+from runner.tasks.evaluate import restore_run
 from runner.tasks.prediction_columns import Columns, columns_of
-from runner.tasks.prediction_files import SUFFIXES, File
+from runner.tasks.prediction_files import SUFFIXES, writing
 from runner.tasks.train import name_classes
 from runner.training.build import Experiment
-from runner.training.objective import Objective
-from runner.training.sampler import Pieces
-from runner.training.strategy import Spread
-from runner.training.supervised import Supervised
+from runner.training.mode import ParallelModel
 
 log = logging.getLogger(__name__)
 
-ROUND = 8  # pieces that a rank computes before rank 0 gets them; ranks of a pipeline overlap in between
+ROUND = 8  # pieces that a rank computes before rank 0 collects them; pipeline ranks overlap within a round
 
 
-class Predict:
-    """Writes what the checkpoint config.checkpoint.load of config.run says of config.split."""
+class Predict(JobTask):
+    """Writes the outputs of the checkpoint `config.checkpoint.load` of `config.run` for the split `config.split`."""
 
     section = "predict"
-    reads_run = True
-    reads_checkpoint = True
-    needs_experiment = True
-    trains = False
-    picks_split = True
-    min_world_size = 1
+    reads_run = reads_checkpoint = picks_split = True
 
     def check(self, config: Config, world_size: int) -> list[str]:
         kind, messages = config.predict.format, []
-        if kind == "parquet" and find_spec("pyarrow") is None:
-            messages.append(
-                "predict.format=parquet needs pyarrow, not installed; pip install 'experiment-runner[table]', or try "
-                "predict.format=csv"
-            )
+        if kind == "parquet":
+            require_packages("predict.format=parquet", "table", "pyarrow")
         if (output := config.predict.output) is not None and Path(output).suffix != SUFFIXES[kind]:
-            what = f"a file that ends in {SUFFIXES[kind]}" if SUFFIXES[kind] else "a folder, of an array each"
+            what = f"a file that ends in {SUFFIXES[kind]}" if SUFFIXES[kind] else "a directory without a suffix"
             messages.append(
-                f"predict.output={output} must be {what}, as predict.format={kind} writes; "
+                f"predict.output={output} must be {what} for predict.format={kind}; "
                 f"try predict.output={Path(output).stem or 'predictions'}{SUFFIXES[kind]}"
             )
         elif output is not None and (Path(output).exists() if kind == "npy" else Path(output).is_dir()):
-            found = "folder" if Path(output).is_dir() else "file"
-            messages.append(f"predict.output={output} is a {found} that is there already; name one that is not")
+            found = "directory" if Path(output).is_dir() else "file"
+            messages.append(f"predict.output={output} must not exist, and is a {found}; choose another path")
         elif output is not None:
-            there = next(folder for folder in Path(output).absolute().parents if folder.exists())
-            if not there.is_dir():
-                messages.append(f"predict.output={output}: {there} is a file and no folder; name another")
+            parent = next(path for path in Path(output).absolute().parents if path.exists())
+            if not parent.is_dir():
+                messages.append(f"predict.output={output}: {parent} is a file, not a directory; choose another path")
         objective = locate(config.objective["_target_"])
-        if not issubclass(objective, Supervised) and objective.predict is Objective.predict:
-            messages.append(
-                f"objective: {objective.__name__} has no predict(model, batch) that returns outputs and targets, so "
-                "that there is nothing to write; define it"
-            )
+        if isinstance(objective, type) and (why := _lacks_predict(objective)):  # a factory's class is not known yet
+            messages.append(why)
         return messages
 
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
-        """Raises JobFailed for outputs that the format has no place for; then there is no file."""
-        assert config.run is not None
+        """Compute and write the predictions.
+
+        Raises JobFailed if the objective has no outputs or the format cannot store them. No file is left then.
+        """
+        if why := _lacks_predict(type(experiment.recipe.objective)):
+            raise JobFailed(why)
         if config.precision == "fp64" and config.memory_format == "auto":
-            # fsdp has weights in this format whatever the model's is, and by another one the last bit is another.
+            # fsdp keeps weights in this format, and another format changes the last bit.
             experiment.recipe.module.to(memory_format=torch.contiguous_format)
             experiment.val_loader.memory_format = torch.contiguous_format
         if config.precision == "fp64" and config.threads is None:
-            # Threads share a sum among them, and ranks on one machine share the threads.
+            # Threads split sums, and the number of threads depends on the number of ranks on the machine.
             torch.set_num_threads(1)
-        spread = experiment.parallel.prepare(experiment.recipe, world)
-        folder, own = Path(config.run) / CHECKPOINTS, config.ema.decay is None
-        progress = restore_evaluated(folder, spread, world, config.checkpoint.load, own)
-        directory.result.step, directory.result.epoch = progress.step, progress.epoch
+        parallel_model, progress = restore_run(config, experiment, world, directory)
         named = config.predict.output
         path = Path(named).absolute() if named else directory.path / f"predictions{SUFFIXES[config.predict.format]}"
         num_samples = experiment.val_loader.sampler.num_samples
-        file = File(config.predict.format, path, num_samples) if directory.writes else None
-        try:
-            names = _predict(experiment, spread, world, config.predict.batch_size, file)
-            if file is not None:
-                with _told():
-                    file.keep()
-        except BaseException:
-            if file is not None:
-                file.drop()
-            raise
+        file = writing(config.predict.format, path, num_samples) if directory.writes else contextlib.nullcontext()
+        with file as writer:
+            names = _predict(experiment, parallel_model, world, config.predict.batch_size, writer)
         log.info("%s after step %d, %s split: %d samples", config.run, progress.step, config.split, num_samples)
         log.info("columns  %s%s", ", ".join(names), name_classes(experiment.train_loader.dataset))
         log.info("written  %s", path)
@@ -105,39 +88,38 @@ class Predict:
         return {}
 
 
-def _predict(experiment: Experiment, spread: Spread, world: World, size: int, file: File | None) -> list[str]:
-    """Compute, collect and write. Returns the names of the columns, on the rank that writes. All ranks must call it.
+def _predict(experiment: Experiment, parallel_model: ParallelModel, world: World, size: int, writer: Any) -> list[str]:
+    """Compute, collect and write the predictions, and return the names of the columns. All ranks must call it.
 
-    A rank keeps ROUND pieces of `size` samples at most, the one that writes those of all ranks.
+    A rank keeps at most ROUND pieces of `size` samples; the rank with a writer keeps those of all ranks.
     """
     loader, axes = experiment.val_loader, experiment.axes
     num_samples, step_size, own = loader.sampler.num_samples, size * axes.data_ranks, axes.data_rank(world.rank)
-    loader.read_by(Pieces(num_samples, step_size, data_rank=own, data_ranks=axes.data_ranks, shuffle=False))
+    loader.use_sampler(BlockSampler(num_samples, step_size, data_rank=own, data_ranks=axes.data_ranks, shuffle=False))
     counts, names = axes.counts(world.rank), list[str]()
     steps = loader.steps(epoch=0)
     for _ in range(0, loader.sampler.steps_per_epoch, ROUND):
         pieces: list[tuple[int, Columns]] = []
         for batch in itertools.islice(steps, ROUND):
             (micro_batch,) = batch.micro_batches
-            prediction = spread.predict(micro_batch)  # all ranks must call it equally often
+            prediction = parallel_model.predict(micro_batch)  # all ranks must make the same number of calls
             if prediction is not None and counts and micro_batch.num_samples:
-                with _told():
-                    columns = columns_of(prediction.outputs, prediction.targets, micro_batch.indices)
+                columns = columns_of(prediction.outputs, prediction.targets, micro_batch.indices)
                 pieces.append((micro_batch.indices[0], columns))
-        collected = world.collectives.collect(pieces)
-        if file is None or collected is None:
+        collected = world.collectives.gather_objects(pieces)
+        if writer is None or collected is None:
             continue
         for _, columns in sorted(itertools.chain.from_iterable(collected), key=lambda piece: piece[0]):
-            with _told():
-                file.writer.add(columns)
+            writer.add(columns)
             names = list(columns)
     return names
 
 
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What a format or a table has no place for is told in its one line, without where in the runner that was found."""
-    try:
-        yield
-    except ValueError as error:
-        raise JobFailed(str(error)) from None
+def _lacks_predict(objective: type) -> str | None:
+    """Return why an objective of this class has no predictions, or None if it has."""
+    if issubclass(objective, Supervised) or getattr(objective, "predict", None) is not Objective.predict:
+        return None
+    return (
+        f"objective: {objective.__name__} has no predict(model, batch) that returns outputs and targets, so there is "
+        "nothing to write; define it"
+    )

@@ -1,4 +1,4 @@
-"""task=rerun: a finished run once more, from what it recorded; are the weights the same, and what differs now?"""
+"""task=rerun: train a finished run again from its record; compare the weights and list what differs now."""
 
 import logging
 from dataclasses import asdict
@@ -8,65 +8,40 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from runner.config.renamed_targets import rename_targets
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.runs.provenance import DIFF
-from runner.runs.records import dotted
-from runner.runs.run_directory import CONFIG, RunDirectory, read_result
-from runner.runs.train_state import OLDER_ORDER, ORDER
+from runner.jobs.task import JobTask
+from runner.records.provenance import DIFF
+from runner.records.records import LOCATION_KEYS, dotted
+from runner.records.result import read_result
+from runner.records.run_directory import CONFIG, RunDirectory
 from runner.tasks.train import Train
 from runner.training.build import Experiment
 
 log = logging.getLogger(__name__)
 
-# What has no influence on the numbers. The threads are the machine's.
-ASIDE = (
-    "task",
-    "run",
-    "resume",
-    "name",
-    "outputs",
-    "launcher",
-    "logger",
-    "metrics",
-    "monitor",
-    "monitor_direction",
-    "callbacks",
-    "threads",
-    "report",
-    "compare",
-    "profile",
-)
+# Keys without influence on the weights. `threads` depends on the machine.
+IGNORED_KEYS = frozenset(LOCATION_KEYS)
+IGNORED_KEYS |= {"launcher", "metrics", "monitor", "monitor_direction", "callbacks", "report", "compare", "profile"}
 
 
-class Rerun:
-    """Trains as config.run did, in a new directory, and compares the two."""
+class Rerun(JobTask):
+    """Trains with the configuration of `config.run` in a new directory and compares the results."""
 
-    section = None
-    reads_run = True
-    reads_checkpoint = False
-    needs_experiment = True
-    trains = True
-    picks_split = False
-    min_world_size = 1
+    reads_run = trains = True
 
     def check(self, config: Config, world_size: int) -> list[str]:
-        """Why the run cannot be made again in a world of this size."""
+        """Return why the run cannot be repeated at this world size."""
         path = Path(str(config.run))
         result = read_result(path) or {}
         if result.get("task") not in ("train", "rerun"):
-            return [f"run={path} is of task={result.get('task')}, and task=rerun trains; name a training run"]
+            return [f"run={path} is a run of task={result.get('task')}; task=rerun needs a training run"]
         if result["state"] != "finished":
-            return [f"run={path} is {result['state']}, and has no final weights to compare with; try resume={path}"]
-        if (order := _order_of(path)) not in (OLDER_ORDER, ORDER):
-            return [
-                f"run={path} read its samples in order={order}, which this version does not know; use the one it is of"
-            ]
+            return [f"run={path} is {result['state']} and has no final weights to compare with; try resume={path}"]
         if (size := result["world_size"]) != world_size:
             return [
-                f"run={path} ran in a world of {size}, and this one is of {world_size}, in which sums are "
-                f"rounded otherwise; start it as it was, or add launcher=spawn launcher.nproc_per_node={size}"
+                f"run={path} had {size} ranks and cannot be repeated to the bit on {world_size}, because sums are "
+                f"rounded differently; start {size} ranks, or add launcher=spawn launcher.nproc_per_node={size}"
             ]
         return []
 
@@ -79,8 +54,7 @@ class Rerun:
             log.info("again   %s", then)
             for line in lines or ["nothing: commit, versions, machine and configuration are the same"]:
                 log.info("differs %s", line)
-        order = int(world.agreement.share("order", lambda: str(_order_of(then))))
-        metrics = Train().run(config, experiment, world, directory, console, order)
+        metrics = Train().run(config, experiment, world, directory, console)
         if not directory.writes:
             return metrics
         was, now = (read_result(then) or {})["weights_sha256"], directory.result.weights_sha256
@@ -89,7 +63,7 @@ class Rerun:
 
 
 def differences(then: Path, now: RunDirectory) -> list[str]:
-    """What the numbers could differ by, a line each."""
+    """Return the possible causes of different weights, one line each."""
     was, result = read_result(then) or {}, asdict(now.result)
     lines = []
     for topic in ("git", "versions", "machine"):
@@ -105,16 +79,11 @@ def differences(then: Path, now: RunDirectory) -> list[str]:
     return lines + [f"{key}: was {old[key]}, is {new.get(key)}" for key in old if old[key] != new.get(key)]
 
 
-def _order_of(run: Path) -> Any:
-    """Of its samples, as its result says; that of a version which knew one order alone says nothing."""
-    return (read_result(run) or {}).get("order", OLDER_ORDER)
-
-
 def _diff(path: Path) -> str:
     return (path / DIFF).read_text() if (path / DIFF).exists() else ""
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The configuration with dotted keys, without what is aside."""
+    """Return the recorded configuration with dotted keys, without IGNORED_KEYS."""
     recorded = yaml.safe_load((path / CONFIG).read_text())
-    return dotted(rename_targets({key: value for key, value in recorded.items() if key not in ASIDE}))
+    return dotted({key: value for key, value in recorded.items() if key not in IGNORED_KEYS})

@@ -1,4 +1,4 @@
-"""Experiments from Python: as the command runs them, in a process that is as before afterwards."""
+"""Tests of experiments from Python: equal to the command, and the state of the process is restored."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ from hydra.core.global_hydra import GlobalHydra
 from worlds import run as run_in_world
 
 import runner
-from runner import CONF
-from runner.runs.ledger import LOCK
+from runner.paths import CONF
+from runner.records.ledger import LOCK
 
 TOY = ["model=toy", "data=toy", "data.num_train=64", "data.num_val=16", "batch_size=16", "threads=1", "logger=none"]
 OPTIONS = "_target_: mine.Mine\nsample_shape: ${data.sample_shape}\nnum_outputs: ${data.num_outputs}\n"
@@ -29,7 +29,7 @@ import os
 import signal
 
 import runner
-from models.toy import Toy
+from runner.shipped.models.toy import Toy
 
 
 class Mine(Toy):
@@ -48,13 +48,13 @@ ONCE = 'os.path.exists("sent") or (open("sent", "w").close(), signal.raise_signa
 
 
 @pytest.fixture(autouse=True)
-def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Writes a model of one's own that acts so in each training step, and returns the words that choose it."""
+    """Return a function that writes a custom model, which executes `act` in each training step, and its overrides."""
 
     def write(act: str) -> list[str]:
         folder = tmp_path / "mine"
@@ -81,7 +81,7 @@ def state_of_process() -> dict[str, Any]:
     }
 
 
-def test_a_run_is_the_commands_and_leaves_the_callers_process_as_it_was(here: Callable[..., int]) -> None:
+def test_train_equals_the_command_and_restores_the_process(here: Callable[..., int]) -> None:
     assert here(*TOY, "epochs=2", "name=command") == 0
     (command,) = runner.runs("outputs/command")
     torch.manual_seed(7)
@@ -93,7 +93,7 @@ def test_a_run_is_the_commands_and_leaves_the_callers_process_as_it_was(here: Ca
             first = runner.train([*TOY, "epochs=2"])
             again = runner.train(TOY, config_dirs=[]) and runner.train([*TOY, "epochs=2"])
             assert state_of_process() == before
-            assert compose("config").epochs == 10  # the caller's own Hydra goes on
+            assert compose("config").epochs == 10  # the caller's Hydra state is intact
     finally:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
@@ -107,7 +107,7 @@ def test_a_run_is_the_commands_and_leaves_the_callers_process_as_it_was(here: Ca
     assert runner.open_run("last").path == again.path
 
 
-def test_a_wrong_word_is_refused_with_the_commands_message(tmp_path: Path) -> None:
+def test_wrong_overrides_raise_the_messages_of_the_command(tmp_path: Path) -> None:
     def message(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
         with pytest.raises(runner.InputError) as caught:
             call(*arguments, **named)
@@ -118,9 +118,9 @@ def test_a_wrong_word_is_refused_with_the_commands_message(tmp_path: Path) -> No
     assert "seed=0,1: a sweep needs runner.sweep" in message(runner.compose, ["seed=0,1"])
     assert "type runner.train(['model=mlp', 'seed=1'])" in message(runner.train, "model=mlp seed=1")
     assert "-m is a flag" in message(runner.train, ["-m", "seed=0,1"])
-    assert "config_dirs: nowhere is not a folder" in message(runner.compose, [], config_dirs="nowhere")
-    assert "task=compare is no run by itself" in message(runner.train, ["task=compare"])
-    assert "launcher=slurm has this run elsewhere" in message(runner.train, ["launcher=slurm"])
+    assert "config_dirs: nowhere is not a directory" in message(runner.compose, [], config_dirs="nowhere")
+    assert "task=compare is not a single run" in message(runner.train, ["task=compare"])
+    assert "launcher=slurm also runs on other machines" in message(runner.train, ["launcher=slurm"])
     assert "launcher=slurm queues jobs" in message(runner.sweep, ["launcher=slurm", "seed=0,1"])
     assert "batch_size=0" in message(runner.sweep, [*TOY, "batch_size=0", "seed=0,1"])
     assert not list(tmp_path.iterdir())
@@ -128,14 +128,14 @@ def test_a_wrong_word_is_refused_with_the_commands_message(tmp_path: Path) -> No
     assert (config.batch_size, config.optimizer["lr"]) == (64, 0.5)
 
 
-def test_no_run_starts_where_there_is_one_or_where_no_signal_comes(
+def test_calls_within_a_run_or_outside_of_the_main_thread_are_refused(
     mine: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(runner.JobFailed, match=r"runner.sweep starts a run of its own, and one is running in this"):
+    with pytest.raises(runner.JobFailed, match=r"runner.sweep starts a new run, but one is already running in this"):
         runner.train(mine("runner.sweep([])"), config_dirs="mine")
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(runner.InputError, match=r"runner.train starts a run .* running as rank 1 of 2"):
+    with pytest.raises(runner.InputError, match=r"runner.train starts a new run, .* running as rank 1 of 2"):
         runner.train(TOY)
     monkeypatch.undo()
     refused: list[BaseException] = []
@@ -152,7 +152,7 @@ def test_no_run_starts_where_there_is_one_or_where_no_signal_comes(
     assert "must be called in the main thread" in str(refused[0])
 
 
-def test_a_call_reads_ones_own_files_anew_and_raises_what_became_of_the_run(mine: Callable[[str], list[str]]) -> None:
+def test_calls_import_custom_files_anew_and_raise_the_outcome_of_the_run(mine: Callable[[str], list[str]]) -> None:
     with pytest.raises(runner.JobFailed, match="lost") as failed:
         runner.train(mine("raise ArithmeticError('lost')"), config_dirs="mine")
     assert runner.open_run(failed.value.directory).state == "failed"
@@ -170,7 +170,7 @@ def test_a_call_reads_ones_own_files_anew_and_raises_what_became_of_the_run(mine
     assert str(saved.path / "mine") not in sys.path
 
 
-def test_a_sweep_is_its_jobs_runs(tmp_path: Path, mine: Callable[[str], list[str]]) -> None:
+def test_sweep_returns_the_runs_of_its_jobs(tmp_path: Path, mine: Callable[[str], list[str]]) -> None:
     words = [*TOY, "epochs=1", "optimizer.lr=0.1,0.01"]
     jobs = runner.sweep(words)
     assert [job.path.name for job in jobs] == ["0-lr-0.1", "1-lr-0.01"]
@@ -181,7 +181,7 @@ def test_a_sweep_is_its_jobs_runs(tmp_path: Path, mine: Callable[[str], list[str
     directory = jobs[0].path.parent
     fresh = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     done = Commands(tmp_path).start_as([sys.executable, "-c", fresh, str(directory / LOCK)])
-    assert Commands(tmp_path).finish(done).returncode == 0  # another process may go on with it
+    assert Commands(tmp_path).finish(done).returncode == 0  # another process can resume the sweep
 
     with pytest.raises(
         runner.JobFailed, match=r"2 of 2 jobs are not done \(0-seed-0 failed, 1-seed-1 failed\)"
@@ -193,7 +193,7 @@ def test_a_sweep_is_its_jobs_runs(tmp_path: Path, mine: Callable[[str], list[str
     assert [run.state for run in runner.runs(stopped.value.directory)] == ["preempted"]
 
 
-def test_the_model_of_any_mode_comes_back_whole(tmp_path: Path) -> None:
+def test_model_of_a_sharded_run_is_complete(tmp_path: Path) -> None:
     words = ("model=toy", "data=toy", "data.num_train=64", "data.num_val=16", "epochs=2", "precision=fp64")
     trained = runner.open_run(run_in_world(tmp_path, 2, *words, "parallel=fsdp", "logger=none").path)
     random_state = torch.get_rng_state()
@@ -204,7 +204,7 @@ def test_the_model_of_any_mode_comes_back_whole(tmp_path: Path) -> None:
     outputs = trained.predict(inputs.numpy())
     assert not outputs.requires_grad and torch.equal(outputs, model(inputs.double()))
     assert torch.equal(trained.predict((inputs,), checkpoint="last"), trained.model("last")(inputs.double()))
-    with pytest.raises(runner.InputError, match=r"checkpoint=step_7: .* holds no checkpoint step_7, but step_"):
+    with pytest.raises(runner.InputError, match=r"checkpoint=step_7: .* has no checkpoint step_7, only step_"):
         trained.model("step_7")
 
 
@@ -221,7 +221,7 @@ print(run.result["world_size"], run.state, multiprocessing.active_children(), ch
 
 
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.thorough)])
-def test_a_script_without_a_guard_starts_ranks_once(commands: Commands, tmp_path: Path, launcher: str) -> None:
+def test_script_without_a_main_guard_starts_ranks_once(commands: Commands, tmp_path: Path, launcher: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = (*TOY, "epochs=1", f"launcher={launcher}", "parallel=ddp")
     done = commands.finish(commands.start("script.py", *words))

@@ -37,7 +37,7 @@ def test_every_kind_has_an_example_that_a_command_uses() -> None:
 
 @pytest.mark.parametrize("line", PAGE.commands)
 def test_the_command_runs(line: str, mine: Path, commands: Commands) -> None:
-    reads = "run=last" in line  # what a training run has left
+    reads = "run=last" in line  # a file of the training run
     if reads:
         assert commands.forked("model=toy", "data=toy", "max_steps=3").returncode == 0
     done = finish(line, commands, *([] if reads else ["max_steps=6"]))

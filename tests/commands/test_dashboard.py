@@ -1,11 +1,10 @@
-"""TensorBoard in a real browser on a real sweep: what the pages show is what the runs have recorded.
+"""TensorBoard in a real browser on a real sweep: the pages show what the runs have recorded.
 
-DASHBOARD_SCREENSHOTS=1 keeps the pages in docs/images, where README has them from.
+DASHBOARD_SCREENSHOTS=1 saves the pages to docs/images, for README and docs.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.thorough, needs_browser]
 
 @dataclass
 class Dashboard:
-    """TensorBoard's page on the outputs of one sweep."""
+    """TensorBoard's page for one sweep."""
 
     page: Any
     sweep: Path
@@ -32,67 +31,38 @@ class Dashboard:
         return sorted(path for path in self.sweep.iterdir() if path.is_dir())
 
     def open(self, tab: str) -> Any:
-        self.page.goto("about:blank")  # a new fragment alone would not load the page anew
+        self.page.goto("about:blank")  # a new fragment would not reload the page
         self.page.goto(f"/{tab}")
         return self.page
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four jobs, of which one lost its last steps and was gone on with."""
+    """Run four jobs."""
     commands = Commands(tmp_path_factory.mktemp("dashboard"))
-    words = ("model=mlp", "data.sample_shape=[1,8,8]", "epochs=3", "checkpoint.every_steps=10", "checkpoint.keep=9")
-    done = commands.runner("-m", *words, "optimizer.lr=0.1,0.01", "seed=0,1")
+    args = ("model=mlp", "data.sample_shape=[1,8,8]", "epochs=3")
+    done = commands.forked("-m", *args, "optimizer.lr=0.1,0.01", "seed=0,1")
     assert done.returncode == 0, done.stderr
     (path,) = (commands.folder / "outputs" / "run").iterdir()
-    first = path / "0-lr-0.1_seed-0"
-    for step in (69, 60, 50, 46):
-        shutil.rmtree(first / "checkpoints" / f"step_{step}")
-    again = commands.runner(f"resume={first}")
-    assert again.returncode == 0 and "resuming after step 40" in again.stdout, again.stderr
     return path
 
 
 @pytest.fixture(scope="module")
 def dashboard(sweep: Path) -> Iterator[Dashboard]:
-    words = ("-m", "tensorboard.main", "--logdir", str(sweep))
-    with page_of(Commands(sweep.parent), *words, width=1200) as page:
+    args = ("-m", "tensorboard.main", "--logdir", str(sweep))
+    with page_of(Commands(sweep.parent), *args, width=1200) as page:
         page.route("**/data/environment*", hide_folder)
         yield Dashboard(page, sweep)
 
 
 def hide_folder(route: Any) -> None:
-    """The page shows the folder that TensorBoard reads; in the pictures that are kept it is nobody's business."""
+    """Hide the path of the directory that TensorBoard reads, for the screenshots."""
     answer = route.fetch()
     route.fulfill(response=answer, json=answer.json() | {"data_location": ""})
 
 
 def result(job: Path) -> dict[str, Any]:
     return json.loads((job / "result.json").read_text())
-
-
-def test_runs_and_scalars_are_there_with_their_values(dashboard: Dashboard) -> None:
-    page = dashboard.open("?tagFilter=val%2Faccuracy#timeseries")
-    names = page.locator("runs-data-table .table-column-run .cell")
-    playwright.expect(names.filter(has_text="seed")).to_have_text([job.name for job in dashboard.jobs])
-    rows = page.locator("scalar-card-data-table tb-data-table-content-row")
-    playwright.expect(rows).to_have_count(4)
-    shown = {}
-    for row in rows.all():
-        cells = [cell.inner_text().strip() for cell in row.locator("tb-data-table-content-cell").all()]
-        name, _, value, step, *_ = [cell for cell in cells if cell]
-        shown[name] = (float(value), int(step))
-    expected = {job.name: (result(job)["metrics"]["val/accuracy"], 69) for job in dashboard.jobs}
-    assert {name: step for name, (_, step) in shown.items()} == {name: 69 for name in expected}
-    assert {n: v for n, (v, _) in shown.items()} == pytest.approx({n: v for n, (v, _) in expected.items()}, abs=1e-4)
-
-
-def test_a_run_that_was_gone_on_with_has_one_value_per_step(dashboard: Dashboard) -> None:
-    dashboard.open("#timeseries")
-    for tag, steps in (("train/loss", list(range(1, 70))), ("val/loss", [23, 46, 69])):
-        query = f"/data/plugin/scalars/scalars?run={dashboard.jobs[0].name}&tag={tag}"
-        read = dashboard.page.evaluate("url => fetch(url).then(answer => answer.json())", query)
-        assert [step for _, step, _ in read] == steps
 
 
 def test_losses_of_training_and_validation_share_a_chart(dashboard: Dashboard) -> None:
@@ -149,10 +119,3 @@ def test_hparams_has_a_row_per_job_with_its_values(dashboard: Dashboard) -> None
     playwright.expect(lines_drawn.first).to_be_attached()
     assert sum("L" in (path.get_attribute("d") or "") for path in lines_drawn.all()) >= 4
     keep(dashboard.page, "hparams")
-
-
-def test_the_page_says_when_there_is_nothing(dashboard: Dashboard) -> None:
-    """The counterpart of the tests above: their locators do not find what is not there."""
-    page = dashboard.open("?tagFilter=no%2Fsuch#timeseries")
-    playwright.expect(page.get_by_text("No matches")).to_be_visible()
-    playwright.expect(page.locator("scalar-card-data-table tb-data-table-content-row")).to_have_count(0)

@@ -1,6 +1,6 @@
-"""What needs a GPU: nccl, torch's own SyncBatchNorm, DataParallel, the gradient scaler. `pytest -m gpu`.
+"""Tests that need a GPU: nccl, torch's SyncBatchNorm, DataParallel, the gradient scaler. `pytest -m gpu`.
 
-Jobs run in processes of their own: a forked one cannot use a GPU that the tests' process has looked at.
+Jobs run in new processes, because a fork cannot use CUDA after its parent has initialized it.
 """
 
 import json
@@ -17,23 +17,23 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here"),
 ]
 
-WORDS = ("data.sample_shape=[1,8,8]", "model.channels=[4,8]", "batch_size=350", "max_steps=10", "logger=none")
+OVERRIDES = ("data.sample_shape=[1,8,8]", "model.channels=[4,8]", "batch_size=350", "max_steps=10", "logger=none")
 
 
 def train(folder: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, Any], list[float]]:
-    """result.json and the losses of a run."""
+    """Train, and return result.json and the losses of the run."""
     start = [sys.executable, "-m", "runner"]
     if nproc > 1:
         start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m", "runner"]
     folder.mkdir(exist_ok=True)
-    done = subprocess.run([*start, *WORDS, *overrides], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*start, *OVERRIDES, *overrides], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (folder / "outputs" / "run").iterdir()
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return json.loads((path / "result.json").read_text()), [x["train/loss"] for x in lines if "train/loss" in x]
 
 
-def test_gpu_gives_the_numbers_of_the_cpu(tmp_path: Path) -> None:
+def test_gpu_and_cpu_produce_the_same_numbers(tmp_path: Path) -> None:
     _, expected = train(tmp_path / "cpu", "precision=fp64", "optimizer.lr=0.01", "backend=gloo")
     for parallel in ("none", "ddp", "allreduce", "dp"):
         _, losses = train(tmp_path / parallel, "precision=fp64", "optimizer.lr=0.01", f"parallel={parallel}")
@@ -41,16 +41,16 @@ def test_gpu_gives_the_numbers_of_the_cpu(tmp_path: Path) -> None:
 
 
 def test_fp16_scales_its_gradients_and_learns(tmp_path: Path) -> None:
-    words = ("precision=fp16", "max_steps=100", "batch_size=64", "clip_grad_norm=5.0")
+    args = ("precision=fp16", "max_steps=100", "batch_size=64", "clip_grad_norm=5.0")
     for parallel in ("none", "ddp"):
-        result, _ = train(tmp_path / parallel, *words, f"parallel={parallel}")
+        result, _ = train(tmp_path / parallel, *args, f"parallel={parallel}")
         assert result["metrics"]["val/accuracy"] > 0.8
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_compiled_in_channels_last_it_learns(precision: str, tmp_path: Path) -> None:
-    words = ("compile=true", "memory_format=channels_last", "max_steps=100", "batch_size=64")
-    result, _ = train(tmp_path, f"precision={precision}", *words, "loader.drop_last=true")
+    args = ("compile=true", "memory_format=channels_last", "max_steps=100", "batch_size=64")
+    result, _ = train(tmp_path, f"precision={precision}", *args, "loader.drop_last=true")
     assert result["metrics"]["val/accuracy"] > 0.8
 
 
@@ -64,9 +64,9 @@ def test_batch_norm_is_synchronized_over_gpus(tmp_path: Path) -> None:
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     count = torch.cuda.device_count() + 1
-    words = ["launcher=spawn", f"launcher.nproc_per_node={count}", "parallel=ddp", "batch_size=350"]
+    args = ["launcher=spawn", f"launcher.nproc_per_node={count}", "parallel=ddp", "batch_size=350"]
     done = subprocess.run(
-        [sys.executable, "-m", "runner", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "runner", *args], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert f"{count} ranks on this machine need a GPU each" in done.stderr

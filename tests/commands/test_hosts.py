@@ -1,18 +1,25 @@
-"""Runs over several hosts: started by the elastic agent and by spawn, late, cut off in the middle, out of reach."""
+"""Runs on several machines with torchrun and spawn: late, cut off, unreachable and lost machines."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import pytest
 from commands import Commands, newest_step, wait_until
+from custom_files import SLOW, SLOWLY, write_files
 from namespaces import Hosts, why_not
-from own_folders import SLOW, SLOWLY, write_files
-from worlds import Run, run
+from worlds import only_run, run
 
 pytestmark = pytest.mark.thorough
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
+LONG = (
+    "model=mlp", "parallel=ddp", "threads=1", "logger=none", "epochs=1000", "backend.timeout_s=8",
+    "checkpoint.every_steps=20", "launcher=torchrun", "launcher.nproc_per_node=1", "launcher.join_timeout_s=20",
+)  # fmt: skip
 PORT = 29400
 
 
@@ -28,44 +35,46 @@ def hosts() -> Iterator[Hosts]:
         hosts.stop()
 
 
+def rendezvous(host: int) -> str:
+    return f"launcher.rdzv_endpoint={Hosts.address(host)}:{PORT}"
+
+
 def agents(nodes: str) -> tuple[str, ...]:
-    meeting = f"launcher.rdzv_endpoint={Hosts.address(1)}:{PORT}"
-    return ("launcher=torchrun", f"launcher.nodes='{nodes}'", "launcher.nproc_per_node=2", meeting)
+    return ("launcher=torchrun", f"launcher.nodes='{nodes}'", "launcher.nproc_per_node=2", rendezvous(1))
 
 
-def only_run(tmp_path: Path) -> Run:
-    (path,) = (tmp_path / "outputs" / "run").iterdir()
-    return Run(path)
+def start(hosts: Hosts, commands: Commands, *args: str) -> list[Popen[str]]:
+    return [hosts.runner(commands, host, *LONG, *args) for host in (1, 2)]
 
 
-def test_two_hosts_give_the_weights_of_one_also_when_one_is_late(
+def test_two_machines_produce_the_weights_of_one_even_if_one_is_late(
     hosts: Hosts, commands: Commands, tmp_path: Path
 ) -> None:
     here = run(tmp_path / "here", 4, *TINY, "epochs=1", "backend=gloo")
     first = hosts.runner(commands, 1, *TINY, "epochs=1", *agents("2"))
     time.sleep(3)
     second = hosts.runner(commands, 2, *TINY, "epochs=1", *agents("2"))
-    told, silent = commands.finish(first), commands.finish(second)
-    assert (told.returncode, silent.returncode) == (0, 0), told.stderr + silent.stderr
-    assert "4 processes (torchrun)" in told.stdout and "finished: val/accuracy" in told.stdout
+    reported, silent = commands.finish(first), commands.finish(second)
+    assert (reported.returncode, silent.returncode) == (0, 0), reported.stderr + silent.stderr
+    assert "4 processes (torchrun)" in reported.stdout and "finished: val/accuracy" in reported.stdout
     assert silent.stdout == ""
     assert only_run(tmp_path).result["weights_sha256"] == here.result["weights_sha256"]
 
 
-def test_spawn_on_two_hosts_and_a_mistake_told_once(hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
+def test_spawn_on_two_machines_produces_the_weights_of_one(hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
     here = run(tmp_path / "here", 4, *TINY, "epochs=1", "backend=gloo")
     spawn = ("launcher=spawn", "launcher.nodes=2", f"launcher.master_addr={Hosts.address(1)}")
-    words = [*TINY, "epochs=1", *spawn]
-    both = [hosts.runner(commands, host, *words, f"launcher.node_rank={host - 1}") for host in (1, 2)]
-    told, silent = [commands.finish(process) for process in both]
-    assert (told.returncode, silent.returncode) == (0, 0), told.stderr + silent.stderr
-    assert "4 processes (spawn)" in told.stdout and silent.stdout == ""
+    args = [*TINY, "epochs=1", *spawn]
+    both = [hosts.runner(commands, host, *args, f"launcher.node_rank={host - 1}") for host in (1, 2)]
+    reported, silent = [commands.finish(process) for process in both]
+    assert (reported.returncode, silent.returncode) == (0, 0), reported.stderr + silent.stderr
+    assert "4 processes (spawn)" in reported.stdout and silent.stdout == ""
     assert only_run(tmp_path).result["weights_sha256"] == here.result["weights_sha256"]
 
 
-@pytest.mark.fault("a host out of reach", outcome="refused")
-def test_a_host_that_reaches_no_other_says_where_it_tried(hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
-    """The first host runs nothing: its port is closed. The third does not exist."""
+@pytest.mark.fault("an unreachable host", outcome="refused")
+def test_unreachable_machine_is_named_with_its_address(hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
+    """No process listens on the first machine, and the third does not exist."""
     spawn = ("launcher=spawn", "launcher.nodes=2", "launcher.node_rank=1", "launcher.join_timeout_s=3")
     refused = hosts.runner(commands, 2, *TINY, *spawn, f"launcher.master_addr={Hosts.address(1)}")
     done = commands.finish(refused)
@@ -86,16 +95,16 @@ def test_a_host_that_reaches_no_other_says_where_it_tried(hosts: Hosts, commands
 @pytest.mark.parametrize(
     "elastic",
     [
-        pytest.param(False, marks=pytest.mark.fault("a host cut off", outcome="refused")),
-        pytest.param(True, marks=pytest.mark.fault("a host cut off, where fewer may go on", outcome="went_on")),
+        pytest.param(False, marks=pytest.mark.fault("a disconnected host", outcome="refused")),
+        pytest.param(True, marks=pytest.mark.fault("a disconnected host, with elastic nodes", outcome="went_on")),
     ],
 )
-def test_a_host_that_is_cut_off_is_named(elastic: bool, hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
-    """The other ends, or goes on alone from the newest checkpoint where the number of nodes may fall."""
+def test_disconnected_machine_is_named(elastic: bool, hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
+    """The other machine exits, or continues from the newest checkpoint if the number of machines may decrease."""
     write_files(tmp_path, SLOW)
     nodes = agents("1:2" if elastic else "2")
     restarts = ("launcher.max_restarts=1",) if elastic else ()
-    words = [
+    args = [
         *TINY,
         *SLOWLY,
         "epochs=1000",
@@ -105,18 +114,91 @@ def test_a_host_that_is_cut_off_is_named(elastic: bool, hosts: Hosts, commands: 
         *nodes,
         *restarts,
     ]
-    first, second = (hosts.runner(commands, host, *words) for host in (1, 2))
+    first, second = (hosts.runner(commands, host, *args) for host in (1, 2))
     wait_until(lambda: newest_step(tmp_path) > 0, first)
     hosts.cut(2)
     (tmp_path / "has-acted").touch()
-    told = commands.finish(first)
+    reported = commands.finish(first)
     one = only_run(tmp_path)
-    said = told.stdout + told.stderr
-    assert "no word from rank 2 on host2" in said and "no word from rank 3 on host2" in said
+    output = reported.stdout + reported.stderr
+    assert "no response from rank 2 on host2" in output and "no response from rank 3 on host2" in output
     if elastic:
-        assert told.returncode == 0 and one.result["state"] == "finished", said
+        assert reported.returncode == 0 and one.result["state"] == "finished", output
         assert (one.result["world_size"], one.result["step"]) == (2, 300)
-        assert said.count("resuming after step") == 1
+        assert output.count("resuming after step") == 1
     else:
-        assert told.returncode == 1 and one.result["state"] == "failed"
-        assert commands.finish(second).returncode == 1, "the host that was cut off ends too"
+        assert reported.returncode == 1 and one.result["state"] == "failed"
+        assert commands.finish(second).returncode == 1, "the machine that was cut off exits too"
+
+
+def wait_for_checkpoint(tmp_path: Path, commands: Commands, processes: list[Popen[str]]) -> None:
+    """Wait for the checkpoint of step 20, or a later one."""
+    wait_until(lambda: newest_step(tmp_path) >= 20 or any(process.poll() is not None for process in processes))
+    if newest_step(tmp_path) < 20:
+        ended = [commands.finish(process) for process in processes]
+        pytest.fail("\n".join(f"{each.returncode}\n{each.stdout}\n{each.stderr}" for each in ended))
+
+
+def attempts(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "attempts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.fault("the host of rank 0 lost, with elastic nodes", outcome="went_on")
+def test_the_other_machine_continues_in_the_same_directory(hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
+    """The rendezvous is on the second machine; rank 0 and the ranks' store are on the first."""
+    write_files(tmp_path, SLOW)
+    args = (*SLOWLY, "launcher.nodes='1:2'", "launcher.max_restarts=1", "max_steps=300", rendezvous(2))
+    first, second = started = start(hosts, commands, *args)
+    wait_for_checkpoint(tmp_path, commands, started)
+    hosts.lose(1, commands, first)
+    (tmp_path / "has-acted").touch()
+    reported = commands.finish(second)
+    output = reported.stdout + reported.stderr
+    assert reported.returncode == 0, output
+    assert "no response from rank 0 on host1" in output and output.count("resuming after step") == 1
+    one = only_run(tmp_path)
+    assert (one.result["state"], one.result["world_size"], one.result["step"]) == ("finished", 1, 300)
+    killed, ended = attempts(one.path)
+    assert (killed["state"], killed["host"], killed["world_size"]) == ("killed", "host1", 2)
+    assert (ended["state"], ended["host"], ended["world_size"]) == ("finished", "host2", 1)
+    assert ended["first_step"] >= 20
+
+
+@pytest.mark.leaves_tmp  # rank 0's temporary directory
+@pytest.mark.parametrize(
+    "elastic",
+    [
+        pytest.param(True, marks=pytest.mark.fault("the host of the rendezvous lost", outcome="refused")),
+        pytest.param(False, marks=pytest.mark.fault("kill -9 of all on the host of rank 0", outcome="refused")),
+    ],
+)
+def test_without_the_rendezvous_the_other_machine_reports_it_and_how_to_resume(
+    elastic: bool, hosts: Hosts, commands: Commands, tmp_path: Path
+) -> None:
+    nodes = ("launcher.nodes='1:2'", "launcher.max_restarts=1") if elastic else ("launcher.nodes=2",)
+    first, second = started = start(hosts, commands, "max_steps=100000", *nodes, rendezvous(1))
+    wait_for_checkpoint(tmp_path, commands, started)
+    if elastic:
+        hosts.lose(1, commands, first)
+    else:
+        hosts.kill(commands, first)
+    ended = commands.finish(second)
+    one = only_run(tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    lost = f"{rendezvous(1)}, the rendezvous of the nodes, is lost: it does not respond; start every node again with"
+    output = [line for line in ended.stderr.splitlines() if "the rendezvous of the nodes" in line]
+    # An agent notices closed connections at once, and may terminate its ranks before they report the failure.
+    if elastic or not output:
+        assert "no response from rank 0 on host1" in ended.stderr, ended.stderr
+        assert one.result["state"] == "failed" and "no response from rank 0 on host1" in one.result["error"]
+    assert output == [f"{lost} resume={one.path}"] or not (elastic or output)
+    if elastic:
+        return
+    step = newest_step(tmp_path)
+    again = start(hosts, commands, f"max_steps={step + 20}", *nodes, rendezvous(1), "resume=last")
+    reported, silent = (commands.finish(process) for process in again)
+    assert (reported.returncode, silent.returncode) == (0, 0), reported.stderr + silent.stderr
+    assert f"resuming after step {step}" in reported.stdout
+    one = only_run(tmp_path)
+    assert (one.result["state"], one.result["world_size"], one.result["step"]) == ("finished", 2, step + 20)
+    assert [attempt["state"] for attempt in attempts(one.path)] == ["killed", "finished"]

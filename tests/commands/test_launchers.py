@@ -1,4 +1,4 @@
-"""Launchers on one machine: the same numbers by each, and no process that outlives its parent or a Ctrl-C."""
+"""Launchers on one machine: identical weights, and no process that outlives its parent or a Ctrl-C."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands import Commands, by_age, free_port, newest_step, parent_of, wait_until
-from own_folders import SLOW, SLOWLY, write_files
-from worlds import Run, run
+from custom_files import SLOW, SLOWLY, write_files
+from worlds import only_run, run
 
-from runner.runs.train_state import available
+from runner.checkpoints.layout import list_checkpoints
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, "epochs=100000", "log_every=100")
@@ -23,11 +23,11 @@ CHOSEN = {"spawn": ("launcher=spawn",), "agent": ("launcher=torchrun",)}
 FOUND = {"torchrun": "torchrun", "launch": "torch.distributed.launch", "spawn": "spawn", "agent": "torchrun"}
 
 
-def start(commands: Commands, way: str, *words: str, num_ranks: int = 2) -> "subprocess.Popen[str]":
+def start(commands: Commands, way: str, *args: str, num_ranks: int = 2) -> "subprocess.Popen[str]":
     if way in MODULES:
         where = (f"--nproc-per-node={num_ranks}", f"--master-port={free_port()}")
-        return commands.start("-m", MODULES[way], *where, "-m", "runner", *words)
-    return commands.start("-m", "runner", *words, *CHOSEN[way], f"launcher.nproc_per_node={num_ranks}")
+        return commands.start("-m", MODULES[way], *where, "-m", "runner", *args)
+    return commands.start("-m", "runner", *args, *CHOSEN[way], f"launcher.nproc_per_node={num_ranks}")
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,19 @@ def start(commands: Commands, way: str, *words: str, num_ranks: int = 2) -> "sub
         ),
     ],
 )
-def test_the_same_weights_by_every_launcher(way: str, num_ranks: int, commands: Commands, tmp_path: Path) -> None:
+def test_every_launcher_produces_the_same_weights(way: str, num_ranks: int, commands: Commands, tmp_path: Path) -> None:
     here = run(tmp_path / "here", num_ranks, *TINY, "epochs=1", "backend=gloo")
     done = commands.finish(start(commands, way, *TINY, "epochs=1", num_ranks=num_ranks))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"process{'es' if num_ranks > 1 else ''} ({FOUND[way]})" in done.stdout
-    (path,) = (tmp_path / "outputs" / "run").iterdir()
-    assert Run(path).result["weights_sha256"] == here.result["weights_sha256"]
-    assert Run(path).result["world_size"] == num_ranks
-    assert done.stdout == (path / "log.txt").read_text()
+    one = only_run(tmp_path)
+    assert one.result["weights_sha256"] == here.result["weights_sha256"]
+    assert one.result["world_size"] == num_ranks
+    assert done.stdout == (one.path / "log.txt").read_text()
 
 
 @pytest.mark.thorough
-def test_runs_at_once_share_neither_port_nor_directory(commands: Commands, tmp_path: Path) -> None:
+def test_simultaneous_runs_use_different_ports_and_directories(commands: Commands, tmp_path: Path) -> None:
     together = [start(commands, way, *TINY, "epochs=1") for way in ("agent", "agent", "spawn")]
     done = [commands.finish(process) for process in together]
     assert [each.returncode for each in done] == [0, 0, 0], "".join(each.stderr for each in done)
@@ -63,8 +63,8 @@ def test_runs_at_once_share_neither_port_nor_directory(commands: Commands, tmp_p
 @pytest.mark.fault("Ctrl-C", outcome="went_on")
 @pytest.mark.parametrize("way", ["spawn", pytest.param("agent", marks=pytest.mark.thorough)])
 def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_path: Path) -> None:
-    process = begun(commands, way, tmp_path)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    process = start_and_wait(commands, way, tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
     done = commands.finish(process)
     assert done.returncode == 143, done.stderr
     assert "SIGINT: saved after step" in done.stdout or "SIGTERM: saved after step" in done.stdout
@@ -74,53 +74,55 @@ def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_pa
 @pytest.mark.fault("kill -9 of the agent", outcome="refused")
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["spawn", "torchrun", "agent"])
-def test_ranks_save_and_end_with_a_parent_that_was_killed(
+def test_ranks_save_and_exit_after_their_parent_was_killed(
     way: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When they have saved, and not when the time for that is over, which is longer here than the test waits."""
-    write_files(tmp_path, {"site/sitecustomize.py": "import runner.distributed.parent as it; it.GRACE_S = 600.0"})
+    """They exit once they have saved, not after the grace period, which is longer here than the test waits."""
+    write_files(
+        tmp_path, {"site/sitecustomize.py": "import runner.distributed.failures.signals as s; s.PARENT_GRACE_S = 600.0"}
+    )
     monkeypatch.setenv("PYTHONPATH", commands.with_path(tmp_path / "site")["PYTHONPATH"])
-    process = begun(commands, way, tmp_path, "loader.num_workers=2")
+    process = start_and_wait(commands, way, tmp_path, "loader.num_workers=2")
     process.kill()
     wait_until(lambda: commands.living(process) == [])
-    (path,) = (tmp_path / "outputs" / "run").iterdir()
-    assert Run(path).result["error"] is None
-    assert Run(path).result["state"] == "preempted"
-    log = (path / "log.txt").read_text()
-    # Whichever rank has noticed it first asks the others to stop.
-    assert re.search(r"(the process that started this rank has ended|a signal to another rank): saved after step", log)
-    # What was being written without the store of that process is made up for at the end.
-    assert available(path / "checkpoints")[-1].name == f"step_{Run(path).result['step']}"
+    one = only_run(tmp_path)
+    assert one.result["error"] is None
+    assert one.result["state"] == "preempted"
+    log = (one.path / "log.txt").read_text()
+    # The rank that notices it first stops the others.
+    assert re.search(r"(the process that started this rank has exited|a signal to another rank): saved after step", log)
+    # A checkpoint whose writing failed with the store of that process is written again at the end.
+    assert list_checkpoints(one.path / "checkpoints")[-1].name == f"step_{one.result['step']}"
 
 
 @pytest.mark.fault("a rank stopped by SIGSTOP, under every launcher", outcome="refused")
-@pytest.mark.leaves_tmp  # rank 0's of the best checkpoint
+@pytest.mark.leaves_tmp  # rank 0's temporary directory of the best checkpoint
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["hand", "spawn", "torchrun", "agent"])
-def test_rank_0_that_is_stopped_is_named_and_all_end(way: str, commands: Commands, tmp_path: Path) -> None:
-    """By hand it serves the ranks' store itself, which then answers no more."""
-    words = (*LONG, "backend.timeout_s=5", "checkpoint.every_epochs=100000")
+def test_a_stopped_rank_0_is_named_and_all_ranks_exit(way: str, commands: Commands, tmp_path: Path) -> None:
+    """Started by hand, rank 0 serves the ranks' store itself, which then does not respond."""
+    args = (*LONG, "backend.timeout_s=5", "checkpoint.every_epochs=100000")
     if way == "hand":
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        started = [commands.start("-m", "runner", *words, env={**world, "RANK": str(rank)}) for rank in range(2)]
+        started = [commands.start("-m", "runner", *args, env={**world, "RANK": str(rank)}) for rank in range(2)]
     else:
-        started = [start(commands, way, *words)]
+        started = [start(commands, way, *args)]
     wait_until(lambda: any("epoch " in log.read_text() for log in tmp_path.glob("outputs/run/*/log.txt")), started[0])
     (holder,) = tmp_path.glob("outputs/run/*/holder-*.json")
     os.kill(json.loads(holder.read_text())["pid"], signal.SIGSTOP)
     ended = [commands.finish(process) for process in started]
     assert [each.returncode for each in ended] == ([-signal.SIGKILL, 1] if way == "hand" else [1])
-    said = [line for line in ended[-1].stderr.splitlines() if line.startswith("no word from rank 0 on ")]
-    assert len(said) == 1, ended[-1].stderr
-    assert " within backend.timeout_s=5: in " in said[0] and ", stopped by a signal" in said[0]
-    result = Run(holder.parent).result
-    assert result["state"] == "failed" and said[0] in result["error"]
+    output = [line for line in ended[-1].stderr.splitlines() if line.startswith("no response from rank 0 on ")]
+    assert len(output) == 1, ended[-1].stderr
+    assert " within backend.timeout_s=5: in " in output[0] and ", stopped by a signal" in output[0]
+    result = only_run(tmp_path).result
+    assert result["state"] == "failed" and output[0] in result["error"]
     assert all(commands.living(process) == [] for process in started)
 
 
-def begun(commands: Commands, way: str, tmp_path: Path, *words: str) -> "subprocess.Popen[str]":
-    """The command once its ranks are in the middle of training."""
-    process = start(commands, way, *LONG, *words)
+def start_and_wait(commands: Commands, way: str, tmp_path: Path, *args: str) -> "subprocess.Popen[str]":
+    """Start the command, and wait until its ranks have saved a checkpoint."""
+    process = start(commands, way, *LONG, *args)
     wait_until(lambda: newest_step(tmp_path) > 0, process)
     return process
 
@@ -128,7 +130,7 @@ def begun(commands: Commands, way: str, tmp_path: Path, *words: str) -> "subproc
 @pytest.mark.fault("kill -9 of a rank that is restarted", outcome="survived")
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["spawn", "agent"])
-def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(
+def test_a_killed_rank_is_replaced_and_the_run_continues_in_its_directory(
     way: str, commands: Commands, tmp_path: Path
 ) -> None:
     long = (*TINY, "epochs=10", "eval_every=10")
@@ -140,15 +142,15 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on_in_its_directory(
     (tmp_path / "has-acted").touch()
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = (tmp_path / "outputs" / "run").iterdir()
+    one = only_run(tmp_path)
     assert done.stdout.count("resuming after step") == 1
-    assert Run(path).result["weights_sha256"] == whole.result["weights_sha256"]
+    assert one.result["weights_sha256"] == whole.result["weights_sha256"]
 
 
 @pytest.mark.fault("kill -9 of a rank that is not restarted", outcome="refused")
 @pytest.mark.thorough
-def test_a_killed_rank_is_told_once_where_it_is_not_replaced(commands: Commands, tmp_path: Path) -> None:
-    process = begun(commands, "agent", tmp_path, "loader.num_workers=2")
+def test_a_killed_rank_that_is_not_replaced_is_reported_once(commands: Commands, tmp_path: Path) -> None:
+    process = start_and_wait(commands, "agent", tmp_path, "loader.num_workers=2")
     os.kill(rank_1(commands, process), signal.SIGKILL)
     done = commands.finish(process)
     assert done.returncode == 1
@@ -157,13 +159,25 @@ def test_a_killed_rank_is_told_once_where_it_is_not_replaced(commands: Commands,
 
 
 def rank_1(commands: Commands, process: "subprocess.Popen[str]") -> int:
-    """The process of rank 1: the younger one of those that the fork server made."""
+    """Return the process of rank 1: the younger child of the fork server."""
     parents = {pid: parent for pid in commands.living(process) if (parent := parent_of(pid)) is not None}
     (server,) = [pid for pid, parent in parents.items() if parent == process.pid and pid in parents.values()]
     return max((pid for pid, parent in parents.items() if parent == server), key=by_age)
 
 
-def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(
+SLURM = (
+    "launcher=slurm", "launcher.nodes=2", "launcher.time='1:00:00'", "launcher.exclusive=true",
+    "launcher.sbatch={constraint:h100,overcommit:true}", "launcher.modules=[cuda/12]",
+    "launcher.setup=['ulimit -n 4096']", "launcher.env={NAME:'$HOME/a \"b'}",
+    "launcher.prefix='apptainer exec --bind $SCRATCH:/scratch i.sif'",
+)  # fmt: skip
+SCRIPT = (
+    "#SBATCH --nodes=2", "#SBATCH --time=1:00:00", "#SBATCH --exclusive", "#SBATCH --constraint=h100",
+    "#SBATCH --overcommit", "module load cuda/12 || exit 1", 'export NAME="$HOME/a \\"b"', "ulimit -n 4096",
+)  # fmt: skip
+
+
+def test_without_slurm_sbatch_is_named_and_dry_run_prints_the_script(
     here: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     bash = shutil.which("bash")
@@ -172,34 +186,13 @@ def test_slurm_is_missed_by_name_and_its_script_is_shown_without_it(
     assert here(*TINY, "launcher=slurm") == 2
     missed = "launcher=slurm needs sbatch, which is not on this machine; launcher.dry_run=true"
     assert capfd.readouterr().err.startswith(missed)
-    asked = ("launcher=slurm", "launcher.nodes=2", "launcher.dry_run=true", "launcher.time='1:00:00'")
-    asked += (
-        "launcher.sbatch={constraint:h100,overcommit:true}",
-        "launcher.modules=[cuda/12]",
-        "launcher.exclusive=true",
-    )
-    asked += (
-        "launcher.setup=['ulimit -n 4096']",
-        "launcher.env={NAME:'$HOME/a \"b'}",
-        "launcher.prefix='apptainer exec --bind $SCRATCH:/scratch i.sif'",
-    )
-    assert here(*TINY, *asked) == 0
+    assert here(*TINY, *SLURM, "launcher.dry_run=true") == 0
     shown = capfd.readouterr().out
-    for line in (
-        "#SBATCH --nodes=2",
-        "#SBATCH --time=1:00:00",
-        "#SBATCH --exclusive",
-        "#SBATCH --constraint=h100",
-        "#SBATCH --overcommit",
-        "module load cuda/12 || exit 1",
-        'export NAME="$HOME/a \\"b"',
-        "ulimit -n 4096",
-    ):
-        assert f"{line}\n" in shown, shown
+    assert [line for line in SCRIPT if f"{line}\n" not in shown] == [], shown
     inside = '    exec apptainer exec --bind $SCRATCH:/scratch i.sif env RUNNER_DIRECTORY="$RUNNER_DIRECTORY" '
     assert inside in shown and ' NAME="$NAME" ' in shown
-    (words,) = (line for line in shown.splitlines() if line.startswith("overrides=("))
-    assert "launcher.dry_run" not in words and "launcher=slurm launcher.nodes=2" in words
+    (args,) = (line for line in shown.splitlines() if line.startswith("overrides=("))
+    assert "launcher.dry_run" not in args and "launcher=slurm launcher.nodes=2" in args
     assert "127.0.0.1" not in shown and "cpus-per-task" not in shown
     subprocess.run([bash, "-n"], input=shown, text=True, check=True, timeout=120)
     assert not (tmp_path / "outputs").exists()

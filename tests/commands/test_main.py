@@ -1,4 +1,4 @@
-"""Commands as users type them: what they leave behind, what they say, and how they end."""
+"""Commands as users type them: their files, their output and their exit status."""
 
 import re
 import signal
@@ -9,11 +9,11 @@ from subprocess import CompletedProcess
 import pytest
 import yaml
 from commands import Commands, is_loopback, listening, wait_until
-from worlds import Run, run
+from worlds import Run, only_run, run
 
 from runner.config.schema import KEYS
 
-# 32 steps of two samples: enough for a steady state, whose speed is known only after the first 20
+# 32 steps of two samples: enough for the throughput, which is measured after the first 20
 STEPS = ("data=toy", "data.num_train=64", "data.num_val=16", "batch_size=2", "epochs=1")
 TINY = ("model=toy", *STEPS)
 FILES = {"config.yaml", "overrides.yaml", "result.json", "metrics.jsonl", "log.txt", "attempts.jsonl"}
@@ -35,7 +35,6 @@ RESULT = {
     "data": str,
     "seed": int,
     "samples": dict,
-    "order": int,
     "samples_per_second": float,
     "seconds": float,
     "weights_sha256": str,
@@ -46,13 +45,13 @@ RESULT = {
     "command": list,
     "error": type(None),
 }
-# A user's own model: the toy that does something else besides in its training steps.
+# A custom model: the toy with additional actions in its training steps.
 MODULE = """\
 import os
 import signal
 import time
 
-from models.toy import Toy
+from runner.shipped.models.toy import Toy
 
 
 class Model(Toy):
@@ -77,7 +76,7 @@ WAITS = """\
         if self.calls == 5:
             handler = signal.getsignal(signal.SIGTERM)
             if callable(handler):
-                signal.signal(signal.SIGTERM, lambda *told: (handler(*told), open(f"told-{rank}", "w").close()))
+                signal.signal(signal.SIGTERM, lambda *args: (handler(*args), open(f"received-{rank}", "w").close()))
             open(f"ready-{rank}", "w").close()
             while not os.path.exists("go"):
                 time.sleep(0.02)
@@ -96,7 +95,7 @@ OPTIONS = "_target_: mine.Model\nsample_shape: ${data.sample_shape}\nnum_outputs
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Callable[[str], tuple[str, ...]]:
-    """Writes the model, in a folder of its own, and returns the words that choose it."""
+    """Return a function that writes the model to a custom directory and returns the overrides that choose it."""
 
     def write(act: str) -> tuple[str, ...]:
         (tmp_path / "mine" / "model").mkdir(parents=True)
@@ -131,7 +130,7 @@ def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_pat
 
 
 @pytest.mark.thorough
-def test_ranks_started_by_hand_agree_though_their_clocks_do_not(commands: Commands, tmp_path: Path) -> None:
+def test_ranks_started_by_hand_may_have_different_clocks(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
     env = commands.with_path(tmp_path / "site")
@@ -143,15 +142,9 @@ def test_ranks_started_by_hand_agree_though_their_clocks_do_not(commands: Comman
     assert second.stdout + second.stderr == ""
 
 
-def test_half_a_world_is_refused(commands: Commands) -> None:
-    done = commands.runner(env={"RANK": "0", "WORLD_SIZE": "2"})
-    assert done.returncode == 2
-    assert done.stderr == (
-        "RANK=0, WORLD_SIZE=2: half a world; MASTER_ADDR and MASTER_PORT must be set too, or none of them\n"
-    )
-
-
-def test_one_process_listens_nowhere(commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]) -> None:
+def test_one_process_opens_no_listening_socket(
+    commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
+) -> None:
     process = commands.start("-m", "runner", *mine(WAITS))
     wait_until((tmp_path / "ready-1").exists, process)
     assert len(commands.living(process)) == 1
@@ -161,7 +154,7 @@ def test_one_process_listens_nowhere(commands: Commands, tmp_path: Path, mine: C
 
 
 @pytest.mark.thorough
-def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
+def test_spawn_uses_loopback_leaves_no_process_and_returns_metrics(
     commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
     process = commands.start("-m", "runner", "-m", *mine(WAITS), "parallel=ddp", "launcher=spawn", "seed=0,1")
@@ -172,8 +165,8 @@ def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
     (tmp_path / "go").touch()
     done = commands.finish(process)
     assert (done.returncode, done.stderr) == (0, "")
-    wait_until(lambda: commands.living(process) == [])  # multiprocessing's own servers end after it
-    # The table shows what the launcher handed back, result.json what rank 0 computed.
+    wait_until(lambda: commands.living(process) == [])  # multiprocessing's servers exit after it
+    # The table contains what the launcher returned, result.json what rank 0 computed.
     rows = table(done.stdout)
     jobs = sweep_jobs(tmp_path)
     assert len(jobs) == len(rows) == 2
@@ -186,15 +179,15 @@ def test_spawn_keeps_to_loopback_leaves_no_process_and_hands_back_metrics(
 
 @pytest.mark.fault("one rank raises", outcome="refused")
 @pytest.mark.parametrize("launched", ["torchrun", pytest.param("spawn", marks=pytest.mark.thorough)])
-def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
+def test_a_rank_that_raises_fails_the_run_with_its_traceback(
     launched: str, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
-    words = (*mine(RAISES), "parallel=ddp")
-    done = commands.torchrun(2, *words) if launched == "torchrun" else commands.runner(*words, "launcher=spawn")
-    said = done.stdout + done.stderr
+    args = (*mine(RAISES), "parallel=ddp")
+    done = commands.torchrun(2, *args) if launched == "torchrun" else commands.runner(*args, "launcher=spawn")
+    output = done.stdout + done.stderr
     assert done.returncode == 1
-    assert said.count("ArithmeticError: lost on rank 1\n") == 1
-    assert said.count("in act") == said.count("error: rank") == 1  # and nothing of rank 0, which lost a peer
+    assert output.count("ArithmeticError: lost on rank 1\n") == 1
+    assert output.count("in act") == output.count("error: rank") == 1  # and no error of rank 0, which lost a peer
     result = only_run(tmp_path).result
     assert (result["state"], result["step"]) == ("failed", 2)
     assert result["error"].startswith("rank 1 on ") and result["error"].endswith("lost on rank 1\n")
@@ -202,7 +195,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
 
 @pytest.mark.fault("SIGTERM to the command", outcome="survived")
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
+def test_a_preempted_run_resumes_to_the_same_weights(
     num_ranks: int, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
     spread = ("parallel=ddp", "launcher=spawn") if num_ranks == 2 else ()
@@ -213,8 +206,8 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in ranks), process)
     assert only_run(tmp_path).result["state"] == "running"
     process.send_signal(signal.SIGTERM)
-    # It goes from the command to its ranks, all of which wait in their fifth step.
-    wait_until(lambda: all((tmp_path / f"told-{rank}").exists() for rank in ranks), process)
+    # The command forwards it to its ranks, all of which wait in their fifth step.
+    wait_until(lambda: all((tmp_path / f"received-{rank}").exists() for rank in ranks), process)
     (tmp_path / "go").touch()
     stopped = commands.finish(process)
     assert stopped.returncode == 143, stopped.stderr
@@ -223,32 +216,20 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_same_weights(
     assert 5 <= one.result["step"] < 32 and one.result["epoch"] == 0
     assert f"continue with resume={one.path}\n" in stopped.stdout
 
-    went_on = commands.runner("resume=last")
-    assert (went_on.returncode, went_on.stderr) == (0, "")
+    resumed = commands.forked("resume=last")
+    assert (resumed.returncode, resumed.stderr) == (0, "")
     assert only_run(tmp_path).path == one.path
     assert one.result["state"] == "finished"
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
     assert one.losses == whole.losses
 
 
-@pytest.mark.thorough
-def test_evaluate_gives_the_metrics_of_training(commands: Commands, tmp_path: Path) -> None:
-    trained = run(tmp_path / "outputs", 1, "model=mlp", "epochs=1", "backend=gloo", "logger=none")
-    done = commands.forked("task=evaluate", "run=last")
-    assert (done.returncode, done.stderr) == (0, "")
-    (evaluated,) = (Run(path) for path in (tmp_path / "outputs" / "run").iterdir() if path != trained.path)
-    expected = {name: value for name, value in trained.result["metrics"].items() if name.startswith("val/")}
-    assert expected.keys() == {"val/loss", "val/accuracy"}
-    assert evaluated.result["metrics"] == pytest.approx(expected, rel=1e-6)
-    assert (evaluated.result["task"], evaluated.result["step"]) == ("evaluate", trained.result["step"])
+def in_one_process(commands: Commands, *args: str) -> CompletedProcess[str]:
+    return commands.forked(*args)
 
 
-def in_one_process(commands: Commands, *words: str) -> CompletedProcess[str]:
-    return commands.forked(*words)
-
-
-def under_torchrun(commands: Commands, *words: str) -> CompletedProcess[str]:
-    return commands.torchrun(2, *words, "parallel=ddp")
+def under_torchrun(commands: Commands, *args: str) -> CompletedProcess[str]:
+    return commands.torchrun(2, *args, "parallel=ddp")
 
 
 LAUNCHED = pytest.mark.parametrize(
@@ -276,7 +257,7 @@ def test_a_sweep_runs_all_of_its_jobs(
 
 
 @LAUNCHED
-def test_a_job_that_raises_does_not_take_the_next_ones_along(
+def test_a_job_that_raises_does_not_affect_the_next_jobs(
     launched: Callable[..., CompletedProcess[str]],
     commands: Commands,
     tmp_path: Path,
@@ -287,14 +268,14 @@ def test_a_job_that_raises_does_not_take_the_next_ones_along(
     states = [Run(path).result["state"] for path in sweep_jobs(tmp_path)]
     assert states == ["failed", "failed", "finished", "finished"]
     rows = table(done.stdout)
-    assert [words[0] for words in rows.values()] == states
+    assert [cells[0] for cells in rows.values()] == states
     assert rows["0-fails-True_seed-0"][1:] == ["ArithmeticError:", "lost", "on", "rank", "1"]
     assert "2 of 4 jobs finished" in done.stdout
 
 
-@pytest.mark.parametrize("words", [("--cfg", "job"), ("--help", "all")], ids=lambda words: words[0])
-def test_what_runs_nothing_imports_no_torch(words: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
-    done = commands.finish(commands.start("-X", "importtime", "-m", "runner", *words))
+@pytest.mark.parametrize("args", [("--cfg", "job"), ("--help", "all")], ids=lambda args: args[0])
+def test_help_and_cfg_do_not_import_torch(args: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
+    done = commands.finish(commands.start("-X", "importtime", "-m", "runner", *args))
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "hydra" in imported  # the list is one
@@ -303,32 +284,26 @@ def test_what_runs_nothing_imports_no_torch(words: tuple[str, ...], commands: Co
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cfg_shows_what_a_run_would_use(commands: Commands) -> None:
-    done = commands.runner("--cfg", "job", "--resolve", "model=toy", "data=toy", "optimizer.lr=0.3")
+def test_cfg_shows_what_a_run_would_use_and_refuses_what_a_run_would_refuse(commands: Commands) -> None:
+    done = commands.forked("--cfg", "job", "--resolve", "model=toy", "data=toy", "optimizer.lr=0.3")
     shown = yaml.safe_load(done.stdout)
     assert shown.keys() == set(KEYS)
     assert shown["model"]["sample_shape"] == [10] and shown["optimizer"]["lr"] == 0.3
-
-
-def test_cfg_refuses_what_a_run_would_refuse(commands: Commands) -> None:
-    done = commands.runner("--cfg", "job", "model=convnt")
+    done = commands.forked("--cfg", "job", "model=convnt")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "model=convnt: no such model; did you mean convnet? (" + done.stderr.partition("(")[2]
 
 
-def test_the_shell_completes_groups_options_and_keys(commands: Commands) -> None:
+def test_the_shell_completes_groups_options_and_keys(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     def complete(line: str) -> set[str]:
-        done = commands.runner("-sc", "query=bash", env={"COMP_LINE": line, "COMP_POINT": str(len(line))})
+        monkeypatch.setenv("COMP_LINE", line)
+        monkeypatch.setenv("COMP_POINT", str(len(line)))
+        done = commands.forked("-sc", "query=bash")
         assert (done.returncode, done.stderr) == (0, "")
         return set(done.stdout.split())
 
     assert {"model=toy", "model=convnet"} <= complete("runner model=")
     assert complete("runner optimizer.l") == {"optimizer.lr="}
-
-
-def only_run(folder: Path) -> Run:
-    (path,) = (folder / "outputs" / "run").iterdir()
-    return Run(path)
 
 
 def sweep_jobs(folder: Path, name: str = "run") -> list[Path]:
@@ -337,13 +312,13 @@ def sweep_jobs(folder: Path, name: str = "run") -> list[Path]:
     return sorted(path for path in sweep.iterdir() if path.is_dir())
 
 
-def table(said: str) -> dict[str, list[str]]:
-    """The rows of a sweep's table by the job's label, the empty cells left out."""
-    lines = said[said.index("\njob  ") :].strip().splitlines()[1:]
-    return {words[0]: words[1:] for words in map(str.split, lines[: lines.index("")])}
+def table(output: str) -> dict[str, list[str]]:
+    """Return the rows of a sweep's table by the job's label, without empty cells."""
+    lines = output[output.index("\njob  ") :].strip().splitlines()[1:]
+    return {cells[0]: cells[1:] for cells in map(str.split, lines[: lines.index("")])}
 
 
 def files(folder: Path) -> set[str]:
-    # What differs from the commit is kept as well, which a clone that is worked in has.
+    # A clone with uncommitted changes has a git.diff as well.
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     return found - {"git.diff"}

@@ -1,4 +1,4 @@
-"""docs/your_own_experiment.md, as printed there: its files, its commands, what it says of the numbers, its messages."""
+"""docs/your_own_experiment.md, as printed there: its files, its commands, its claims on numbers, its messages."""
 
 import shlex
 import sys
@@ -11,7 +11,7 @@ from pages import Page, finish
 from parity import assert_equal
 from worlds import MODES, Run, configure, run
 
-from runner.training.build import make_parallel
+from runner.training.components import make_parallel
 
 PAGE = Page("your_own_experiment.md")
 
@@ -25,8 +25,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def train(mine: Path, mode: str, *words: str) -> Run:
-    """A few steps of the language model, on 2 ranks under a mode that takes them."""
+def train(mine: Path, mode: str, *args: str) -> Run:
+    """Train the language model for a few steps, on 2 ranks if the mode supports them."""
     few = (
         "data.longest=40",
         "batch_size=29",
@@ -37,7 +37,7 @@ def train(mine: Path, mode: str, *words: str) -> Run:
         "logger=none",
     )
     chosen = (f"hydra.searchpath=['file://{mine}']", "experiment=sentences", "precision=fp64", f"parallel={mode}")
-    return run(mine.parent / mode, 1 if mode == "none" else 2, *chosen, *few, *words)
+    return run(mine.parent / mode, 1 if mode == "none" else 2, *chosen, *few, *args)
 
 
 def test_every_piece_is_used_by_a_command() -> None:
@@ -46,22 +46,22 @@ def test_every_piece_is_used_by_a_command() -> None:
         assert options <= PAGE.chosen(group), group
 
 
-def test_the_table_of_modes_says_what_each_declares() -> None:
-    table = PAGE.text.partition("## Which mode carries what\n\n")[2].partition("\n\n")[0]
+def test_the_table_of_modes_matches_their_declarations() -> None:
+    table = PAGE.text.partition("## Supported objectives\n\n")[2].partition("\n\n")[0]
     (_, *columns), _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    told = set()
+    reported = set()
     for place, column in enumerate(columns, start=1):
-        carries = ("supervised", "one_loss", "several_losses")[sum(row[place] == "yes" for row in rows) - 1]
+        supported = ("supervised", "one_loss", "several_losses")[sum(row[place] == "yes" for row in rows) - 1]
         for mode in column.split(", "):
             name, _, option = mode.partition(" with ")
-            told.add(name)
+            reported.add(name)
             config, _ = configure(f"parallel={name}", *([f"parallel.{option}"] if option else []))
-            assert make_parallel(config, {}).carries == carries, mode
-    assert told == set(MODES)
+            assert make_parallel(config, {}).supported_objectives == supported, mode
+    assert reported == set(MODES)
 
 
 def test_the_modes_have_the_same_numbers(mine: Path) -> None:
-    """Of the page's four, with 2 micro-batches on each rank, and one sample in an epoch's last step."""
+    """The page's four modes, with 2 micro-batches on each rank and a single sample in an epoch's last step."""
     modes = [line.partition("parallel=")[2] or "none" for line in PAGE.commands if "precision=fp64" in line]
     assert modes == ["none", "ddp", "allreduce", "fsdp"]
     expected, *others = [train(mine, mode) for mode in modes]
@@ -71,7 +71,7 @@ def test_the_modes_have_the_same_numbers(mine: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_loss_of_its_own_is_cross_entropy(mine: Path) -> None:
+def test_the_custom_loss_equals_cross_entropy(mine: Path) -> None:
     assert_equal(train(mine, "ddp", "loss=padded"), train(mine, "none"))
 
 
@@ -92,6 +92,6 @@ def test_the_message_is_the_one_printed(
     typed = "python -m runner "
     assert line.startswith(typed)
     status = here(*shlex.split(line.removeprefix(typed)))
-    said = capfd.readouterr().err.replace(str(mine.parent), "...").strip()
-    assert (status, said) == (2, PAGE.refused[line])
+    output = capfd.readouterr().err.replace(str(mine.parent), "...").strip()
+    assert (status, output) == (2, PAGE.refused[line])
     assert not (mine.parent / "outputs").exists()

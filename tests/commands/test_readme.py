@@ -1,18 +1,19 @@
-"""README.md's own example of a user's model and data set, as printed there."""
+"""README.md: its example of a custom model and dataset, as printed, and its table of groups."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import Commands
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+from runner.paths import ROOT
+
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """The folder that README describes, in a directory outside the repository."""
+    """The custom directory that README.md describes."""
     python = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     yaml = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     names = re.findall(r"`(mine/[\w/]+\.(?:py|yaml))`", README)
@@ -24,34 +25,27 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-def runner(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runner", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-
-
-def test_own_model_and_data_train_resume_and_are_checked(mine: Path) -> None:
-    words = ("--config-dir", "mine", "model=wide", "data=ring")
-    assert " ".join(("python -m runner", *words)) in README
-    first = runner(mine.parent, *words, "epochs=2")
+def test_custom_model_and_data_train_resume_and_are_checked(mine: Path, commands: Commands) -> None:
+    arguments = ("--config-dir", "mine", "model=wide", "data=ring")
+    assert " ".join(("python -m runner", *arguments)) in README
+    first = commands.forked(*arguments, "epochs=2")
     assert first.returncode == 0, first.stderr
     assert "val/accuracy 0.9" in first.stdout
-    # What was recorded is enough to go on, from another directory too.
     (path,) = (mine.parent / "outputs" / "run").iterdir()
-    again = runner(mine, f"resume={path}", "epochs=3")
-    assert again.returncode == 0, again.stderr
-    assert "resuming after step 32" in again.stdout
-    wrong = runner(mine.parent, *words, "model.width=wide")
+    resumed = Commands(mine).forked(f"resume={path}", "epochs=3")  # from another working directory
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming after step 32" in resumed.stdout
+    wrong = commands.forked(*arguments, "model.width=wide")
     assert (wrong.returncode, wrong.stderr) == (2, "model.width=wide must be an integer (int); for example 512\n")
 
 
-def test_every_option_is_in_the_table_of_groups() -> None:
+def test_table_of_groups_lists_every_option() -> None:
     rows = README.partition("| group | options |\n|---|---|\n")[2].partition("\n\n")[0]
-    table = dict(re.findall(r"^\| (`[\w`, ]+`) \| (.*) \|$", rows, re.MULTILINE))
-    told = {group: set() for groups in table for group in re.findall(r"`(\w+)`", groups)}
-    for groups, options in table.items():
-        for group, words in zip(re.findall(r"`(\w+)`", groups), options.split(";"), strict=True):
-            told[group] = set(re.findall(r"\w+", words))
-    conf = Path(__file__).parents[2] / "conf"
-    for group, options in told.items():
+    listed: dict[str, set[str]] = {}
+    for groups, options in re.findall(r"^\| (`[\w`, ]+`) \| (.*) \|$", rows, re.MULTILINE):
+        for group, names in zip(re.findall(r"`(\w+)`", groups), options.split(";"), strict=True):
+            listed[group] = set(re.findall(r"\w+", names))
+    conf = ROOT / "conf"
+    for group, options in listed.items():
         assert {path.stem for path in (conf / group).glob("*.yaml")} - {"spawn_4"} == options, group
-    assert {folder.name for folder in conf.iterdir() if folder.is_dir()} - {"experiment", "hydra"} == set(told)
+    assert {path.name for path in conf.iterdir() if path.is_dir()} - {"experiment", "hydra"} == set(listed)

@@ -1,4 +1,4 @@
-"""Signals at any moment of a command, to whichever of its processes: it has saved, and nothing is left."""
+"""Signals at any moment, to any process of a command: the run is saved, and no process remains."""
 
 import os
 import pty
@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 from commands import TORCHRUN, Commands, by_age, free_port, parent_of, wait_until
-from own_folders import write_files
-from worlds import Run, run
+from custom_files import write_files
+from worlds import Run, only_run, run
 
-# A user's own model, which waits at one place until a file is there.
+# A custom model that waits at one place until a file exists.
 WAITING = {
     "mine/mine.py": """\
         import os
         import signal
         import time
 
-        from models.mlp import MLP
+        from runner.shipped.models.mlp import MLP
 
         RANK = os.environ.get("RANK", "0")
 
@@ -45,10 +45,10 @@ WAITING = {
             def note_signals(self):
                 for number in map(signal.Signals.__getitem__, ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")):
                     if callable(handler := signal.getsignal(number)):
-                        signal.signal(number, lambda *told, handler=handler: (handler(*told), self.note()))
+                        signal.signal(number, lambda *args, handler=handler: (handler(*args), self.note()))
 
             def note(self):
-                open(f"told-{RANK}", "w").close()
+                open(f"received-{RANK}", "w").close()
 
             def wait(self):
                 open(f"ready-{RANK}", "w").close()
@@ -61,7 +61,7 @@ WAITING = {
         _target_: mine.Waiting
         at: nowhere
         """,
-    # Whatever asks for torch waits as long.
+    # The import of torch waits for the same file.
     "site/sitecustomize.py": """\
         import os
         import sys
@@ -70,7 +70,7 @@ WAITING = {
 
         class Waiting:
             def find_spec(name, path=None, target=None):
-                if name == "torch" and "runner.distributed.signals" in sys.modules:
+                if name == "torch" and "runner.distributed.failures.signals" in sys.modules:
                     open(f"ready-{os.environ.get('RANK', '0')}", "w").close()
                     while not os.path.exists("go"):
                         time.sleep(0.02)
@@ -94,7 +94,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def none_ignored() -> Iterator[None]:
-    """As the tests' own process may ignore them, under nohup, and all that it starts."""
+    """Reset signals that the tests' process may ignore, under nohup, and that its children would ignore as well."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGQUIT)}
     yield
     for number, handler in before.items():
@@ -102,24 +102,24 @@ def none_ignored() -> Iterator[None]:
 
 
 @pytest.fixture
-def begun(
+def start_at(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., "list[subprocess.Popen[str]]"]:
-    """Starts a command that waits at the place; returns its process, or those of ranks that were started by hand."""
+    """Start a command that waits at the place. Return its process, or those of ranks that were started by hand."""
 
-    monkeypatch.chdir(tmp_path)  # for ranks that the test itself forks
+    monkeypatch.chdir(tmp_path)  # for ranks that the test forks
 
-    def begin(way: str, place: str, *words: str) -> "list[subprocess.Popen[str]]":
+    def begin(way: str, place: str, *args: str) -> "list[subprocess.Popen[str]]":
         write_files(tmp_path, WAITING)
         env = commands.with_path(tmp_path / "site") if place == "import" else {}
-        words = ("-m", "runner", *(TINY if way == "alone" else SPREAD), *WAYS[way], f"model.at={place}", *words)
+        args = ("-m", "runner", *(TINY if way == "alone" else SPREAD), *WAYS[way], f"model.at={place}", *args)
         if way == "torchrun":
-            words = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *words)
+            args = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *args)
         worlds = [{}]
         if way == "hand":
             shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             worlds = [{**shared, "RANK": str(rank)} for rank in range(2)]
-        processes = [commands.start(*words, env={**env, **world}) for world in worlds]
+        processes = [commands.start(*args, env={**env, **world}) for world in worlds]
         ranks = 1 if way == "alone" or (place == "import" and way in ("spawn", "agent")) else 2
         wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(ranks)), processes[0])
         return processes
@@ -128,7 +128,7 @@ def begun(
 
 
 def ranks_of(commands: Commands, process: "subprocess.Popen[str]") -> list[int]:
-    """The ranks' processes, by rank: those that the fork server or torchrun has made, without their workers."""
+    """Return the ranks' processes by rank: children of the fork server or of torchrun, without loader workers."""
     living = commands.living(process)
     environ = {pid: dict(line.partition("=")[::2] for line in read(pid, "environ").split("\0")) for pid in living}
     parents = {pid: parent_of(pid) for pid in living}
@@ -143,7 +143,7 @@ def read(pid: int, name: str) -> str:
 
 
 def send(number: signal.Signals, receiver: str, commands: Commands, processes: "list[subprocess.Popen[str]]") -> None:
-    """To the process that was started, its whole group, or one rank."""
+    """Send the signal to the started process, its process group, or one rank."""
     first = processes[0]
     if receiver == "group":
         os.killpg(first.pid, number)
@@ -153,14 +153,9 @@ def send(number: signal.Signals, receiver: str, commands: Commands, processes: "
         processes[-1 if receiver == "rank" else 0].send_signal(number)
 
 
-def told(folder: Path, ranks: int) -> Callable[[], bool]:
-    """Whether each of them, which wait in a step, has been told of a signal."""
-    return lambda: all((folder / f"told-{rank}").exists() for rank in range(ranks))
-
-
-def only_run(tmp_path: Path) -> Run:
-    (path,) = (tmp_path / "outputs" / "run").iterdir()
-    return Run(path)
+def have_received(folder: Path, ranks: int) -> Callable[[], bool]:
+    """Return a function that is True once each of the ranks, which wait in a step, has received a signal."""
+    return lambda: all((folder / f"received-{rank}").exists() for rank in range(ranks))
 
 
 thorough, soak = pytest.mark.thorough, pytest.mark.soak
@@ -186,34 +181,34 @@ SAVED = [
 
 @pytest.mark.fault("a signal while training", outcome="survived")
 @pytest.mark.parametrize(("way", "number", "receiver", "loaded"), SAVED)
-def test_a_run_that_is_asked_to_stop_has_saved_and_goes_on_to_the_same_weights(
-    way: str, number: str, receiver: str, loaded: str, begun: Callable, commands: Commands, tmp_path: Path
+def test_a_stopped_run_is_saved_and_resumes_to_the_same_weights(
+    way: str, number: str, receiver: str, loaded: str, start_at: Callable, commands: Commands, tmp_path: Path
 ) -> None:
     ranks = 1 if way == "alone" else 2
-    processes = begun(way, "step", *(LOADED if loaded else ()))
+    processes = start_at(way, "step", *(LOADED if loaded else ()))
     send(signal.Signals[f"SIG{number}"], receiver, commands, processes)
     asked_agent = way == "torchrun" and receiver != "rank"
-    if receiver == "parent" and not (asked_agent and number == "USR1"):  # which it passes on
-        wait_until(told(tmp_path, ranks), processes[0])
+    if receiver == "parent" and not (asked_agent and number == "USR1"):  # which the agent forwards
+        wait_until(have_received(tmp_path, ranks), processes[0])
     (tmp_path / "go").touch()
     (done,) = [commands.finish(process) for process in processes]
-    said, one = done.stdout + done.stderr, only_run(tmp_path)
-    if way != "torchrun":  # whose status is its own
-        assert done.returncode == 143, said
+    output, one = done.stdout + done.stderr, only_run(tmp_path)
+    if way != "torchrun":  # torchrun has an exit status of its own
+        assert done.returncode == 143, output
         assert done.stderr == ""
-    if asked_agent and number == "USR1":  # which torchrun does not know, and dies of
-        noticed = "the process that started this rank has ended|a signal to another rank"  # by whichever rank
-        is_over = one.result["state"] == "finished"  # before a rank has looked for its parent
-        assert is_over or re.search(f"({noticed}): saved after step", said), said
+    if asked_agent and number == "USR1":  # torchrun does not handle it, and dies
+        noticed = "the process that started this rank has exited|a signal to another rank"  # depending on the rank
+        is_over = one.result["state"] == "finished"  # before a rank has checked its parent
+        assert is_over or re.search(f"({noticed}): saved after step", output), output
         if is_over:
             wait_until(lambda: commands.living(processes[0]) == [])
             return
     else:
-        assert "saved after step" in said or number == "HUP", said
+        assert "saved after step" in output or number == "HUP", output
     wait_until(lambda: commands.living(processes[0]) == [])
-    assert one.result["state"] == "preempted" and one.result["step"] >= 5, said
+    assert one.result["state"] == "preempted" and one.result["step"] >= 5, output
     assert one.result["error"] is None
-    assert "no word from" not in said and "error:" not in said and "Traceback" not in done.stdout
+    assert "no response from" not in output and "error:" not in output and "Traceback" not in done.stdout
     spread = () if way == "alone" else ("parallel=ddp",)
     whole = run(tmp_path / "whole", ranks, "model=mlp", *SMALL, *spread, "backend=gloo")
     again = run(tmp_path / "outputs", ranks, f"resume={one.path}", "launcher=env", "backend=gloo")
@@ -243,15 +238,15 @@ EARLY = [
 ]
 
 
-@pytest.mark.fault("a signal before the run has begun", outcome="refused")
+@pytest.mark.fault("a signal before the run starts", outcome="refused")
 @pytest.mark.parametrize(("way", "place", "number", "receiver"), EARLY)
-def test_a_command_that_has_not_begun_ends_at_once_and_has_written_nothing(
-    way: str, place: str, number: str, receiver: str, begun: Callable, commands: Commands, tmp_path: Path
+def test_a_command_stopped_before_its_run_exits_at_once_and_writes_nothing(
+    way: str, place: str, number: str, receiver: str, start_at: Callable, commands: Commands, tmp_path: Path
 ) -> None:
-    processes = begun(way, place)
+    processes = start_at(way, place)
     send(signal.Signals[f"SIG{number}"], receiver, commands, processes)
-    others = receiver == "rank" or len(processes) > 1 or (way == "torchrun" and number == "USR1")  # which that dies of
-    if others:  # which know nothing yet, and come to where they ask
+    others = receiver == "rank" or len(processes) > 1 or (way == "torchrun" and number == "USR1")  # torchrun dies of it
+    if others:  # they have not received it, and continue to the rendezvous
         (tmp_path / "go").touch()
     for process in processes:
         done = commands.finish(process)
@@ -263,11 +258,11 @@ def test_a_command_that_has_not_begun_ends_at_once_and_has_written_nothing(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["alone", "spawn"])
-def test_what_does_not_train_has_nothing_to_save(way: str, begun: Callable, commands: Commands, tmp_path: Path) -> None:
-    """In a world of two, one rank is asked, and the other one loses it in the middle of a collective."""
+def test_a_stopped_evaluation_saves_nothing(way: str, start_at: Callable, commands: Commands, tmp_path: Path) -> None:
+    """In a world of two, one rank receives the signal, and the other one loses it during a collective."""
     write_files(tmp_path, WAITING)
     trained = run(tmp_path / "outputs", 1, f"--config-dir={tmp_path / 'mine'}", *TINY[1:], "backend=gloo")
-    (process,) = begun(way, "evaluation", "task=evaluate", f"run={trained.path}", "backend=gloo")
+    (process,) = start_at(way, "evaluation", "task=evaluate", f"run={trained.path}", "backend=gloo")
     send(signal.SIGTERM, "rank" if way == "spawn" else "parent", commands, [process])
     (tmp_path / "go").touch()
     done = commands.finish(process)
@@ -277,13 +272,13 @@ def test_what_does_not_train_has_nothing_to_save(way: str, begun: Callable, comm
     assert f"SIGTERM: stopped; its directory is {path}" in done.stdout
 
 
-@pytest.mark.fault("a terminal that is closed", outcome="refused")
-def test_a_terminal_that_is_closed_takes_no_run_along(commands: Commands, tmp_path: Path) -> None:
+@pytest.mark.fault("a closed terminal", outcome="refused")
+def test_a_run_is_saved_when_its_terminal_closes(commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, WAITING)
     leader, follower = pty.openpty()
-    words = ("-m", "runner", *TINY, "model.at=step")
-    # setsid makes the terminal its own, so that it has a SIGHUP when that goes.
-    process = commands.start("-c", AT_TERMINAL, os.ttyname(follower), *words)
+    args = ("-m", "runner", *TINY, "model.at=step")
+    # After setsid the terminal is the controlling one, whose end sends a SIGHUP.
+    process = commands.start("-c", AT_TERMINAL, os.ttyname(follower), *args)
     os.close(follower)
     wait_until((tmp_path / "ready-0").exists, process)
     os.close(leader)
@@ -295,10 +290,10 @@ def test_a_terminal_that_is_closed_takes_no_run_along(commands: Commands, tmp_pa
 
 
 def awaits_interrupt(pid: int) -> bool:
-    """Whether a Ctrl-C has been sent to the process that it has not had yet, and will have."""
+    """Return True if a SIGINT to the process is pending and not blocked."""
     try:
         masks = dict(line.split(":\t") for line in read(pid, "status").splitlines() if line.startswith(("Sig", "Shd")))
-    except OSError:  # it has ended
+    except OSError:  # the process has exited
         return False
     pending, blocked = (int(masks[name], 16) for name in ("ShdPnd", "SigBlk"))
     return bool(pending & ~blocked & 1 << signal.SIGINT - 1)
@@ -316,7 +311,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
-def test_a_reader_that_has_gone_takes_no_run_along(commands: Commands, tmp_path: Path) -> None:
+def test_a_run_continues_when_its_output_is_closed(commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, WAITING)
     process = commands.start("-m", "runner", *TINY, "model.at=step")
     wait_until((tmp_path / "ready-0").exists, process)
@@ -329,15 +324,15 @@ def test_a_reader_that_has_gone_takes_no_run_along(commands: Commands, tmp_path:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["alone", "spawn", "agent", "torchrun"])
-def test_a_second_ctrl_c_ends_what_does_not_come_to_an_end(
-    way: str, begun: Callable, commands: Commands, tmp_path: Path
+def test_a_second_ctrl_c_ends_a_command_that_does_not_exit(
+    way: str, start_at: Callable, commands: Commands, tmp_path: Path
 ) -> None:
-    (process,) = begun(way, "step", *LOADED)
+    (process,) = start_at(way, "step", *LOADED)
     os.killpg(process.pid, signal.SIGINT)
-    wait_until(told(tmp_path, 1 if way == "alone" else 2), process)
+    wait_until(have_received(tmp_path, 1 if way == "alone" else 2), process)
     wait_until(lambda: not any(awaits_interrupt(pid) for pid in commands.living(process)), process)
-    time.sleep(0.5)  # a handler of Python's is called a moment later
-    assert process.poll() is None, "the first one lets it finish its step"
+    time.sleep(0.5)  # Python calls its handler a moment later
+    assert process.poll() is None, "the first Ctrl-C lets the step finish"
     os.killpg(process.pid, signal.SIGINT)
     done = commands.finish(process)
     assert done.returncode == (1 if way == "torchrun" else 130), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""launcher=slurm and srun on a real Slurm of two nodes: submitted, waited for, cancelled, requeued, refused."""
+"""launcher=slurm and srun on a real Slurm of two nodes."""
 
 import json
 import os
@@ -10,23 +10,24 @@ from subprocess import CompletedProcess
 
 import pytest
 from commands import Commands, wait_until
-from slurm_cluster import Cluster, why_not
+from slurm_cluster import Cluster, missing_requirement
 from worlds import Run, run
 
-from runner.runs.ledger import read_ledger
-from runner.runs.train_state import available
+from runner.checkpoints.layout import list_checkpoints
+from runner.records.ledger import read_ledger
 
 pytestmark = pytest.mark.thorough
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "name=job")
 TWO_BY_TWO = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
+SRUN = ("srun", "-N2", "-n4", "--overcommit")
 
-# A user's own model, which takes its time until a file says otherwise, and all time while another is there.
+# A custom model that is slow until a file `fast` exists, and blocks while a file `stuck` exists.
 SLOW = """\
 import os
 import time
 
-from models.mlp import MLP
+from runner.shipped.models.mlp import MLP
 
 
 class Slow(MLP):
@@ -37,13 +38,38 @@ class Slow(MLP):
             time.sleep(0.1)
         return super().forward(samples)
 """
-OPTIONS = "defaults:\n  - mlp\n_target_: slow.Slow\n"
+DOUBLED = """\
+from runner.shipped.models.mlp import MLP
+
+
+class Doubled(MLP):
+    def forward(self, samples):
+        return super().forward(samples) * FACTOR
+"""
+FAILS = """\
+import os
+from pathlib import Path
+
+from runner.shipped.models.mlp import MLP
+
+
+class Fails(MLP):
+    steps = 0
+
+    def forward(self, samples):
+        self.steps += self.training
+        attempts = Path(os.environ["RUNNER_DIRECTORY"], "attempts.jsonl")  # a line for each that has ended
+        num_attempts = len(attempts.read_text().splitlines()) if attempts.exists() else 0
+        if self.steps > (13 if num_attempts < 2 else 3):
+            raise RuntimeError("no step after this one")
+        return super().forward(samples)
+"""
 LONG = ("epochs=20", "eval_every=20", "checkpoint.every_steps=5")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := why_not():
+    if reason := missing_requirement():
         pytest.skip(reason)
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
@@ -53,41 +79,58 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.stop()
 
 
+def write_model(directory: Path, name: str, code: str) -> list[str]:
+    """Write a custom model that derives from mlp. Return TINY with this model."""
+    (directory / "mine" / "model").mkdir(parents=True)
+    (directory / "mine" / f"{name}.py").write_text(code)
+    options = f"defaults:\n  - mlp\n_target_: {name}.{name.capitalize()}\n"
+    (directory / "mine" / "model" / f"{name}.yaml").write_text(options)
+    return ["--config-dir", "mine", f"model={name}", *TINY[1:]]
+
+
+def submit(cluster: Cluster, commands: Commands, *arguments: str) -> CompletedProcess[str]:
+    return commands.runner(*arguments, env=cluster.env)
+
+
 def submitted(done: CompletedProcess[str]) -> tuple[str, Run]:
-    """The job's id and its run, of what the command said."""
+    """Return the job's id and its run from the output of the command."""
     assert done.returncode == 0, done.stdout + done.stderr
     match = re.match(r"submitted job (\d+)\nrun directory: (.+)\n", done.stdout)
     assert match, done.stdout
     return match[1], Run(Path(match[2]))
 
 
-def slow_model(folder: Path) -> list[str]:
-    """TINY with the slow model, which is in the folder then, where the job runs."""
-    (folder / "slow" / "model").mkdir(parents=True)
-    (folder / "slow" / "slow.py").write_text(SLOW)
-    (folder / "slow" / "model" / "slow.yaml").write_text(OPTIONS)
-    return ["--config-dir", "slow", "model=slow", *TINY[1:]]
+def submitted_sweep(done: CompletedProcess[str]) -> tuple[str, Path]:
+    """Return the id of the array and the directory of the sweep from the output of the command."""
+    match = re.search(r"submitted \d+ jobs as job (\d+)\nsweep directory: (.+)\n", done.stdout)
+    assert done.returncode == 0 and match, done.stdout + done.stderr
+    return match[1], Path(match[2])
 
 
-def log_of(one: Run) -> str:
-    return "".join(path.read_text() for path in (one.path / "slurm").glob("*.log"))
+def log_of(directory: Path) -> str:
+    return "".join(path.read_text() for path in (directory / "slurm").glob("*.log"))
 
 
-def test_the_same_weights_by_sbatch_and_by_srun(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+def newest_step(one: Run) -> int:
+    """Return the step of the newest checkpoint; 0 if there is none."""
+    checkpoints = list_checkpoints(one.path / "checkpoints")
+    return int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
+
+
+def test_sbatch_and_srun_give_the_same_weights(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     here = run(tmp_path / "here", 4, *TINY, "epochs=1", "backend=gloo")
 
-    # In what keeps the environment out, as a container may.
+    # The prefix clears the environment, as a container may.
     env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     bare = "launcher.prefix='env -i PATH=$PATH'"
-    process = commands.start("-m", "runner", *TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", bare, env=env)
-    waited = commands.finish(process)
+    waited = commands.runner(*TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", bare, env=env)
     _, one = submitted(waited)
     assert one.result["state"] == "finished" and one.result["world_size"] == 4
     assert one.result["weights_sha256"] == here.result["weights_sha256"]
     assert "4 processes (torchrun)" in waited.stdout and "finished: val/accuracy" in waited.stdout
     assert (one.path / "log.txt").read_text() in waited.stdout
 
-    step = ("srun", "-N2", "-n4", "--overcommit", "--chdir", str(tmp_path), "python", "-m", "runner")
+    step = (*SRUN, "--chdir", str(tmp_path), "python", "-m", "runner")
     direct = cluster.run(commands, *step, *TINY[:-1], "epochs=1", "name=srun")
     assert direct.returncode == 0, direct.stdout + direct.stderr
     assert "4 processes (srun)" in direct.stdout
@@ -95,37 +138,37 @@ def test_the_same_weights_by_sbatch_and_by_srun(cluster: Cluster, commands: Comm
     assert Run(path).result["weights_sha256"] == here.result["weights_sha256"]
 
 
-def test_wrong_input_is_told_once_under_srun(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    step = ("srun", "-N2", "-n4", "--overcommit", "--chdir", str(tmp_path), "python", "-m", "runner")
+def test_invalid_input_is_reported_once_under_srun(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    step = (*SRUN, "--chdir", str(tmp_path), "python", "-m", "runner")
     done = cluster.run(commands, *step, "model=convnt")
-    assert done.stderr.count("model=convnt: no such model; did you mean convnet?") == 1
+    assert done.stderr.count("model=convnt: ") == done.stderr.count("did you mean convnet?") == 1
     assert not (tmp_path / "outputs").exists()
     refused = cluster.run(commands, *step, *TINY, "launcher=spawn")
     assert refused.stderr.count("launcher=spawn starts processes itself, but srun has started this one as rank 0") == 1
 
 
 @pytest.mark.fault("a Slurm job out of time, and preempted", outcome="survived")
-def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    """Twice: by its time limit, and for a job of more priority. It ends with the weights of a run left alone.
-
-    The model that it was submitted with is gone by then.
-    """
+def test_a_job_continues_after_its_time_limit_and_after_a_preemption(
+    cluster: Cluster, commands: Commands, tmp_path: Path
+) -> None:
+    """The weights are those of an uninterrupted run, although the custom model has been broken meanwhile."""
     whole = run(tmp_path / "here", 4, *TINY, *LONG, "backend=gloo")
-    limit = ("launcher.time=1", "launcher.signal_s=5", "launcher.cpus_per_node=8")
-    process = commands.start("-m", "runner", *slow_model(tmp_path), *LONG, *TWO_BY_TWO, *limit, env=cluster.env)
-    job, one = submitted(commands.finish(process))
+    limit = ("launcher.time=1", "launcher.signal_s=20", "launcher.cpus_per_node=8")
+    arguments = (*write_model(tmp_path, "slow", SLOW), *LONG, *TWO_BY_TWO, *limit)
+    job, one = submitted(submit(cluster, commands, *arguments))
     requeued = one.path / "slurm" / "requeued.json"
     wait_until(requeued.exists, timeout_s=300)
-    (tmp_path / "slow" / "slow.py").write_text("raise ImportError('not of this job')\n")
-    by_limit = json.loads(requeued.read_text())["step"]
-    wait_until(lambda: newest(one) > by_limit, timeout_s=300)
-    # The nodes are wanted: Slurm tells the ranks, and not the script.
-    urgent = cluster.ask("sbatch", "--parsable", "-p", "urgent", "-N2", "-c8", "--output=/dev/null", "--wrap=sleep 1")
-    wait_until(lambda: json.loads(requeued.read_text())["step"] > by_limit)
+    assert cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=30").returncode == 0  # for the next starts
+    (tmp_path / "mine" / "slow.py").write_text("raise ImportError('not the code of this job')\n")
+    step_at_limit = json.loads(requeued.read_text())["step"]
+    wait_until(lambda: newest_step(one) > step_at_limit, timeout_s=300)
+    # A job of higher priority needs the nodes: Slurm signals the ranks, but not the script.
+    urgent = cluster.call("sbatch", "--parsable", "-p", "urgent", "-N2", "-c8", "--output=/dev/null", "--wrap=sleep 1")
+    wait_until(lambda: json.loads(requeued.read_text())["step"] > step_at_limit)
     (tmp_path / "fast").touch()
     cluster.wait_for(urgent.stdout.strip(), ["COMPLETED"])
     cluster.wait_for(job, ["COMPLETED"], timeout_s=300)
-    log = log_of(one)
+    log = log_of(one.path)
     assert log.count("goes back into the queue") >= 2 and "Traceback" not in log
     assert one.result["state"] == "finished"
     assert [path.name for path in (tmp_path / "outputs" / "job").iterdir()] == [one.path.name]
@@ -133,175 +176,124 @@ def test_a_job_that_is_told_to_stop_goes_on_by_itself(cluster: Cluster, commands
     assert sorted(one.losses) == list(range(1, one.result["step"] + 1))
 
 
-def test_a_queued_job_runs_the_code_of_its_submission_or_says_that_it_is_another(
+def test_a_queued_job_runs_the_code_of_its_submission_or_reports_the_changes(
     cluster: Cluster, commands: Commands, tmp_path: Path
 ) -> None:
-    """Three jobs wait while the user's model is changed: one keeps the code, one does not, and one has lost it."""
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    code = (
-        "from models.mlp import MLP\n\n\nclass Own(MLP):\n    def forward(self, x):\n        return super().forward(x)"
-    )
-    (tmp_path / "mine" / "own.py").write_text(f"{code}\n")
-    (tmp_path / "mine" / "model" / "own.yaml").write_text(OPTIONS.replace("slow.Slow", "own.Own"))
-    words = ("-m", "runner", "--config-dir", "mine", "model=own", "threads=1", "logger=none", "max_steps=5", "epochs=1")
-    held = ("launcher=slurm", "launcher.nproc_per_node=1", "launcher.sbatch={hold:true}")
+    """The custom model changes while three jobs wait: with frozen code, with live code, and with a damaged archive."""
+    arguments = write_model(tmp_path, "doubled", DOUBLED.replace("FACTOR", "1"))[:-1]
+    queued = ("max_steps=5", "epochs=1", "launcher=slurm", "launcher.nproc_per_node=1", "launcher.sbatch={hold:true}")
     options = {"frozen": (), "live": ("launcher.code=live",), "damaged": ()}
     started = {
-        name: commands.start(*words, *held, *own, f"name={name}", env=cluster.env) for name, own in options.items()
+        name: commands.start("-m", "runner", *arguments, *queued, *own, f"name={name}", env=cluster.env)
+        for name, own in options.items()
     }
     jobs = {name: submitted(commands.finish(process)) for name, process in started.items()}
-    (tmp_path / "mine" / "own.py").write_text(f"{code} * 2\n")
-    (jobs["damaged"][1].path / "code" / "own" / "0-mine" / "own.py").write_text(f"{code} * 3\n")
+    (tmp_path / "mine" / "doubled.py").write_text(DOUBLED.replace("FACTOR", "2"))
+    (archive,) = jobs["damaged"][1].path.glob("code-*.tar")
+    archive.write_bytes(archive.read_bytes()[:-1])
     for job, _ in jobs.values():
-        cluster.ask("scontrol", "release", job)
+        cluster.call("scontrol", "release", job)
     ends = {name: cluster.wait_for(job, ["COMPLETED", "FAILED"]) for name, (job, _) in jobs.items()}
-    assert ends == {"frozen": "COMPLETED", "live": "COMPLETED", "damaged": "FAILED"}, [
-        log_of(one) for _, one in jobs.values()
-    ]
+    logs = {name: log_of(one.path) for name, (_, one) in jobs.items()}
+    assert ends == {"frozen": "COMPLETED", "live": "COMPLETED", "damaged": "FAILED"}, logs
 
     plain = run(tmp_path / "here", 1, "model=mlp", "threads=1", "logger=none", "max_steps=5", "epochs=1")
     frozen, live, damaged = (jobs[name][1] for name in options)
     assert frozen.result["weights_sha256"] == plain.result["weights_sha256"] != live.result["weights_sha256"]
-    assert frozen.result["code"]["code"] == "frozen" and f"kept in {frozen.path}/code\n" in log_of(frozen)
-    assert live.result["code"] | {"code": "live", "changed": ["mine/own.py"]} == live.result["code"]
-    assert re.search(r"^warning: the code is another than when .*: mine/own.py$", log_of(live), re.MULTILINE)
-    assert "own/0-mine/own.py: FAILED" in damaged.result["error"] and damaged.result["state"] == "failed"
-    for one in (frozen, live):  # which is what a later command composes
+    assert frozen.result["code"]["code"] == "frozen" and "code     as of " in logs["frozen"]
+    assert live.result["code"] | {"code": "live", "changed": ["mine/doubled.py"]} == live.result["code"]
+    assert re.search(r"^warning: the code has changed since .*: mine/doubled.py$", logs["live"], re.MULTILINE)
+    assert f"{archive} is missing, or has changed" in damaged.result["error"] and damaged.result["state"] == "failed"
+    assert not (frozen.path / "slurm" / "code").exists()
+    for one in (frozen, live):  # a later command composes with the original directory
         assert f"--config-dir={tmp_path}/mine" in (one.path / "overrides.yaml").read_text()
 
 
 @pytest.mark.fault("a Slurm job that cannot save in time", outcome="survived")
-def test_a_task_of_an_array_that_cannot_save_in_time_goes_on_from_its_checkpoint(
+def test_a_task_that_cannot_save_in_time_resumes_from_its_checkpoint(
     cluster: Cluster, commands: Commands, tmp_path: Path
 ) -> None:
-    """And the other task stays as it is, though Slurm may take the number of an array's last one for all of them."""
-    sweep = ("-m", *slow_model(tmp_path), *LONG, "seed=0,1", "launcher=slurm", "launcher.signal_s=5")
-    done = commands.finish(commands.start("-m", "runner", *sweep, env=cluster.env))
-    match = re.search(r"submitted 2 jobs as job (\d+)\nsweep directory: (.+)\n", done.stdout)
-    assert match, done.stdout + done.stderr
-    path = Path(match[2])
+    """The other task of the array is not requeued, although Slurm may apply the last task's number to all tasks."""
+    sweep = ("-m", *write_model(tmp_path, "slow", SLOW), *LONG, "seed=0,1", "launcher=slurm", "launcher.signal_s=5")
+    array, path = submitted_sweep(submit(cluster, commands, *sweep))
     jobs = [Run(job.directory) for job in read_ledger(path)]
-    wait_until(lambda: all(newest(one) > 0 for one in jobs))
+    wait_until(lambda: all(newest_step(one) > 0 for one in jobs))
     (tmp_path / "stuck").touch()
-    cluster.ask("scancel", "--signal=USR1", "--batch", f"{match[1]}_1")
+    cluster.call("scancel", "--signal=USR1", "--batch", f"{array}_1")
     wait_until((jobs[1].path / "slurm" / "requeued.json").exists)
     (tmp_path / "fast").touch()
     (tmp_path / "stuck").unlink()
     wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=300)
     assert not (jobs[0].path / "slurm" / "requeued.json").exists()
-    log = "".join(file.read_text() for file in (path / "slurm").glob("*.log"))
+    log = log_of(path)
     assert "saved after step" not in log and log.count("resuming after step") == 1
     alone = run(tmp_path / "here", 2, *TINY, *LONG, "seed=1", "backend=gloo")
     assert jobs[1].result["weights_sha256"] == alone.result["weights_sha256"]
 
 
-def test_a_job_that_is_cancelled_ends_though_it_has_saved(cluster: Cluster, commands: Commands) -> None:
-    """And the run can be queued again then, and not while it is in the queue."""
+def test_a_cancelled_job_is_not_requeued_and_can_be_submitted_again(cluster: Cluster, commands: Commands) -> None:
     long = ("epochs=100000", "log_every=100", "launcher=slurm")
-    job, one = submitted(commands.finish(commands.start("-m", "runner", *TINY, *long, env=cluster.env)))
-    wait_until(lambda: newest(one) > 0)
-    refused = commands.runner(f"resume={one.path}", env=cluster.env)
+    job, one = submitted(submit(cluster, commands, *TINY, *long))
+    wait_until(lambda: newest_step(one) > 0)
+    refused = submit(cluster, commands, f"resume={one.path}")
     assert refused.returncode == 2
-    assert refused.stderr == f"{one.path} is that of job {job}, which is in the queue; `scancel {job}` ends it\n"
-    cluster.ask("scancel", job)
+    assert refused.stderr == f"{one.path} belongs to job {job}, which is in the queue; `scancel {job}` ends it\n"
+    script = one.path / "slurm" / "job.sh"  # by which a job is found whose sbatch did not return its id
+    assert str(script) in cluster.call("squeue", "--me", "--noheader", "--format=%o").stdout.splitlines()
+    cluster.call("scancel", job)
     cluster.wait_for(job, ["CANCELLED"])
-    wait_until(lambda: "stopped after step" in log_of(one))
-    assert cluster.state_of(job) == "CANCELLED" and "goes back" not in log_of(one)
-    again, same = submitted(commands.runner(f"resume={one.path}", "launcher.setup=['exit 3']", env=cluster.env))
+    wait_until(lambda: "stopped after step" in log_of(one.path))
+    assert cluster.state_of(job) == "CANCELLED" and "goes back" not in log_of(one.path)
+    again, same = submitted(submit(cluster, commands, f"resume={one.path}", "launcher.setup=['exit 3']"))
     assert (again != job, same) == (True, one)
 
 
 @pytest.mark.fault("a Slurm job that dies in setup", outcome="refused")
 @pytest.mark.parametrize(
-    ("setup", "status", "at"),
-    [("launcher.setup=['exit 3']", 3, "exit 3"), ("launcher.venv=/no/venv", 1, 'source "/no/venv/bin/activate"')],
+    ("cause", "status", "error"),
+    [
+        ("launcher.setup=['exit 3']", 3, "the job ended with status 3 before its run was started, at: exit 3"),
+        ("launcher.venv=/no/venv", 1, 'before its run was started, at: source "/no/venv/bin/activate"'),
+        ("data=image_folder data.root=nowhere", 1, "data.root=nowhere"),  # only the job reads the data
+    ],
 )
-def test_a_job_that_ends_before_its_run_begins_has_its_status_and_says_why(
-    setup: str, status: int, at: str, cluster: Cluster, commands: Commands
+def test_a_job_that_fails_before_its_first_step_reports_why(
+    cause: str, status: int, error: str, cluster: Cluster, commands: Commands
 ) -> None:
-    words = (*TINY, "launcher=slurm", setup, "launcher.wait=true")
-    done = commands.finish(commands.start("-m", "runner", *words, env=cluster.env))
+    overrides = cause.split(" ") if cause.startswith("data=") else [cause]
+    done = submit(cluster, commands, *TINY, "launcher=slurm", *overrides, "launcher.wait=true")
     assert done.returncode == status, done.stdout + done.stderr
-    assert f"ended FAILED, status {status}; its log is" in done.stderr
+    assert f"ended FAILED, status {status}; its log is" in done.stderr and error in done.stdout
     match = re.search(r"run directory: (.+)\n", done.stdout)
     assert match, done.stdout
-    why = f"the job ended with status {status} before its run was started, at: {at}"
-    assert {"state": "failed", "error": why}.items() <= Run(Path(match[1])).result.items()
-    assert why in done.stdout
+    if cause.startswith("launcher"):
+        result = Run(Path(match[1])).result
+        assert result["state"] == "failed" and result["error"].endswith(error)
 
 
-def newest(one: Run) -> int:
-    """The step of the newest checkpoint, or 0."""
-    checkpoints = available(one.path / "checkpoints")
-    return int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
-
-
-def test_a_job_that_fails_has_its_status(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    # Only the job reads the data, and so finds out that there is none.
-    wrong = (*TINY[1:], "data=image_folder", "data.root=nowhere", "launcher=slurm", "launcher.wait=true")
-    process = commands.start("-m", "runner", *wrong, env=cluster.env)
-    done = commands.finish(process)
-    assert done.returncode == 1
-    assert "ended FAILED, status 1; its log is" in done.stderr
-    assert "data.root=nowhere" in done.stdout
-
-
-FAILS = """\
-import os
-
-from models.mlp import MLP
-
-
-class Fails(MLP):
-    steps = 0
-
-    def forward(self, samples):
-        self.steps += self.training
-        if self.steps > (13 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2 else 3):
-            raise RuntimeError("no step after this one")
-        return super().forward(samples)
-"""
-
-
-def test_a_job_is_started_again_as_long_as_it_gets_on(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "fails.py").write_text(FAILS)
-    (tmp_path / "mine" / "model" / "fails.yaml").write_text("defaults:\n  - mlp\n_target_: fails.Fails\n")
-    words = ("--config-dir=mine", "model=fails", *TINY[1:], "launcher=slurm", "launcher.nproc_per_node=2")
-    often = ("launcher.max_restarts=1", "launcher.wait=true", "max_steps=60", "checkpoint.every_steps=10")
-    done = commands.finish(commands.start("-m", "runner", *words, *often, env=cluster.env))
-    assert done.returncode == 1
+def test_a_job_restarts_its_ranks_while_it_makes_progress(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    arguments = (*write_model(tmp_path, "fails", FAILS), "launcher=slurm", "launcher.nproc_per_node=2")
+    restarts = ("launcher.max_restarts=1", "launcher.wait=true", "max_steps=60", "checkpoint.every_steps=10")
+    assert submit(cluster, commands, *arguments, *restarts).returncode == 1
     (path,) = (tmp_path / "outputs" / "job").iterdir()
-    log = log_of(Run(path))
+    log = log_of(path)
     assert log.count("resuming after step 10") == log.count("resuming after step 23") == 1, log  # an epoch has 23
-    assert log.count(": started again, from step ") == 2
-    assert log.count("not started again: it has failed twice in the same way, and got no further than step 23") == 1
-    assert log.count("Traceback") == log.count("no step after this one\n") == 3  # by the ranks, and by no agent
+    assert log.count(": restarted from step ") == 2
+    assert log.count("not restarted: it failed twice in the same way, without getting beyond step 23") == 1
+    assert log.count("Traceback") == log.count("no step after this one\n") == 3  # by the ranks, but not by the agent
     assert Run(path).result["state"] == "failed"
     assert len((path / "attempts.jsonl").read_text().splitlines()) == 3
 
 
-def test_what_sbatch_refuses_is_told_and_nothing_is_left(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    process = commands.start("-m", "runner", *TINY, "launcher=slurm", "launcher.partition=big", env=cluster.env)
-    done = commands.finish(process)
-    assert done.returncode == 2
-    assert "invalid partition specified: big" in done.stderr
-    assert list((tmp_path / "outputs" / "job").iterdir()) == []
-
-
-def test_a_sweep_is_one_array_which_a_later_command_collects(
+def test_a_sweep_is_one_array_whose_outcomes_a_later_command_reads(
     cluster: Cluster, commands: Commands, tmp_path: Path
 ) -> None:
     sweep = ("-m", *TINY, "epochs=1", "seed=0,1,2", "launcher=slurm", "launcher.parallel_jobs=2")
-    done = commands.finish(commands.start("-m", "runner", *sweep, env=cluster.env))
-    assert done.returncode == 0, done.stdout + done.stderr
-    match = re.search(r"submitted 3 jobs as job (\d+)\nsweep directory: (.+)\n", done.stdout)
-    assert match, done.stdout
-    path = Path(match[2])
+    _, path = submitted_sweep(submit(cluster, commands, *sweep))
     assert "#SBATCH --array=0-2%2\n" in (path / "slurm" / "jobs-0.sh").read_text()
     assert {job.state for job in read_ledger(path)} <= {"queued", "running", "finished"}
 
-    again = commands.finish(commands.start("-m", "runner", "-m", f"resume={path}", env=cluster.env))
+    again = submit(cluster, commands, "-m", f"resume={path}")
     assert "in the queue, 0 unfinished, 0 new" in again.stdout or "3 jobs are done" in again.stdout, again.stdout
     wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=300)
     report = commands.runner("task=report", f"run={path}")

@@ -1,19 +1,18 @@
-"""The text of --help over a small tree of configuration, and over the runner's own."""
+"""Tests of the text of --help, over a small configuration tree and over the built-in one."""
 
 import shlex
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import Commands
 
-from runner import CONF
-from runner.config.help.folders import Folders
-from runner.config.help.rows import Row, example, option_rows, top_rows
+from runner.config.help.config_tree import ConfigTree
 from runner.config.help.topics import render_help
 from runner.errors import InputError
+from runner.paths import CONF
 
 FILES = {
     "config.yaml": """\
@@ -33,7 +32,7 @@ checkpoint:  # when the state is saved
   # example: checkpoint.every=5 seed=1
   every: 1  # epochs
   deeper:
-    keep: null  # how many stay
+    keep: null  # (int) how many stay
 hydra:
   run:
     dir: .
@@ -89,15 +88,15 @@ def write(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def about(conf: Path, *words: str) -> list[str]:
-    return render_help([conf], words).splitlines()
+def about(conf: Path, *args: str) -> list[str]:
+    return render_help([conf], args).splitlines()
 
 
 def block(text: str) -> list[str]:
     return textwrap.dedent(text).strip("\n").splitlines()
 
 
-def test_the_overview_has_every_option_and_top_level_key_and_no_more(conf: Path):
+def test_overview_lists_all_options_and_top_level_keys(conf: Path):
     lines = about(conf)
     start = next(number for number, line in enumerate(lines) if line.startswith("GROUPS"))
     assert lines[start + 2 : lines.index("FLAGS") - 1] == block(
@@ -109,7 +108,7 @@ def test_the_overview_has_every_option_and_top_level_key_and_no_more(conf: Path)
       +extra=OPTION         one
       hydra/sweeper         grid
 
-    KEYS: type KEY=VALUE
+    KEYS: KEY=VALUE
 
       the run                name, seed
       what it leaves behind  checkpoint.*
@@ -119,32 +118,17 @@ def test_the_overview_has_every_option_and_top_level_key_and_no_more(conf: Path)
         assert word not in "\n".join(lines)
 
 
-def test_usage_and_flags(conf: Path):
-    text = render_help([conf], command="python -m other")
+def test_builtin_overview_fits_a_screen_and_a_half():
+    text = render_help([CONF], command="python -m other")
+    lines = text.splitlines()
+    assert len(lines) <= 75 and max(map(len, lines)) <= 110
     assert text.startswith("usage: python -m other [GROUP=OPTION ...]")
-    for words in (
-        "python -m other ",
-        "torchrun --nproc-per-node 4 -m other model=convnet parallel=ddp ",
-        "python -m other -m model=",
-        "python -m other --config-dir DIR",
-        "python -m other --help parallel=fsdp ",
-        "python -m other resume=last",
-        "-m, --multirun",
-        "-h, --help",
-        "--info",
-        "--hydra-help",
-    ):
-        assert f"\n  {words}" in text
-    assert text.endswith("\n") and not any(line.endswith(" ") for line in text.splitlines())
+    assert "\n  torchrun --nproc-per-node 4 -m other model=convnet parallel=ddp " in text
+    assert "\n  python -m other --help parallel=fsdp " in text and "\n  -m, --multirun" in text
+    assert text.endswith("\n") and not any(line.endswith(" ") for line in lines)
 
 
-def test_the_runners_own_overview_fits_a_screen_and_a_half():
-    lines = render_help([CONF]).splitlines()
-    assert len(lines) <= 75
-    assert max(map(len, lines)) <= 110
-
-
-def test_a_group_has_its_options_with_their_keys_types_values_and_comments(conf: Path, monkeypatch: pytest.MonkeyPatch):
+def test_group_topic_lists_keys_with_types_values_and_comments(conf: Path, monkeypatch: pytest.MonkeyPatch):
     source = "class ConvNet:\n    def __init__(self, channels: list[int], rate: float | None, name: str): ...\n"
     monkeypatch.syspath_prepend(str(write(conf.parent / "code", {"nets.py": source})))
     write(conf, {"model/convnet.yaml": FILES["model/convnet.yaml"].replace("models.ConvNet", "nets.ConvNet")})
@@ -154,10 +138,10 @@ def test_a_group_has_its_options_with_their_keys_types_values_and_comments(conf:
       convnet  two blocks, for images
         model.channels=[16, 32]  list[int]     output channels: two
         model.name=a # b         str           quoted
-        model.steps=[1, 2]                     behind the key
-        model.nested.size=3                    of the head
+        model.steps=[1, 2]       list          behind the key
+        model.nested.size=3      int           of the head
         model.empty=null
-        model.text=''
+        model.text=''            str
         model.rate=1e-4          float | null
       toy
 
@@ -165,35 +149,22 @@ def test_a_group_has_its_options_with_their_keys_types_values_and_comments(conf:
     """)
 
 
-def test_an_option_has_what_it_starts_from_and_what_else_its_constructor_takes(
-    conf: Path, monkeypatch: pytest.MonkeyPatch
-):
-    source = """
-        class Base:
-            def __init__(self, lr: float, beta: "float" = 0.9, *, kind: Literal["a", None] = None): ...
-        class Descent(Base): ...
-    """
-    monkeypatch.syspath_prepend(str(write(conf.parent / "code", {"descents.py": textwrap.dedent(source)})))
-    write(conf, {"optimizer/sgd.yaml": "# descent\n_target_: descents.Descent\nlr: 0.1  # learning rate\n"})
+def test_option_topic_lists_inherited_keys(conf: Path):
+    write(conf, {"optimizer/sgd.yaml": "# descent\n_target_: descents.Descent\nlr: 0.1  # learning rate\nbeta: 1\n"})
     assert about(conf, "optimizer=fast") == block(f"""
     optimizer=fast: the same, faster
 
       optimizer.lr=1.0  float
-
-      also taken, though not in its file:
-
-      +optimizer.beta=0.9   float
-      +optimizer.kind=null  a | null
+      optimizer.beta=1  int
 
     example  python -m runner optimizer=fast
              python -m runner optimizer=fast optimizer.lr=1.0
     file     {conf}/optimizer/fast.yaml
-    made by  descents.Descent
+    class    descents.Descent
     """)
-    assert "and the keys of sgd" in render_help([conf], ["optimizer"])
 
 
-def test_a_preset_tells_what_it_sets_and_what_it_gave(conf: Path):
+def test_preset_topic_shows_its_settings_and_measured_result(conf: Path):
     assert about(conf, "experiment=digits") == block(f"""
     experiment=digits: 97 % in 12 s
     on two cores
@@ -208,65 +179,67 @@ def test_a_preset_tells_what_it_sets_and_what_it_gave(conf: Path):
 
 
 @pytest.mark.parametrize("word", ["checkpoint.every", "every", "++checkpoint.every=3"])
-def test_a_key_of_the_top_level(conf: Path, word: str):
-    assert about(conf, word) == [
-        "checkpoint.every=1  epochs",
-        "",
-        "example  python -m runner checkpoint.every=5 seed=1",
-    ]
+def test_top_level_key(conf: Path, word: str):
+    assert about(conf, word) == block("""
+    checkpoint.every
+
+      checkpoint.every=1  int  epochs
+
+    example  python -m runner checkpoint.every=5 seed=1
+    """)
 
 
-def test_a_key_of_several_options_and_keys_that_begin_alike(conf: Path):
+def test_key_of_several_options_and_prefix_of_keys(conf: Path):
     assert about(conf, "optimizer.lr") == block("""
     optimizer.lr
 
-      optimizer=fast  optimizer.lr=1.0
-      optimizer=sgd   optimizer.lr=0.1  learning rate
+      optimizer=sgd   optimizer.lr=0.1  float  learning rate
+      optimizer=fast  optimizer.lr=1.0  float
 
-    example  python -m runner optimizer.lr=0.1
+    example  python -m runner optimizer=sgd optimizer.lr=0.1
     """)
-    assert "  model=convnet  model.nested.size=3  of the head" in about(conf, "model.nested")
+    assert "  model=convnet  model.nested.size=3  int  of the head" in about(conf, "model.nested")
     assert about(conf, "checkpoint")[2:4] == [
-        "  checkpoint.every=1           epochs",
-        "  checkpoint.deeper.keep=null  how many stay",
+        "  checkpoint.every=1           int         epochs",
+        "  checkpoint.deeper.keep=null  int | null  how many stay",
     ]
-    assert about(conf, "keys")[2] == "  name=run                     str  runs are kept under outputs/NAME"
+    assert about(conf, "keys")[2] == "  name=run                     str         runs are kept under outputs/NAME"
 
 
-def test_several_topics_and_an_option_by_its_name_alone(conf: Path):
+def test_several_topics_and_an_option_without_its_group(conf: Path):
     toy = about(conf, "toy")
     assert toy == about(conf, "model=toy") == about(conf, "model@inner.place='toy'")
     assert "example  python -m runner model=toy data=toy" in toy
     assert about(conf, "toy", "extra") == [*toy, "", *about(conf, "extra")]
     assert about(conf, "model=[toy,convnet]") == [*toy, "", *about(conf, "model=convnet")]
-    assert about(conf, "hydra/launcher=basic") == about(conf, "hydra/launcher")  # one of Hydra's own
-    assert "  hydra.launcher.slots=2  jobs at once" in [line[2:] for line in about(conf, "hydra/launcher")]
+    assert about(conf, "hydra/launcher=basic") == about(conf, "hydra/launcher")  # a group of Hydra
+    assert "  hydra.launcher.slots=2  int  jobs at once" in [line[2:] for line in about(conf, "hydra/launcher")]
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("model=convnt", "no such model; did you mean convnet? (convnet, toy)"),
         ("modle=convnet", "no such group, option or key; did you mean --help model=convnet?"),
         ("optimizer.lrr", "no such group, option or key; did you mean --help optimizer.lr?"),
         ("slotz", "no such group, option or key; did you mean --help hydra/launcher=slots?"),
-        ("zzz", "no such group, option or key; --help alone lists them"),
-        ("one", "several have that name; type --help model=one or extra=one"),
+        ("zzz", "no such group, option or key; --help without a topic lists them"),
+        ("one", "several topics have that name; try --help model=one or extra=one"),
     ],
 )
-def test_an_unknown_topic_is_answered_with_the_nearest(conf: Path, word: str, told: str):
+def test_unknown_topic_suggests_the_nearest(conf: Path, word: str, message: str):
     write(conf, {"model/one.yaml": ""} if word == "one" else {})
     with pytest.raises(InputError) as caught:
         about(conf, word)
-    assert caught.value.messages == [f"--help {word}: {told}"]
+    assert caught.value.messages == [f"--help {word}: {message}"]
 
 
-def test_an_earlier_folder_adds_options_and_hides_those_of_its_names(conf: Path, tmp_path: Path):
+def test_earlier_directory_adds_and_replaces_options(conf: Path, tmp_path: Path):
     mine = {"model/own.yaml": "# mine\ndepth: 3\n", "model/toy.yaml": "# shown\n", "new/a.yaml": "# new\n"}
     (conf / "model" / "toy.yaml").write_text("# hidden\n")
     text = render_help([write(tmp_path / "mine", {**mine, "config.yaml": "other: 1\n"}), conf], ["all"])
     assert "  toy      shown\n" in text
-    assert "  own      mine\n    model.depth=3\n" in text
+    assert "  own      mine\n    model.depth=3  int\n" in text
     assert "\nnew\n\n  a  new\n\nexample  python -m runner +new=a\n" in text
     assert "hidden" not in text and "other=1" not in text
 
@@ -282,7 +255,7 @@ def test_broken_files_are_named_and_the_others_shown(conf: Path):
     assert "  list     a list\n" in text and "  convnet  two blocks" in text
 
 
-def test_values_in_all_their_forms(tmp_path: Path):
+def test_all_kinds_of_values(tmp_path: Path):
     text = """\
 long_list: [1,
   2]  # at its end
@@ -294,74 +267,54 @@ block: |
   two
 nothing: {}  # no keys
 größe: ü  # wide
-required: ???  # to be given
+required: ???  # (float) to be given
 last: 1"""
     rows = [
-        ("g.long_list=[1, 2]", "at its end"),
-        ("g.mapping={a: 1, b: x}", "behind the mapping"),
-        ("g.items=[{_target_: a.B, c: [2]}]", ""),
-        ("g.block=one two", ""),
-        ("g.nothing={}", "no keys"),
-        ("g.größe=ü", "wide"),
-        ("g.required=???", "to be given"),
-        ("g.last=1", ""),
+        ("g.long_list=[1, 2]", "list", "at its end"),
+        ("g.mapping={a: 1, b: x}", "mapping", "behind the mapping"),
+        ("g.items=[{_target_: a.B, c: [2]}]", "list", ""),
+        ("g.block=one two", "str", ""),
+        ("g.nothing={}", "mapping", "no keys"),
+        ("g.größe=ü", "str", "wide"),
+        ("g.required=???", "float", "to be given"),
+        ("g.last=1", "int", ""),
     ]
     shown = about(write(tmp_path, {"g/o.yaml": text}), "g")[3:-2]
-    assert shown == [f"    {left:<35}{comment}".rstrip() for left, comment in rows]  # two more than the longest
+    assert shown == [f"    {left:<35}{kind:<9}{comment}".rstrip() for left, kind, comment in rows]
 
 
-def test_a_very_long_value_does_not_push_the_other_comments_away(conf: Path):
-    (conf / "model" / "long.yaml").write_text(f"values: [{', '.join(map(str, range(40)))}]  # many\nsize: 3  # one\n")
-    long, short = about(conf, "model=long")[2:4]
-    assert long.endswith(", 39]  many") and short == "  model.size=3  one"
-
-
-def test_without_a_main_file(tmp_path: Path):
-    assert "usage:" in render_help([tmp_path]) and "usage:" in render_help([])
-
-
-def test_every_example_of_the_runners_own_is_typed_in_words_that_exist():
-    folders = Folders([CONF])
-    rows: dict[str, list[Row]] = {"": top_rows(folders)}
-    examples = [row.example for row in rows[""]]
-    for group, options in folders.groups.items():
-        for option in options:
-            rows[f"{group}={option}"] = option_rows(folders, group, option)
-            named = [row for row in rows[f"{group}={option}"] if not row.is_added]
-            examples += [example(folders, group, option), *(row.example for row in named)]
+def test_builtin_keys_have_types_and_comments_and_examples_use_existing_names():
+    tree = ConfigTree([CONF])
+    keys = {"": tree.main.keys}
+    keys |= {
+        f"{group}={option}": tree.option_keys(group, option) for group in tree.groups for option in tree.groups[group]
+    }
+    examples = [tree.example(group, option) for group in tree.groups for option in tree.groups[group]]
+    examples += [key.arguments for found in keys.values() for key in found]
     assert len(examples) > 300
-    keys = {row.key for found in rows.values() for row in found}
+    names = {key.name for found in keys.values() for key in found}
     for words in map(shlex.split, dict.fromkeys(examples)):
         for word in words:
             name, _, value = word.lstrip("+").partition("=")
             chosen = {f"{name}={option}" for option in value.split(",")}
-            assert name in keys or chosen <= rows.keys() or word == "-m", words
+            assert name in names or chosen <= keys.keys() or word == "-m", words
+    described = [key for option, found in keys.items() if not option.startswith("experiment=") for key in found]
+    own = [key for key in described if "${" not in key.value]
+    assert [key.name for key in own if not key.type or not key.comment] == []
 
 
-def test_it_reads_each_file_once_by_the_fastest_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Reading is what --help takes its time for."""
-    write(tmp_path, {f"group{n % 6}/option{n}.yaml": FILES["model/convnet.yaml"] for n in range(60)})
-    compose, loaders = yaml.compose, []
-
-    def count(text: str, Loader: type) -> yaml.Node | None:
-        loaders.append(Loader)
-        return compose(text, Loader=Loader)
-
-    monkeypatch.setattr(yaml, "compose", count)
-    render_help([tmp_path], ["all"])
-    assert loaders == [getattr(yaml, "CSafeLoader", yaml.SafeLoader)] * 60
-
-
-def test_a_reader_that_has_had_enough_is_no_error(commands: Commands) -> None:
+def test_closed_pipe_is_no_error(commands: Commands) -> None:
     done = commands.finish(commands.start_as(["sh", "-c", f"{sys.executable} -m runner --help | head -n 1"]))
     assert (done.stdout.splitlines()[0][:6], done.stderr) == ("usage:", "")
 
 
 @pytest.mark.parametrize("words", [("--help", "parallel=fsdp"), ("parallel=fsdp", "-h")], ids=" ".join)
-def test_topics_stand_on_either_side_of_the_flag(commands: Commands, words: tuple[str, ...]) -> None:
-    done = commands.runner(*words)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("parallel=fsdp: fully_shard") and "int " in done.stdout
-    assert commands.runner("--help", "paralel").stderr == (
-        "--help paralel: no such group, option or key; did you mean --help parallel?\n"
-    )
+def test_topics_are_accepted_on_either_side_of_the_flag(
+    words: tuple[str, ...], here: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("parallel=fsdp: fully_shard") and "int " in text
+    assert here("--help", "paralel") == 2
+    hint = "did you mean --help parallel?"
+    assert capsys.readouterr().err == f"--help paralel: no such group, option or key; {hint}\n"

@@ -1,4 +1,4 @@
-"""The check of options against constructors: targets, names, required ones, types, and the words of each refusal."""
+"""Tests of options against constructors: targets, names, required options, types, and their messages."""
 
 import sys
 import typing
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NewType, Optional, Protocol, Union
 
 import pytest
-from omegaconf import OmegaConf
 
 from runner.config.diagnostics.import_target import locate
-from runner.config.diagnostics.signature import accepted_options, accepts, check_options
+from runner.config.diagnostics.signature import accepts, check_options, parameters_of
 from runner.config.diagnostics.type_hints import suits
 
 Width = NewType("Width", int)
@@ -51,9 +50,7 @@ class Everything:
         root: Path | None = None,
         width: Annotated[Width, "pixels"] = Width(2),
         plain_float=0.5,
-        plain_int=3,
         plain_bool=False,
-        plain_text="a",
         plain_none=None,
         plain_list=(),
         colour: Colour | None = None,
@@ -92,7 +89,7 @@ def check(target: str, **node: Any) -> list[str]:
 
 @pytest.fixture
 def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes importable files; what they import is forgotten afterwards."""
+    """Return a function that writes importable files; their modules are removed afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
 
@@ -107,32 +104,49 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         del sys.modules[name]
 
 
-def test_what_fits_passes():
-    assert check("ToyNet", sample_shape=[3, 4], hidden=3) == []
+UNKNOWN = "ToyNet has no option"
+OPTIONS = "(sample_shape, num_outputs, hidden)"
+SHAPE = "model.sample_shape must be given; it is a list (Sequence[int]), for example model.sample_shape=[1,1]"
 
 
-def test_an_unknown_option_is_answered_with_the_nearest_and_all():
-    assert check("ToyNet", sample_shape=[3], hiden=3) == [
-        "model.hiden=3: ToyNet has no option hiden; did you mean hidden? (sample_shape, num_outputs, hidden)"
-    ]
-    assert check("ToyNet", sample_shape=[3], zzz=None) == [
-        "model.zzz=null: ToyNet has no option zzz; choose among: sample_shape, num_outputs, hidden"
-    ]
-    assert check("Tensor", x=1) == ["model.x=1: Tensor has no option x; it takes none"]
+@pytest.mark.parametrize(
+    ("target", "node", "messages"),
+    [
+        ("ToyNet", {"sample_shape": [3, 4], "hidden": 3}, []),
+        (
+            "ToyNet",
+            {"sample_shape": [3], "hiden": 3},
+            [f"model.hiden=3: {UNKNOWN} hiden; did you mean hidden? {OPTIONS}"],
+        ),
+        ("ToyNet", {"zzz": None}, [f"model.zzz=null: {UNKNOWN} zzz; choose among: {OPTIONS[1:-1]}", SHAPE]),
+        ("ToyNet", {"sample_shape": "???"}, [SHAPE]),
+        ("Tensor", {"x": 1}, ["model.x=1: Tensor has no option x; it takes none"]),
+        ("Holder", {}, ["model.net must be given; it is a ToyNet (given as a node with a _target_)"]),
+        ("partly", {"_partial_": True, "momentum": 0.9}, []),
+        ("partly", {"_partial_": True, "lr": "fast"}, ["model.lr=fast must be a number (float); for example 0.1"]),
+        (
+            "partly",
+            {"_partial_": True, "momentun": 1},
+            ["model.momentun=1: partly has no option momentun; did you mean momentum? (momentum)"],
+        ),
+        ("Open", {"whatever": "x"}, []),
+        ("Open", {"size": "x"}, ["model.size=x must be an integer (int); for example 1"]),
+        ("FromNew", {"size": "x"}, ["model.size=x must be an integer (int); for example 1"]),
+        ("ToyNet", {"_args_": [[1], 5]}, []),
+        ("ToyNet", {"_args_": [[1], 2, 3, 4]}, ["model._args_=[[1],2,3,4]: ToyNet takes at most 3; take some out"]),
+        ("variadic", {"_args_": [1, 2, 3]}, []),
+        ("positional_only", {"_args_": [1], "b": 2}, []),
+    ],
+)
+def test_options_are_checked_against_the_signature(target: str, node: dict[str, Any], messages: list[str]):
+    assert check(target, **node) == messages
 
 
-def test_every_wrong_option_is_told():
-    assert len(check("ToyNet", hiden=3, num_outputs="x")) == 3
+def test_signature_that_python_cannot_read_accepts_every_option():
+    assert check_options("x", {"_target_": "builtins.dict", "anything": 1}) == []
 
 
-def test_a_required_option_must_be_there():
-    rule = "model.sample_shape must be given; it is a list of integers (Sequence[int])"
-    assert check("ToyNet") == [f"{rule}, for example model.sample_shape=[1,1]"]
-    assert check("ToyNet", sample_shape="???") == check("ToyNet")
-    assert check("Holder") == ["model.net must be given; it is a ToyNet (given as a node with a _target_)"]
-
-
-def test_what_the_runner_passes_need_not_and_may_not_be_there():
+def test_arguments_of_the_runner_must_not_be_given():
     node = {"_target_": f"{HERE}.ToyNet"}
     assert check_options("model", node, provided=["sample_shape"]) == []
     assert check_options("model", {**node, "sample_shape": [3]}, provided=["sample_shape"]) == [
@@ -141,67 +155,40 @@ def test_what_the_runner_passes_need_not_and_may_not_be_there():
     assert "sample_shape" not in check_options("model", {**node, "hiden": 3}, provided=["sample_shape"])[0]
 
 
-def test_what_the_runner_reads_may_be_there_and_is_typed_where_the_constructor_takes_it_too():
+def test_described_keys_are_allowed_and_checked_against_the_constructor():
     described = ["sample_shape", "num_outputs"]
     node = {"_target_": f"{HERE}.Tensor", "sample_shape": [1], "num_outputs": "many"}
     assert check_options("data", node, described=described) == []
     assert len(check_options("data", {**node, "_target_": f"{HERE}.ToyNet"}, described=described)) == 1
 
 
-def test_a_partial_node_lacks_what_it_is_called_with():
-    assert check("partly", _partial_=True, momentum=0.9) == []
-    assert len(check("partly", momentum=0.9)) == 2
-    assert check("partly", _partial_=True, lr="fast") == [
-        "model.lr=fast must be a number (float); for example 0.1",
-    ]
-    assert check("partly", _partial_=True, momentun=1) == [
-        "model.momentun=1: partly has no option momentun; did you mean momentum? (momentum)"
-    ]
-
-
-def test_keyword_arguments_take_every_key_and_the_named_ones_keep_their_type():
-    assert check("Open", whatever="x") == []
-    assert check("Open", size="x") == ["model.size=x must be an integer (int); for example 1"]
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("lr", "fast", "model.lr=fast must be a number (float); for example 0.1"),
-        ("lr", True, "model.lr=true must be a number (float); for example 0.1"),
-        ("lr", None, "model.lr=null must be a number (float); for example 0.1"),
-        ("lr", "0.5", "model.lr='0.5' must be a number (float); for example 0.1"),
         ("bias", 1, "model.bias=1 must be true or false (bool); for example true"),
         ("name", 3, "model.name=3 must be text (str); for the text 3 type \"'3'\""),
-        ("name", [1], "model.name=[1] must be text (str); for example relu"),
         ("activation", "rleu", "model.activation=rleu must be one of relu, gelu; did you mean relu?"),
-        ("activation", 3, "model.activation=3 must be one of relu, gelu; for example relu"),
         ("seed", 1.5, "model.seed=1.5 must be an integer (int) or null; for example 1"),
-        ("seed", True, "model.seed=true must be an integer (int) or null; for example 1"),
         (
             "betas",
             [0.9],
-            "model.betas=[0.9] must be a list of 2 numbers (tuple[float, float]); for example [0.9,0.999]",
+            "model.betas=[0.9] must be a list (tuple[float, float]); for example [0.9,0.999]",
         ),
-        ("betas", 0.9, "model.betas=0.9 must be a list of 2 numbers (tuple[float, float]); for example [0.9,0.999]"),
         (
             "scales",
             {"a": "x"},
             "model.scales={a:x} must be a mapping (dict[str, int]) or null; for example {name:value}",
         ),
-        ("penalty", "x", "model.penalty=x must be a number (float); for example 0.0"),
         ("weights", "x", "model.weights=x must be a Tensor (given as a node with a _target_) or null"),
-        ("root", 3, "model.root=3 must be a path (Path) or null; for the text 3 type \"'3'\""),
         ("root", [3], "model.root=[3] must be a path (Path) or null; for example folder/file"),
         ("width", "x", "model.width=x must be an integer (int); for example 2"),
         ("plain_float", "x", "model.plain_float=x must be a number (float); for example 0.5"),
-        ("plain_int", 0.5, "model.plain_int=0.5 must be an integer (int); for example 3"),
         ("plain_bool", 1, "model.plain_bool=1 must be true or false (bool); for example false"),
-        ("plain_text", 1, "model.plain_text=1 must be text (str); for the text 1 type \"'1'\""),
         ("colour", "rad", "model.colour=rad must be one of RED, GREEN or null; did you mean RED?"),
     ],
 )
-def test_a_wrong_type_is_told_with_rule_and_fix(option: str, value: Any, message: str):
+def test_wrong_type_is_reported_with_rule_and_fix(option: str, value: Any, message: str):
     assert check("Everything", **{option: value}) == [message]
 
 
@@ -215,7 +202,7 @@ def test_a_wrong_type_is_told_with_rule_and_fix(option: str, value: Any, message
         {"weights": {"_target_": f"{HERE}.Tensor"}, "lr": {"_target_": f"{HERE}.Tensor"}},
     ],
 )
-def test_the_right_types_pass(node: dict[str, Any]):
+def test_right_types_pass(node: dict[str, Any]):
     assert check("Everything", **node) == []
 
 
@@ -247,47 +234,16 @@ def test_annotations(annotation: Any, right: list[Any], wrong: list[Any]):
     assert [suits(annotation, value) for value in wrong] == [False] * len(wrong)
 
 
-def test_numbers_as_omegaconf_reads_them():
-    read = OmegaConf.to_container(OmegaConf.create("lr: 1e-4\nseed: 0x10\nname: fast"))
-    assert isinstance(read, dict) and check("Everything", **read) == []
-
-
 def test_nested_nodes_are_checked_at_their_own_keys():
     node = {"_target_": f"{HERE}.ToyNet", "hiden": 3, "sample_shape": [1]}
     messages = check("Holder", net=node, layers=[node], **{"_recursive_": True})
     assert [message.partition("=")[0] for message in messages] == ["model.net.hiden", "model.layers.0.hiden"]
+    # With `_recursive_: false` the constructor may pass the missing arguments of nested nodes.
+    del node["sample_shape"]
+    (message,) = check("Holder", net=node, _recursive_=False)
+    assert message.startswith("model.net.hiden=3")
     plain = check_options("loader", {"inner": {"deep": [{"_target_": f"{HERE}.ToyNet"}]}})
     assert plain[0].startswith("loader.inner.deep.0.sample_shape must be given")
-
-
-def test_a_constructor_that_makes_the_nested_nodes_may_complete_them():
-    node = {"_target_": f"{HERE}.ToyNet", "hiden": 3}
-    messages = check("Holder", net=node, _recursive_=False)
-    assert len(messages) == 1 and messages[0].startswith("model.net.hiden=3")
-
-
-def test_positional_arguments():
-    assert check("ToyNet", _args_=[[1], 5]) == []
-    assert check("ToyNet", _args_=[["x"]])[0].startswith("model.sample_shape=[x] must be a list of integers")
-    assert check("ToyNet", _args_=[[1], 2, 3, 4]) == ["model._args_=[[1],2,3,4]: ToyNet takes at most 3; take some out"]
-    assert check("variadic", _args_=[1, 2, 3]) == []
-    assert check("positional_only", _args_=[1], b=2) == []
-    assert check("positional_only", a=1, b=2)[0].startswith("model.a=1: positional_only has no option a")
-
-
-def test_hydras_own_keys():
-    assert check("ToyNet", sample_shape=[1], _convert_="all", _partial_=False) == []
-    assert check("ToyNet", sample_shape=[1], _convert_="al") == [
-        "model._convert_=al must be one of none, partial, object, all; did you mean all?"
-    ]
-    assert check_options("model", {"_target_": 3}) == [
-        "model._target_=3 must be text (str); for the text 3 type \"'3'\""
-    ]
-
-
-def test_other_constructors():
-    assert check("FromNew", size="x") == ["model.size=x must be an integer (int); for example 1"]
-    assert check_options("x", {"_target_": "builtins.dict", "anything": 1}) == []  # Python cannot tell its parameters
 
 
 @pytest.mark.parametrize(
@@ -297,14 +253,12 @@ def test_other_constructors():
         ("json.decoderr.JSONDecoder", "json has no decoderr; did you mean decoder?"),
         ("json.decoder.JSONDecodr", "json.decoder has no JSONDecodr; did you mean JSONDecoder?"),
         ("json.JSONDecoder.decod", "json.JSONDecoder has no decod; did you mean decode?"),
-        ("math.zzzzzzzz", "math has no zzzzzzzz"),
         ("json.decoder", "is a module, not a class or a function; did you mean json.decoder.JSONDecoder?"),
         ("math.pi", "is a float, not a class or a function"),
         (".json", "must be a dotted path, as package.module.Name"),
-        ("json.", "must be a dotted path, as package.module.Name"),
     ],
 )
-def test_a_target_that_is_not_there(target: str, message: str):
+def test_missing_target_suggests_the_nearest_name(target: str, message: str):
     assert check_options("model", {"_target_": target, "a": 1}) == [f"model._target_={target}: {message}"]
 
 
@@ -312,26 +266,17 @@ def test_a_target_that_is_not_there(target: str, message: str):
     ("text", "line", "reason"),
     [
         ("\nimport surely_not_there\n", 2, "ModuleNotFoundError: No module named 'surely_not_there'"),
-        ("from json import nothing_such\n", 1, "ImportError: cannot import name 'nothing_such' from 'json'"),
-        ("\n\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
         ("x = 1\ndef f(:\n", 2, "SyntaxError: invalid syntax"),
         ("import json\njson.loads('{')\n", 2, "JSONDecodeError"),
     ],
 )
-def test_an_import_that_breaks_inside_names_the_users_line(write_module, text: str, line: int, reason: str):
+def test_failing_import_names_the_innermost_line_of_custom_code(write_module, text: str, line: int, reason: str):
     path = write_module("broken_inside.py", text)
-    (message,) = check_options("model", {"_target_": "broken_inside.Net"})
-    assert message.startswith(
-        f"model._target_=broken_inside.Net: importing broken_inside failed at {path}:{line}: {reason}"
-    )
-    assert "\n" not in message
-
-
-def test_the_deepest_of_the_users_own_files_is_named(write_module):
-    write_module("outer_net.py", "import inner_net\n")
-    inner = write_module("inner_net.py", "\nimport json\njson.loads('{')\n")
-    (message,) = check_options("model", {"_target_": "outer_net.Net"})
-    assert f"importing outer_net failed at {inner}:3: JSONDecodeError" in message
+    write_module("outer_net.py", "import broken_inside\n")
+    for module in ("broken_inside", "outer_net"):
+        (message,) = check_options("model", {"_target_": f"{module}.Net"})
+        expected = f"model._target_={module}.Net: importing {module} failed at {path}:{line}: {reason}"
+        assert message.startswith(expected) and "\n" not in message
 
 
 def test_locate_imports_submodules(write_module):
@@ -342,7 +287,7 @@ def test_locate_imports_submodules(write_module):
         locate("some_package.prt.Net")
 
 
-def test_postponed_annotations_are_read_where_the_class_is_written(write_module):
+def test_postponed_annotations_are_evaluated_in_their_module(write_module):
     write_module(
         "postponed_net.py",
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import Literal as L\n"
@@ -355,19 +300,9 @@ def test_postponed_annotations_are_read_where_the_class_is_written(write_module)
     ]
 
 
-def test_accepted_options():
-    assert accepted_options(f"{HERE}.ToyNet") == ["sample_shape", "num_outputs", "hidden"]
+def test_parameters_of_a_constructor():
+    assert [*parameters_of(f"{HERE}.ToyNet")] == ["sample_shape", "num_outputs", "hidden"]
     assert accepts(f"{HERE}.ToyNet", "hidden") and not accepts(f"{HERE}.ToyNet", "hiden")
     assert accepts(f"{HERE}.Open", "anything")
     with pytest.raises(ValueError, match="has no Nothing"):
-        accepted_options(f"{HERE}.Nothing")
-
-
-def test_torchs_own_constructors():
-    pytest.importorskip("torch")
-    sgd = {"_target_": "torch.optim.SGD", "_partial_": True}
-    assert check_options("optimizer", {**sgd, "lr": 1, "nesterov": True}) == []
-    (message,) = check_options("optimizer", {**sgd, "lr": "fast"})
-    assert message.startswith("optimizer.lr=fast must be a number (float); for example 0.")
-    (message,) = check_options("optimizer", {"_target_": "torch.optim.AdamX", "_partial_": True})
-    assert message == "optimizer._target_=torch.optim.AdamX: torch.optim has no AdamX; did you mean Adamax?"
+        parameters_of(f"{HERE}.Nothing")

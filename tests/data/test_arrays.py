@@ -1,4 +1,4 @@
-"""Arrays of NumPy's files: types, shapes, mapping, which files a split has."""
+"""Arrays in NumPy's files: types, shapes, memory mapping, and the files of each split."""
 
 import pickle
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from data_sets import assert_both_ways_agree
-
-from data.arrays import Arrays
+from runner.shipped.data.arrays import Arrays
 
 RANDOM = np.random.default_rng(0)
 
@@ -15,7 +14,7 @@ RANDOM = np.random.default_rng(0)
 @pytest.fixture
 def write(tmp_path):
     def write(inputs, targets, split="train", archive=False):
-        """The paths of both, as options."""
+        """Write inputs and targets, and return their paths as options."""
         if archive:
             np.savez(tmp_path / "all.npz", **{f"x_{split}": inputs, f"y_{split}": targets})
             return {
@@ -44,7 +43,7 @@ def test_inputs_of_any_number_type(kind, archive, write):
     assert torch.equal(copy.__getitems__([7])[0], data.__getitems__([7])[0])
 
 
-def test_a_file_of_its_own_is_mapped_and_not_copied_to_workers(write):
+def test_an_npy_file_is_mapped_and_not_copied_to_workers(write):
     data = Arrays("train", [1000], 1, **write(RANDOM.random((100, 1000)), RANDOM.random(100)))
     assert isinstance(data.inputs.array, np.memmap) and len(pickle.dumps(data)) < 2000
     copy = pickle.loads(pickle.dumps(data))
@@ -72,7 +71,7 @@ def test_images_of_bytes_are_divided_and_may_lack_their_channel(write):
     assert torch.equal(data[3][0], torch.from_numpy(images[3]).float()[None] / 255)
 
 
-def test_a_split_without_file_is_told(write):
+def test_a_split_without_a_file_is_refused(write):
     paths = write(RANDOM.random((20, 2)), np.zeros(20, int))
     with pytest.raises(ValueError, match=r"^inputs\.val=null: the val split needs a file, .*; inputs has train$"):
         Arrays("val", [2], 2, **paths)
@@ -86,27 +85,15 @@ def test_a_split_without_file_is_told(write):
         (
             np.zeros((20, 2)),
             np.zeros(19, int),
-            r"targets\.train=.*y\.npy must have a row for each of the 20 of .*, but has 19",
+            r"targets\.train=.*y\.npy must have a row for each of the 20 .*has 19",
         ),
         (np.zeros((20, 3)), np.zeros(20, int), r"sample_shape=\[2\] must be \[3\], .*; set data\.sample_shape=\[3\]"),
         (np.zeros((20, 3, 4)), np.zeros(20, int), r".*; set data\.sample_shape=\[3,4\]"),
         (np.zeros(20), np.zeros(20, int), r"sample_shape=\[2\] must be \[1\]"),
-        (
-            np.zeros((20, 2)),
-            np.arange(20),
-            r"num_outputs=2 must be above every class, .* from 0 to 19; set data\.num_outputs=20",
-        ),
+        (np.zeros((20, 2)), np.arange(20), r"num_outputs=2 must be above .* from 0 to 19; set data\.num_outputs=20"),
         (np.zeros((20, 2)), np.arange(20) - 1, r"num_outputs=2 must be above every class, .*; number them from 0"),
-        (
-            np.zeros((20, 2)),
-            np.zeros((20, 5)),
-            r"num_outputs=2 must be 5, the numbers of a row .*; set data\.num_outputs=5",
-        ),
-        (
-            np.array([["a", "b"]] * 20),
-            np.zeros(20, int),
-            r".*x\.npy must hold rows of numbers, not <U1 of shape \[20, 2\]",
-        ),
+        (np.zeros((20, 2)), np.zeros((20, 5)), r"num_outputs=2 must be 5, the .*; set data\.num_outputs=5"),
+        (np.array([["a", "b"]] * 20), np.zeros(20, int), r".*x\.npy must contain rows of numbers, not <U1 of shape "),
         (np.array([[{}, 1]] * 20), np.zeros(20, int), r".*x\.npy cannot be read as an array: "),
     ],
 )
@@ -115,7 +102,7 @@ def test_arrays_that_do_not_fit_are_refused(inputs, targets, message, write):
         Arrays("train", [2], 2, **write(inputs, targets))
 
 
-def test_files_that_are_not_there_are_told(write, tmp_path):
+def test_missing_files_are_named(write, tmp_path):
     paths = write(np.zeros((20, 2)), np.zeros(20, int), archive=True)
     for path, message in (
         ("none.npy", "cannot be read as an array: No such file or directory"),

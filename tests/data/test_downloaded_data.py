@@ -1,4 +1,4 @@
-"""The data sets that torchvision reads, offline: as ToTensor has them, what is fetched, what a failure leaves."""
+"""Datasets that torchvision reads, offline: equal to ToTensor, downloads, and directories after a failure."""
 
 import pickle
 import subprocess
@@ -12,17 +12,16 @@ import pytest
 import torch
 import torchvision
 from data_sets import IDX_SETS, SHAPES, assert_both_ways_agree, md5, write_idx
+from runner.shipped.data import files
+from runner.shipped.data.cifar10 import CIFAR10
+from runner.shipped.data.fashion_mnist import FashionMNIST
+from runner.shipped.data.mnist import MNIST
 from torchvision.transforms import ToTensor
-
-from data import files
-from data.cifar10 import CIFAR10
-from data.fashion_mnist import FashionMNIST
-from data.mnist import MNIST
 
 
 @pytest.fixture
 def cifar_root(tmp_path, monkeypatch):
-    """Batches in CIFAR-10's format, four images each, whose checksums torchvision is told to expect."""
+    """Write batches in CIFAR-10's format, four images each, and patch torchvision's checksums to match."""
     kind = torchvision.datasets.CIFAR10
     home = tmp_path / "cifar" / kind.base_folder
     home.mkdir(parents=True)
@@ -40,7 +39,7 @@ def cifar_root(tmp_path, monkeypatch):
 
 @pytest.fixture
 def offline(monkeypatch):
-    """Every download fails at once, after torchvision has spoken and made a directory as it would."""
+    """Let every download fail immediately, after torchvision has printed a message and created a directory."""
 
     def fail(url, root, *args, **kwargs):
         print("trying", url)
@@ -66,7 +65,7 @@ def test_idx_sets_equal_totensor_on_the_same_files(kind, source, train, tmp_path
     assert_both_ways_agree(pickle.loads(pickle.dumps(data)))
 
 
-def test_idx_sets_that_are_there_do_not_wait_for_torchvision():
+def test_existing_idx_files_are_read_without_torchvision():
     code = "import sys, data.mnist, data.fashion_mnist; sys.exit('torchvision' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
@@ -97,7 +96,7 @@ def test_images_are_resized_to_the_shape_of_a_sample(size, tmp_path, cifar_root)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_file_sets_check_the_shape_before_they_look_for_files(kind, tmp_path):
+def test_datasets_of_files_check_the_shape_before_searching_files(kind, tmp_path):
     channels = SHAPES[kind][0]
     with pytest.raises(ValueError, match=rf"^sample_shape=\[2, 28, 28\] must be .* with {channels} channel"):
         kind(train=True, sample_shape=(2, 28, 28), num_outputs=10, root=str(tmp_path))
@@ -109,7 +108,7 @@ def test_file_sets_check_the_shape_before_they_look_for_files(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("download", [True, False])
-def test_missing_files_are_one_line_and_leave_nothing(kind, download, tmp_path, offline, capfd):
+def test_missing_files_are_named_in_one_line_and_nothing_is_written(kind, download, tmp_path, offline, capfd):
     root = tmp_path / "not" / "there"
     with pytest.raises(ValueError) as raised:
         kind(train=True, sample_shape=SHAPES[kind], num_outputs=10, root=str(root), download=download)
@@ -124,7 +123,7 @@ def test_missing_files_are_one_line_and_leave_nothing(kind, download, tmp_path, 
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_failed_download_leaves_what_was_there(tmp_path, offline):
+def test_a_failed_download_keeps_existing_files(tmp_path, offline):
     home = write_idx(tmp_path)
     (home / "t10k-labels-idx1-ubyte").unlink()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -136,7 +135,7 @@ def test_a_failed_download_leaves_what_was_there(tmp_path, offline):
 
 # torchvision 0.26 unpacks without a filter, which Python 3.12 warns about; the archive's checksum has been checked.
 @pytest.mark.filterwarnings("ignore:Python 3.14 will:DeprecationWarning")
-def test_archives_put_there_by_hand_are_unpacked(tmp_path, monkeypatch, cifar_root):
+def test_archives_copied_by_hand_are_unpacked(tmp_path, monkeypatch, cifar_root):
     kind = torchvision.datasets.MNIST
     home = write_idx(tmp_path / "mnist", pack=True)
     monkeypatch.setattr(kind, "resources", [(name, md5(home / name)) for name, _ in kind.resources])
@@ -155,7 +154,7 @@ def test_archives_put_there_by_hand_are_unpacked(tmp_path, monkeypatch, cifar_ro
 
 
 def test_a_download_puts_all_files_in_place(tmp_path, monkeypatch, capfd):
-    """torchvision's own download with the transfer alone replaced: archives come from a folder of this machine."""
+    """torchvision's download, in which only the transfer is replaced: archives are copied from a local directory."""
     kind = torchvision.datasets.FashionMNIST
     home = write_idx(tmp_path / "server", "FashionMNIST", pack=True)
     monkeypatch.setattr(kind, "resources", [(name, md5(home / name)) for name, _ in kind.resources])
@@ -174,16 +173,16 @@ def test_a_download_puts_all_files_in_place(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_torn_and_mismatched_files_are_told(tmp_path, cifar_root):
+def test_truncated_and_mismatched_files_are_named(tmp_path, cifar_root):
     home = write_idx(tmp_path / "torn")
     images = home / "train-images-idx3-ubyte"
     for content in (b"", b"<html>not found</html>", images.read_bytes()[:-100]):
         images.write_bytes(content)
         with pytest.raises(
             ValueError, match=r"^root=.*torn has MNIST files that cannot be read \(.+\); remove "
-        ) as told:
+        ) as reported:
             MNIST(train=True, sample_shape=(1, 28, 28), num_outputs=10, root=str(tmp_path / "torn"))
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(reported.value)
 
     home = write_idx(tmp_path / "mixed")
     (home / "train-labels-idx1-ubyte").write_bytes((home / "t10k-labels-idx1-ubyte").read_bytes())

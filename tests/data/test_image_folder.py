@@ -1,4 +1,4 @@
-"""A folder of a user's own images."""
+"""A directory of custom images."""
 
 import pickle
 from pathlib import Path
@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runner.shipped.data.image_folder import ImageFolder
 from torch.utils.data import DataLoader
 from torchvision.transforms import ToTensor
-
-from data.image_folder import ImageFolder
 
 
 @pytest.fixture
 def image_root(tmp_path):
-    """Two classes of images: left halves white and right halves white, wide and tall, gray and coloured."""
+    """Write two classes of images: left or right half white; wide and tall, gray and color."""
     for split, count in (("train", 3), ("val", 2)):
         for name in ("left", "right"):
             home = tmp_path / "images" / split / name
@@ -31,7 +30,7 @@ def image_root(tmp_path):
 
 
 @pytest.mark.parametrize(("channels", "size"), [(1, (16, 16)), (3, (16, 16)), (3, (30, 12)), (1, (8, 40))])
-def test_image_folder_scales_cuts_and_converts(channels, size, image_root):
+def test_image_folder_scales_crops_and_converts(channels, size, image_root):
     for train, count in ((True, 6), (False, 4)):
         data = ImageFolder(train=train, sample_shape=(channels, *size), num_outputs=2, root=str(image_root))
         assert len(data) == count
@@ -39,7 +38,7 @@ def test_image_folder_scales_cuts_and_converts(channels, size, image_root):
             assert sample.shape == (channels, *size) and sample.dtype == torch.float32
             assert sample.min() >= 0 and sample.max() <= 1
             assert target.dtype == torch.int64 and target.shape == ()
-            # The cut is central: the white half is on its side, and as wide as the other.
+            # The crop is central: the white half stays on its side and is as wide as the other.
             halves = sample.chunk(2, dim=2)
             assert (halves[int(target)].mean() > 0.9) and (halves[1 - int(target)].mean() < 0.1)
         assert [int(target) for _, target in data] == [0] * (count // 2) + [1] * (count // 2)
@@ -63,7 +62,9 @@ def test_image_folder_refuses_what_it_cannot_read(image_root, tmp_path):
         return ImageFolder(train=True, sample_shape=sample_shape, num_outputs=num_outputs, root=str(root))
 
     nowhere = tmp_path / "nowhere"
-    with pytest.raises(ValueError, match=f"^root={nowhere} must hold train and val .* {nowhere}/train does not exist$"):
+    with pytest.raises(
+        ValueError, match=f"^root={nowhere} must contain train and val .* {nowhere}/train does not exist$"
+    ):
         make(root=nowhere)
     with pytest.raises(ValueError, match=r"^num_outputs=10 must be 2, .* in .*/train; set data.num_outputs=2$"):
         make(num_outputs=10)
@@ -72,11 +73,11 @@ def test_image_folder_refuses_what_it_cannot_read(image_root, tmp_path):
             make(sample_shape=shape)
     data = make()
     Path(data.files[0][0]).write_bytes(Path(data.files[0][0]).read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"left/0.png cannot be decoded \(.+\); replace it"):
+    with pytest.raises(ValueError, match=r"left/0.png cannot be decoded \(.+\); replace or remove it"):
         data[0]
     (image_root / "val" / "third").mkdir()
-    with pytest.raises(ValueError, match=r"must have the same class folders in train and val, .* third$"):
+    with pytest.raises(ValueError, match=r"must have the same class directories in train and val, .* third$"):
         make()
     (image_root / "train" / "third").mkdir()
-    with pytest.raises(ValueError, match=r"must hold an image of each class: .*third"):
+    with pytest.raises(ValueError, match=r"must contain an image of each class: .*third"):
         make(num_outputs=3)

@@ -1,4 +1,4 @@
-"""Tables: columns of CSV and Parquet files as features and targets, classes from labels, what is refused."""
+"""Tables: columns of CSV and Parquet files as features and targets, classes from labels, and refused files."""
 
 import csv
 import sys
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from data_sets import assert_both_ways_agree
-
-from data.table import Table
+from runner.shipped.data.table import Table
 
 HEADER = ["width", "height", "kind", "price", "wet", "cold"]
 ROWS = [
@@ -80,7 +79,7 @@ def test_features_are_all_other_columns_unless_named(write):
     assert data.samples[2].tolist() == [3.5, 10, 1.0, 1]
 
 
-def test_whole_numbers_are_classes_by_their_value(write):
+def test_integers_are_classes_in_numerical_order(write):
     data = table(write(rows=[[1, 2, label] for label in (10, 9, -1, 9)], header=HEADER[:3]))
     assert data.classes == ["-1", "9", "10"] and data.targets.tolist() == [2, 1, 0, 1]
 
@@ -103,7 +102,7 @@ def test_several_files_are_one_table(write, tmp_path):
     assert both.targets.tolist() == [2, 0, 1, 0, 2, 0]
 
 
-def test_what_csv_files_look_like(write, tmp_path):
+def test_forms_of_csv_files(write, tmp_path):
     path = write(delimiter=";")
     assert table(path, delimiter=";").targets.tolist() == [2, 0, 1, 0]
     text = '\ufeffwidth, height ,kind\n1,2,"a\nb"\n\n3,4, c \n5,6,c\n'
@@ -120,12 +119,12 @@ def test_what_csv_files_look_like(write, tmp_path):
         (ROWS, {"sample_shape": (4,)}, r"sample_shape=\[4\] must be \[2\], .*; set data\.sample_shape=\[2\]"),
         (ROWS, {"target": "knd"}, "target=knd: the table has no such column; it has width, height, kind, price"),
         (ROWS, {"features": ["width", "depth"]}, "features=depth: the table has no such column"),
-        (ROWS, {"features": ["width", "kind"]}, "features=.* must not hold the target kind; take it out"),
+        (ROWS, {"features": ["width", "kind"]}, "features=.* must not contain the target kind; remove it"),
         (ROWS, {"features": ["kind", "cold"], "target": "price", "num_outputs": 1}, r".*train\.csv, line 2: kind is "),
-        ([*ROWS, [1, "", "fig", 1, 0, 0]], {}, r".*train\.csv, line 6: height is missing, and must be a finite number"),
-        ([*ROWS, [1, "nan", "fig", 1, 0, 0]], {}, r".*train\.csv, line 6: height is 'nan', and must be"),
-        ([*ROWS, [1, 2, "", 1, 0, 0]], {}, r".*train\.csv, line 6: kind is missing; mend the file"),
-        ([*ROWS, [1, 2]], {}, r".*train\.csv, line 6: has 2 fields, and the first line has 6"),
+        ([*ROWS, [1, "", "fig", 1, 0, 0]], {}, r".*train\.csv, line 6: height is missing, but must be a finite number"),
+        ([*ROWS, [1, "nan", "fig", 1, 0, 0]], {}, r".*train\.csv, line 6: height is 'nan', but must be"),
+        ([*ROWS, [1, 2, "", 1, 0, 0]], {}, r".*train\.csv, line 6: kind is missing; fix the file"),
+        ([*ROWS, [1, 2]], {}, r".*train\.csv, line 6: has 2 fields, but the first line has 6"),
         (ROWS, {"target": []}, r"target=\[\] must name one or more"),
         (ROWS, {"target": ["wet", "cold"], "kind": "classes"}, "kind=classes is for one target column"),
         (ROWS, {"delimiter": ""}, "delimiter= must be one character"),
@@ -136,13 +135,13 @@ def test_tables_that_do_not_fit_are_refused(rows, options, message, write):
         table(write(rows=rows), **options)
 
 
-def test_missing_files_columns_and_labels_are_told(write, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"^files\.val=null: the val split needs .*; there are those of train$"):
+def test_missing_files_columns_and_labels_are_named(write, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"^files\.val=null: the val split needs .*; there are files for train$"):
         table(write(), "val")
-    with pytest.raises(ValueError, match=r"^files\.train=.*none\.csv is no file"):
+    with pytest.raises(ValueError, match=r"^files\.train=.*none\.csv is not a file"):
         table(str(tmp_path / "none.csv"))
     with pytest.raises(
-        ValueError, match=r"train\.csv, line 1: must be different column names, not 'a,a'; mend the file"
+        ValueError, match=r"train\.csv, line 1: must be different column names, not 'a,a'; fix the file"
     ):
         table(write(header=["a", "a"], rows=[[1, 2]]))
     other = write("val.csv", [[1, 2, "plum"]], HEADER[:3])

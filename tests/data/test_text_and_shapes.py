@@ -1,4 +1,4 @@
-"""Text in blocks and images of shapes: what a sample is, how the splits divide them, what is refused."""
+"""Text in blocks and images of shapes: samples, splits, and refused options."""
 
 import pickle
 
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from data_sets import assert_both_ways_agree
-
-from data.shapes import Shapes
-from data.text import PRINTABLE, Text
+from runner.shipped.data.shapes import Shapes
+from runner.shipped.data.text import PRINTABLE, Text
 
 SPLITS = ("train", "val", "test")
 
@@ -20,7 +19,7 @@ def files(tmp_path):
     return str(tmp_path / "*.txt")
 
 
-def test_the_english_of_pydoc_is_the_same_every_time_and_cut_by_position():
+def test_the_default_text_is_repeatable_and_split_by_position():
     splits = [Text(split, [64], 96) for split in SPLITS]
     again = [Text(split, [64], 96) for split in SPLITS]
     texts = [split.decode(split.tokens.tolist()) for split in splits]
@@ -29,7 +28,7 @@ def test_the_english_of_pydoc_is_the_same_every_time_and_cut_by_position():
     assert total > 300_000 and [len(text) / total for text in texts] == pytest.approx([0.9, 0.05, 0.05], abs=1e-4)
     assert set("".join(texts)) <= set(PRINTABLE) and splits[0].vocabulary == sorted(PRINTABLE)
     assert 'The "assert" statement' in texts[0] and not texts[0].isspace()
-    # What is tested on is not in the training text: its paragraphs come once.
+    # The test split is not part of the training text, because paragraphs occur only once.
     trained = {line.strip() for line in texts[0].split("\n")}
     unseen = [line.strip() not in trained for text in texts[1:] for line in text.split("\n") if len(line.strip()) > 30]
     assert len(unseen) > 400 and np.mean(unseen) > 0.98
@@ -52,19 +51,15 @@ def test_targets_are_the_tokens_that_follow(unit, split, files):
     assert read == (part if isinstance(part, str) else part.decode(errors="replace"))
     assert (end - start - 1) // 8 == len(data)
     assert_both_ways_agree(data) if len(data) >= 7 else None
+    assert torch.equal(pickle.loads(pickle.dumps(data))[1][1], data[1][1])
 
 
-def test_text_pickles_for_the_workers_of_a_loader(files):
-    data = Text("train", [8], 14, [files])
-    assert torch.equal(pickle.loads(pickle.dumps(data))[3][1], data[3][1])
-
-
-def test_text_refuses_what_does_not_fit(files, tmp_path):
+def test_text_refuses_invalid_options(files, tmp_path):
     with pytest.raises(
-        ValueError, match=r"^num_outputs=96 must be 14, the different characters .* data.num_outputs=14$"
+        ValueError, match=r"^num_outputs=96 must be 14, the number of different characters .* data.num_outputs=14$"
     ):
         Text("train", [8], 96, files)
-    with pytest.raises(ValueError, match=r"^num_outputs=14 must be 256, the different bytes .* data.num_outputs=256$"):
+    with pytest.raises(ValueError, match=r"^num_outputs=14 must be 256, .*different bytes .* data.num_outputs=256$"):
         Text("train", [8], 14, files, "bytes")
     with pytest.raises(
         ValueError, match=r"^sample_shape=\[60\] is too long: the val split has 40 tokens, .* try \[10\]"
@@ -72,24 +67,24 @@ def test_text_refuses_what_does_not_fit(files, tmp_path):
         Text("val", [60], 14, files)
     with pytest.raises(ValueError, match=r"^sample_shape=\[8, 8\] must be one size, the tokens of a block"):
         Text("train", [8, 8], 14, files)
-    with pytest.raises(ValueError, match=r"^files=.*none\.txt is no file \(looked in "):
+    with pytest.raises(ValueError, match=r"^files=.*none\.txt is not a file \(looked in "):
         Text("train", [8], 14, str(tmp_path / "none.txt"))
-    with pytest.raises(ValueError, match=r"^files=.* is a folder; name the files in it, as in .*/\*"):
+    with pytest.raises(ValueError, match=r"^files=.* is a directory; name the files in it, as in .*/\*"):
         Text("train", [8], 14, str(tmp_path))
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"^files: .*c\.txt is not in UTF-8 \(.*\); convert it, or read unit=bytes"):
+    with pytest.raises(ValueError, match=r"^files: .*c\.txt is not UTF-8 \(.*\); convert it, or set unit=bytes"):
         Text("train", [8], 14, str(tmp_path / "c.txt"))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_shapes_lie_where_their_classes_say(channels):
+def test_shapes_are_where_their_classes_are(channels):
     data = Shapes("train", [channels, 32, 40], 3, noise=0.0)
     images, targets = data.__getitems__(range(300))
     assert images.shape == (300, channels, 32, 40) and images.dtype == torch.float32
     assert targets.shape == (300, 32, 40) and targets.dtype == torch.int64
     assert targets.unique().tolist() == [0, 1, 2]
-    shares = torch.bincount(targets.flatten()) / targets.numel()
-    assert 0.6 < shares[0] < 0.95 and shares[1:].min() > 0.03
+    fractions = torch.bincount(targets.flatten()) / targets.numel()
+    assert 0.6 < fractions[0] < 0.95 and fractions[1:].min() > 0.03
     covered = (targets > 0)[:, None].expand_as(images)
     assert (images[~covered] == 0).all() and images[covered].min() >= 0.5 and images[covered].max() < 1
     # Every image has a shape, and some have more than two.
@@ -117,7 +112,7 @@ def test_shapes_are_discs_and_squares():
     assert np.median(filled[2]) == 1 and np.median(filled[1]) == pytest.approx(np.pi / 4, abs=0.06)
 
 
-def test_shapes_hold_nothing_and_their_splits_differ():
+def test_shapes_stores_no_images_and_its_splits_differ():
     options = {"num_train": 40, "num_val": 20, "num_test": 10}
     splits = [Shapes(split, [1, 16, 16], 3, **options) for split in SPLITS]
     assert [len(split) for split in splits] == [40, 20, 10] and len(pickle.dumps(splits[0])) < 6000
@@ -139,6 +134,6 @@ def test_shapes_hold_nothing_and_their_splits_differ():
         ({"num_test": 0}, "num_test=0 must be at least 1"),
     ],
 )
-def test_shapes_refuse_what_they_cannot_draw(options, message):
+def test_shapes_refuses_invalid_options(options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         Shapes(**{"split": "train", "sample_shape": [1, 64, 64], "num_outputs": 3, **options})

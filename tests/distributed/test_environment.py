@@ -1,4 +1,4 @@
-"""What the variables of torchrun, of srun and of people say of a process, and what is refused of them."""
+"""Ranks described by the variables of torchrun, of srun and of users, and invalid ones."""
 
 import pytest
 
@@ -26,21 +26,21 @@ STEP = {
 }
 
 
-def test_without_variables_it_is_a_world_of_one() -> None:
+def test_no_variables_mean_a_world_of_one() -> None:
     assert find_rank_info(environ={}) == RankInfo()
     assert find_rank_info(environ={"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}).world_size == 1
 
 
-def test_variables_set_by_hand_are_of_one_machine() -> None:
+def test_variables_set_by_hand_mean_one_machine() -> None:
     rank_info = find_rank_info(environ=BY_HAND)
     assert (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size) == (1, 1, 4, 4)
     assert not rank_info.hosts_store
     assert find_rank_info(environ={**BY_HAND, "RANK": "0"}).hosts_store
 
 
-def test_under_torchrun_the_store_is_the_agents() -> None:
+def test_torchrun_agent_serves_the_store() -> None:
     rank_info = find_rank_info(environ={**TORCHRUN, "RANK": "0"})
-    assert (rank_info.found, rank_info.local_rank, rank_info.local_world_size, rank_info.restart) == (
+    assert (rank_info.source, rank_info.local_rank, rank_info.local_world_size, rank_info.restart) == (
         "torchrun",
         0,
         2,
@@ -49,7 +49,7 @@ def test_under_torchrun_the_store_is_the_agents() -> None:
     assert not rank_info.hosts_store
 
 
-def test_no_master_is_needed_where_ranks_meet_elsewhere() -> None:
+def test_other_rendezvous_needs_no_master() -> None:
     rank_info = find_rank_info("file:///tmp/meeting", {"RANK": "1", "WORLD_SIZE": "2"})
     assert (rank_info.rank, rank_info.world_size) == (1, 2)
     with pytest.raises(InputError, match="RANK=1: half a world; WORLD_SIZE must be set too"):
@@ -57,7 +57,7 @@ def test_no_master_is_needed_where_ranks_meet_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"RANK": ""}, r"half a world; RANK must be set too"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, r"MASTER_ADDR and MASTER_PORT must be set too"),
@@ -65,48 +65,48 @@ def test_no_master_is_needed_where_ranks_meet_elsewhere() -> None:
         ({"WORLD_SIZE": "four"}, r"WORLD_SIZE=four must be an integer"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_variables_are_refused(change: dict[str, str], output: str) -> None:
+    with pytest.raises(InputError, match=output):
         find_rank_info(environ={**BY_HAND, **change})
 
 
-def test_a_task_of_a_step_is_a_rank() -> None:
+def test_step_task_is_a_rank() -> None:
     rank_info = find_rank_info(environ=STEP)
     assert (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size) == (3, 1, 4, 2)
-    assert (rank_info.found, rank_info.master_addr, rank_info.on_one_machine) == ("srun", "localhost", False)
+    assert (rank_info.source, rank_info.master_addr, rank_info.on_one_machine) == ("srun", "localhost", False)
     assert not rank_info.hosts_store
     assert find_rank_info(environ={**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).hosts_store
 
 
-def test_a_job_without_a_step_is_a_world_of_one() -> None:
+def test_batch_script_is_a_world_of_one() -> None:
     """In a batch script SLURM_PROCID and SLURM_NTASKS are set, but there is no step."""
     batch = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     assert find_rank_info(environ=batch) == RankInfo()
 
 
-def test_a_single_task_may_start_processes_itself() -> None:
-    assert find_rank_info(environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == RankInfo(found="one process under srun")
+def test_single_task_may_start_processes() -> None:
+    assert find_rank_info(environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == RankInfo(source="one process under srun")
 
 
-def test_torchruns_variables_win() -> None:
+def test_torchrun_variables_take_precedence() -> None:
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
     rank_info = find_rank_info(environ={**STEP, **torchrun})
-    assert (rank_info.found, rank_info.world_size) == ("torchrun", 2)
+    assert (rank_info.source, rank_info.world_size) == ("torchrun", 2)
 
 
-def test_an_address_and_a_port_of_the_script_win() -> None:
+def test_exported_address_and_port_take_precedence() -> None:
     rank_info = find_rank_info(environ={**STEP, "MASTER_ADDR": "head", "MASTER_PORT": "1234"})
     assert (rank_info.master_addr, rank_info.master_port) == ("head", 1234)
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"])
-def test_half_a_step_is_refused(missing: str) -> None:
+def test_incomplete_step_is_refused(missing: str) -> None:
     environ = {key: value for key, value in STEP.items() if key != missing}
     with pytest.raises(InputError, match=f"half a job step; {missing} must be set too"):
         find_rank_info(environ=environ)
 
 
-def test_steps_of_one_node_do_not_share_a_port() -> None:
+def test_steps_on_one_node_use_different_ports() -> None:
     steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(40, 90) for step in range(20)]
     ports = [step_port(environ) for environ in steps]
     assert len(set(ports)) == len(ports) and 1024 < min(ports) <= max(ports) < 32_768
@@ -126,7 +126,7 @@ def test_first_host(short: str, first: str) -> None:
     assert first_host(short) == first
 
 
-def test_a_name_that_nothing_knows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(InputError, match=r"first node is no-such-node\.invalid, whose name does not resolve"):
         address_of("no-such-node.invalid")

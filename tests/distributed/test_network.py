@@ -1,4 +1,4 @@
-"""Which network interface ranks use."""
+"""The network interface of the ranks."""
 
 import os
 import socket
@@ -26,26 +26,26 @@ from runner.errors import InputError
 from runner.training.trainer import Trainer
 
 
-def test_one_machine_talks_over_its_loopback() -> None:
+def test_ranks_on_one_machine_use_the_loopback() -> None:
     assert choose_interface(RankInfo(), None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
 
 
-def test_several_machines_talk_over_the_interface_that_leads_to_the_master() -> None:
+def test_interface_towards_the_master_is_used() -> None:
     rank_info = RankInfo(0, 0, 1, 1, master_addr="localhost", on_one_machine=False)
     assert choose_interface(rank_info, None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
 
 
-def test_the_way_out_is_found_where_the_masters_name_is_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_interface_is_used_if_the_masters_name_is_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"localhost": "127.0.0.1", "10.9.8.7": "10.9.8.1"}
     monkeypatch.setattr("runner.distributed.network.address_towards", own.__getitem__)
     monkeypatch.setattr("runner.distributed.network._addresses_of", lambda name: ["10.9.8.1"] if name == "lo" else [])
     store = dist.HashStore()
-    store.set("1", "10.9.8.7")  # what a rank of the other machine says of itself
+    store.set("1", "10.9.8.7")  # the address that a rank on the other machine publishes
     rank_info = RankInfo(0, 0, 2, 1, master_addr="localhost", on_one_machine=False)
     assert choose_interface(rank_info, None, store)[0] == "lo"
 
 
-def test_a_wanted_interface_is_taken_and_one_that_is_none_refused() -> None:
+def test_requested_interface_is_used_and_an_unknown_one_refused() -> None:
     assert choose_interface(RankInfo(), "eth7", dist.HashStore()) == ("eth7", (GLOO, NCCL, TENSORPIPE))
     (message,) = Backend(name="gloo", device="cpu", interface="eth7").check()
     assert message.startswith("backend.interface=eth7: this machine has no such network interface, only ")
@@ -62,7 +62,7 @@ def test_addresses_belong_to_interfaces() -> None:
         address_towards("no-such-host.invalid")
 
 
-def test_what_the_user_has_named_stands_unless_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_in_the_environment_is_kept_unless_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "mine")
     monkeypatch.delenv(TENSORPIPE, raising=False)
     with listening_on("lo", (GLOO, TENSORPIPE), override=False):
@@ -75,7 +75,7 @@ def test_what_the_user_has_named_stands_unless_overridden(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "dp")])
-def test_every_mode_listens_on_the_loopback_alone(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mode_listens_only_on_the_loopback(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Trainer.step
 
     def note(self: Trainer, *args: Any) -> dict[str, float]:

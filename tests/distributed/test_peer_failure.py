@@ -1,4 +1,4 @@
-"""A rank that dies in any mode: the others end too, in time, and what came first is told once."""
+"""A rank dies or hangs: the others exit in time, and the first failure is reported once."""
 
 import json
 import multiprocessing
@@ -18,27 +18,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import wait_until
-from ways import tier
+from mode_cases import tier
 from worlds import MODES, configure
 
-from runner.distributed import ending, watch
 from runner.distributed.backend import as_backend
-from runner.distributed.ending import Ending
 from runner.distributed.environment import RankInfo
-from runner.distributed.peer_failure import PeerMissing, Witness
-from runner.distributed.rank_trace import RankTrace
+from runner.distributed.failures import shutdown, watchdog
+from runner.distributed.failures.heartbeat import Heartbeat
+from runner.distributed.failures.peer_failure import PeerMissing
+from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.world import World
 from runner.distributed.world_store import WorldStore
 from runner.errors import JobFailed
-from runner.launchers import job
-from runner.launchers.job import run_job
+from runner.jobs import job
+from runner.jobs.job import run_job
 from runner.tasks.collectives import Collectives
 from runner.training.trainer import Trainer
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
-# What the ranks wait in: sockets for the sums of BatchNorm, else gloo.
+# The ranks wait in sockets for the sums of BatchNorm, otherwise in gloo.
 NORMALISED = {"ddp": ("model.batch_norm=true",)}
-TIMEOUT_S = 60  # also for a world to form; what fails is known long before
+TIMEOUT_S = 60  # also for the rendezvous; failures are detected long before
 HANG_TIMEOUT_S = 3
 # None is being written when a rank dies.
 SELDOM = ("checkpoint.every_epochs=99", "checkpoint.keep_best=0")
@@ -52,15 +52,15 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-SAID = "RuntimeError: what the rank itself says"
+MESSAGE = "RuntimeError: the rank's own failure"
 
 
-def oversleep() -> None:
+def sleep_too_long() -> None:
     time.sleep(600)
 
 
 def fail() -> None:
-    raise RuntimeError("what the rank itself says")
+    raise RuntimeError("the rank's own failure")
 
 
 def train(
@@ -72,9 +72,9 @@ def train(
     die: Callable[[], None],
     timeout_s: int = TIMEOUT_S,
 ) -> list[int | None]:
-    """Each rank's status, where one dies in the run's second epoch; None is one that still ran after all its time."""
-    words = (*TINY, *SELDOM, *NORMALISED.get(mode, ()), f"parallel={mode}", f"backend.timeout_s={timeout_s}")
-    config, request = configure(*words, f"outputs={folder}")
+    """Return the ranks' exit statuses if one dies in the second epoch; None for a rank that still runs."""
+    overrides = (*TINY, *SELDOM, *NORMALISED.get(mode, ()), f"parallel={mode}", f"backend.timeout_s={timeout_s}")
+    config, request = configure(*overrides, f"outputs={folder}")
     method = getattr(Trainer, where)
 
     def rank_of(rank: int) -> None:
@@ -87,8 +87,8 @@ def train(
             return method(self, *args)
 
         setattr(Trainer, where, act_or_die)  # in this process alone
-        if timeout_s == TIMEOUT_S:  # what ends a loop that waits for a rank which has failed, long before that
-            watch.QUIET_S, ending.PATIENCE_S = 1.0, min(ending.PATIENCE_S, 1.5)
+        if timeout_s == TIMEOUT_S:  # ends a loop that waits for a failed rank long before the timeout
+            watchdog.QUIET_S, shutdown.PATIENCE_S = 1.0, min(shutdown.PATIENCE_S, 1.5)
         rank_info = RankInfo(rank, rank, world_size, world_size)
         world = World(rank_info, dist.FileStore(str(folder / "store"), world_size), as_backend(config.backend))
         try:
@@ -113,7 +113,7 @@ def train(
 
 WAYS = [(4, 2, "step", kill), (2, 1, "step", fail)]
 CASES = [(mode, *way) for mode in MODES if mode not in ("none", "dp", "ps") for way in WAYS]  # ps: test_ps.py
-# Evaluation has exchanges of its own under pipeline and fsdp alone.
+# Only pipeline and fsdp communicate in an evaluation.
 CASES += [("pipeline", 2, 1, "_evaluate", kill), ("fsdp", 2, 1, "_evaluate", kill)]
 SLICE = [("ddp", *WAYS[0]), ("fsdp", *WAYS[1]), ("pipeline", 2, 1, "_evaluate", kill)]  # of the default run
 
@@ -123,7 +123,7 @@ SLICE = [("ddp", *WAYS[0]), ("fsdp", *WAYS[1]), ("pipeline", 2, 1, "_evaluate", 
     ("mode", "world_size", "victim", "where", "die"),
     [pytest.param(*case, marks=tier(case in SLICE, case[-1] is kill)) for case in CASES],
 )
-def test_all_ranks_end_when_one_dies(
+def test_all_ranks_exit_when_one_dies(
     mode: str,
     world_size: int,
     victim: int,
@@ -133,23 +133,23 @@ def test_all_ranks_end_when_one_dies(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("runner.distributed.peer_failure.LAST_WORD_S", 1.0)
+    monkeypatch.setattr("runner.distributed.failures.peer_failure.PEERS_TIMEOUT_S", 1.0)
     statuses = train(tmp_path, mode, world_size, victim, where, die)
     killed = -signal.SIGKILL if die is kill else 1
     assert statuses == [killed if rank == victim else 1 for rank in range(world_size)]
     (path,) = (tmp_path / "run").iterdir()
     result = json.loads((path / "result.json").read_text())
     assert result["state"] == "failed"
-    told = "".join(capfd.readouterr())
-    assert told.count("Traceback") == (path / "log.txt").read_text().count("Traceback") == 1, told
+    reported = "".join(capfd.readouterr())
+    assert reported.count("Traceback") == (path / "log.txt").read_text().count("Traceback") == 1, reported
     if die is kill:
-        assert f"no word from rank {victim} on" in result["error"]
+        assert f"no response from rank {victim} on" in result["error"]
     else:
         assert result["error"].startswith(f"rank {victim} on")
-        assert told.count(SAID) == 1
+        assert reported.count(MESSAGE) == 1
 
 
-HANGS = [("ddp", 3, 1, stop), ("ddp", 3, 0, oversleep), ("pipeline", 2, 1, stop), ("ps", 3, 1, oversleep)]
+HANGS = [("ddp", 3, 1, stop), ("ddp", 3, 0, sleep_too_long), ("pipeline", 2, 1, stop), ("ps", 3, 1, sleep_too_long)]
 
 
 @pytest.mark.fault("a rank hangs", outcome="refused")
@@ -157,7 +157,7 @@ HANGS = [("ddp", 3, 1, stop), ("ddp", 3, 0, oversleep), ("pipeline", 2, 1, stop)
     ("mode", "world_size", "victim", "hang"),
     [pytest.param(*case, marks=() if case in HANGS[:2] else pytest.mark.thorough) for case in HANGS],
 )
-def test_a_rank_that_hangs_is_named_with_its_stacks_and_ended(
+def test_hung_rank_is_named_with_its_stacks_and_killed(
     mode: str,
     world_size: int,
     victim: int,
@@ -173,42 +173,42 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_ended(
     kept = path / "logs" / f"rank_{victim}.stacks.txt"
     cause = result["error"].splitlines()[-1]
     assert cause.startswith(
-        f"no word from rank {victim} on {socket.gethostname()} within backend.timeout_s=3: in step 9 for"
+        f"no response from rank {victim} on {socket.gethostname()} within backend.timeout_s=3: in step 9 for"
     )
-    assert f"in {hang.__name__}; its stacks are in {kept}; it was ended" in cause
+    assert f"in {hang.__name__}; its stacks are in {kept}; it was killed" in cause
     assert (", stopped by a signal," in cause) == (hang is stop)
     main_thread = re.split("[Tt]hread 0x", kept.read_text())[1]
     assert f" in {hang.__name__}\n" in main_thread
-    told = "".join(capfd.readouterr())
-    assert told.count(cause) == (path / "log.txt").read_text().count(cause) == 1
-    assert f"in {hang.__name__}\n" in told
-    (waiting,) = [line for line in result["error"].splitlines() if " waited in vain" in line][:1]
+    reported = "".join(capfd.readouterr())
+    assert reported.count(cause) == (path / "log.txt").read_text().count(cause) == 1
+    assert f"in {hang.__name__}\n" in reported
+    (waiting,) = [line for line in result["error"].splitlines() if " waited for other ranks" in line][:1]
     assert " in step 1" in waiting or " in step 9" in waiting
     assert mode not in NORMALISED or ("PeerMissing: " in result["error"] and "sync_batch_norm.py" in waiting)
 
 
 @pytest.mark.fault("ranks wait for different collectives", outcome="refused")
-def test_where_each_rank_waits_is_told_when_one_skips_a_collective(
+def test_positions_are_reported_when_ranks_wait_in_different_collectives(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def meet_another() -> None:
+    def wait_for_message() -> None:
         dist.recv(torch.zeros(1), src=0)
 
-    assert train(tmp_path, "ddp", 2, 1, "step", meet_another, HANG_TIMEOUT_S) == [1, 1]
+    assert train(tmp_path, "ddp", 2, 1, "step", wait_for_message, HANG_TIMEOUT_S) == [1, 1]
     (path,) = (tmp_path / "run").iterdir()
     error = json.loads((path / "result.json").read_text())["error"]
-    first, second = [line for line in error.splitlines() if " waited in vain, in step " in line]
+    first, second = [line for line in error.splitlines() if " waited for other ranks, in step " in line]
     assert (
         first.startswith("rank 0 ")
-        and second.startswith("rank 1 waited in vain, in step 9 for ")
-        and second.endswith(" in meet_another")
+        and second.startswith("rank 1 waited for other ranks, in step 9 for ")
+        and second.endswith(" in wait_for_message")
     )
-    assert "no word from" not in error
+    assert "no response from" not in error
     assert "".join(capfd.readouterr()).count(second) == 1
 
 
 def lose_connections_then_die() -> None:
-    """As the kernel ends a process: first its files are closed, and then it has ended."""
+    """Exit as a killed process does: the kernel closes its files before it has exited."""
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -218,10 +218,10 @@ def lose_connections_then_die() -> None:
 
 
 @pytest.mark.fault("rank 0 and the ranks' store killed with -9 at once", outcome="refused")
-def test_what_rank_0_cannot_tell_is_told_though_it_has_not_quite_ended(
+def test_failure_is_reported_when_rank_0_and_the_store_die(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WorldStore, "answers", lambda self: False)
+    monkeypatch.setattr(WorldStore, "is_reachable", lambda self: False)
     assert train(tmp_path, "ddp", 3, 0, "step", lose_connections_then_die) == [-signal.SIGKILL, 1, 1]
     (path,) = (tmp_path / "run").iterdir()
     result = json.loads((path / "result.json").read_text())
@@ -229,58 +229,41 @@ def test_what_rank_0_cannot_tell_is_told_though_it_has_not_quite_ended(
     assert "".join(capfd.readouterr()).count("the ranks' store") == 1
 
 
-@pytest.mark.fault("rank 0 killed with -9 while it tells a failure", outcome="refused")
-def test_what_rank_0_was_to_tell_is_told_once_by_another(
+@pytest.mark.fault("rank 0 killed with -9 while it reports a failure", outcome="refused")
+def test_another_rank_reports_once_when_rank_0_dies_before_its_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = Ending.report_failure
+    report = Shutdown.report_failure
 
-    def report_or_die(self: Ending, *args: Any) -> str:
-        told = report(self, *args)
-        if self.speaks:
+    def report_or_die(self: Shutdown, *args: Any) -> str:
+        reported = report(self, *args)
+        if self.is_reporter:
             kill()
-        return told
+        return reported
 
-    monkeypatch.setattr(Ending, "report_failure", report_or_die)
+    monkeypatch.setattr(Shutdown, "report_failure", report_or_die)
     assert train(tmp_path, "ddp", 3, 2, "step", fail) == [-signal.SIGKILL, 1, 1]
-    assert told_once(tmp_path, "".join(capfd.readouterr()))
+    assert is_reported_once(tmp_path, "".join(capfd.readouterr()))
 
 
-def told_once(folder: Path, terminal: str) -> bool:
+def is_reported_once(folder: Path, terminal: str) -> bool:
     (path,) = (folder / "run").iterdir()
     result = json.loads((path / "result.json").read_text())
     return (
         result["state"] == "failed"
-        and terminal.count(SAID) == (path / "log.txt").read_text().count(SAID) == 1
-        and SAID in result["error"]
+        and terminal.count(MESSAGE) == (path / "log.txt").read_text().count(MESSAGE) == 1
+        and MESSAGE in result["error"]
     )
 
 
-def test_what_another_rank_has_told_for_it_rank_0_does_not_tell_late(
+def test_loop_does_not_report_after_its_watchdog_did(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.distributed.ending.SPEAK_TIMEOUT_S", 1.0)
-    find = Witness.first_failure
-
-    def find_late(self: Witness, *args: Any) -> tuple[str, list[int]]:
-        found = find(self, *args)
-        while self.rank == 0 and not self.store.add("told", 0):
-            time.sleep(0.05)
-        return found
-
-    monkeypatch.setattr(Witness, "first_failure", find_late)
-    assert train(tmp_path, "ddp", 3, 2, "step", fail) == [1, 1, 1]
-    assert told_once(tmp_path, "".join(capfd.readouterr()))
-
-
-def test_what_the_watch_tells_of_a_loop_that_is_stuck_the_loop_does_not_tell_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes to its end after all, just when its watch has given it up."""
-    monkeypatch.setattr("runner.distributed.ending.PATIENCE_S", 0.5)
+    """The loop fails just when its watchdog reports the failure for it."""
+    monkeypatch.setattr("runner.distributed.failures.shutdown.PATIENCE_S", 0.5)
     is_given_up = threading.Event()
     run = tmp_path / "run"
-    step, stacks = Trainer.step, RankTrace.own_stacks
+    step, stacks = Trainer.step, Heartbeat.own_stacks
 
     def step_or_wait(self: Trainer, batch: Any) -> dict[str, float]:
         if self.world.rank == 0 and self.state.step > 8:
@@ -288,28 +271,26 @@ def test_what_the_watch_tells_of_a_loop_that_is_stuck_the_loop_does_not_tell_aga
             raise PeerMissing("at last")
         return step(self, batch)
 
-    def stacks_of(self: RankTrace) -> str:
+    def stacks_of(self: Heartbeat) -> str:
         is_given_up.set()
         deadline = time.monotonic() + 3
-        while SAID not in next(run.glob("*/log.txt")).read_text() and time.monotonic() < deadline:
+        while MESSAGE not in next(run.glob("*/log.txt")).read_text() and time.monotonic() < deadline:
             time.sleep(0.001)
         return stacks(self)
 
     monkeypatch.setattr(Trainer, "step", step_or_wait)
-    monkeypatch.setattr(RankTrace, "own_stacks", stacks_of)
+    monkeypatch.setattr(Heartbeat, "own_stacks", stacks_of)
     assert train(tmp_path, "ddp", 2, 1, "step", fail) == [1, 1]
-    assert told_once(tmp_path, "".join(capfd.readouterr()))
+    assert is_reported_once(tmp_path, "".join(capfd.readouterr()))
 
 
-def test_a_launchers_signal_after_a_rank_has_died_is_its_failure_and_no_preemption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_of_a_launcher_after_a_rank_died_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, request = configure("task=collectives", "threads=1", "backend.timeout_s=30", f"outputs={tmp_path}")
 
     def run(self: Collectives, config: Any, experiment: Any, world: World, *args: Any) -> dict[str, float]:
         if world.rank == 1:
             kill()
-        while not world.neighbours.gone():
+        while not world.local_ranks.exited():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(100)
@@ -336,16 +317,16 @@ def test_a_launchers_signal_after_a_rank_has_died_is_its_failure_and_no_preempti
             rank.kill()
             rank.join()
     (result,) = tmp_path.glob("*/*/result.json")
-    told = json.loads(result.read_text())
-    assert told["state"] == "failed" and "ended by SIGTERM" in told["error"]
-    assert f"no word from rank 1 on {socket.gethostname()}" in told["error"]
+    reported = json.loads(result.read_text())
+    assert reported["state"] == "failed" and "ended by SIGTERM" in reported["error"]
+    assert f"no response from rank 1 on {socket.gethostname()}" in reported["error"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_hangs_while_building_is_named_once(
+def test_rank_that_hangs_while_building_is_named_once(
     victim: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.distributed.agreement.SPEAK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("runner.distributed.store_consensus.REPORT_TIMEOUT_S", 1.0)
     config, request = configure(*TINY, "parallel=ddp", "backend.timeout_s=2", f"outputs={tmp_path}")
     healthy, build = {0, 1, 2} - {victim}, job.build
 
@@ -358,13 +339,15 @@ def test_a_rank_that_hangs_while_building_is_named_once(
 
     def rank_of(rank: int) -> None:
         # In this process alone.
-        monkeypatch.setattr(job, "build", lambda *args: oversleep() if rank == victim else build_together(rank, *args))
+        monkeypatch.setattr(
+            job, "build", lambda *args: sleep_too_long() if rank == victim else build_together(rank, *args)
+        )
         store = dist.FileStore(str(tmp_path / "store"), 3)
         world = World(RankInfo(rank, rank, 3, 3), store, as_backend(config.backend))
         try:
             run_job(config, request, world)
         except JobFailed as error:
-            world.ending.say_then_continue(lambda: None)
+            world.shutdown.report_before_exit(lambda: None)
             raise SystemExit(1 if "building its model and data" in str(error) else 2) from None
 
     ranks = [multiprocessing.get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(3)]
@@ -379,6 +362,6 @@ def test_a_rank_that_hangs_while_building_is_named_once(
         for rank in ranks:
             rank.kill()
             rank.join()
-    told = capfd.readouterr().err
+    reported = capfd.readouterr().err
     line = f"rank {victim} of 3 did not finish building its model and data within backend.timeout_s=2 s"
-    assert told.splitlines().count(line) == 1 and "Traceback" not in told
+    assert reported.splitlines().count(line) == 1 and "Traceback" not in reported

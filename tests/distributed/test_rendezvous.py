@@ -1,4 +1,4 @@
-"""How ranks that were started by hand find each other: by a file, or by an address."""
+"""The rendezvous of ranks that were started by hand, by a file or by an address."""
 
 import multiprocessing
 import os
@@ -13,23 +13,23 @@ from commands import free_port
 from ranks import run_ranks
 
 from runner.distributed.backend import Backend
-from runner.distributed.cpu_affinity import take_cores
 from runner.distributed.environment import RankInfo, find_rank_info
+from runner.distributed.machine import set_cores_and_threads
 from runner.distributed.rendezvous import join
 from runner.errors import InputError
 
 TINY = ("model=toy", "data=toy", "max_steps=3", "parallel=ddp", "logger=none")
 
 
-def start(folder: Path, rank: int, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, rank: int, *overrides: str) -> subprocess.Popen[str]:
     outer = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
     env = {**outer, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "runner", *words]
+    command = [sys.executable, "-m", "runner", *overrides]
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run_both(folder: Path, *words: str) -> list[tuple[int, str, str]]:
-    ranks = [start(folder, rank, *words) for rank in (1, 0)]
+def run_both(folder: Path, *overrides: str) -> list[tuple[int, str, str]]:
+    ranks = [start(folder, rank, *overrides) for rank in (1, 0)]
     try:
         ended = [rank.communicate(timeout=300) for rank in ranks]
     finally:
@@ -40,7 +40,7 @@ def run_both(folder: Path, *words: str) -> list[tuple[int, str, str]]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_ranks_meet_without_a_master_in_the_environment(kind: str, tmp_path: Path) -> None:
+def test_rendezvous_without_a_master(kind: str, tmp_path: Path) -> None:
     init = f"file://{tmp_path / 'meeting'}" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
     second, first = run_both(tmp_path, *TINY, f"backend.init={init}")
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
@@ -48,16 +48,16 @@ def test_ranks_meet_without_a_master_in_the_environment(kind: str, tmp_path: Pat
     assert len(list((tmp_path / "outputs" / "run").iterdir())) == 1
 
 
-def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
+def test_input_errors_are_reported_once(tmp_path: Path) -> None:
     second, first = run_both(tmp_path, *TINY, "model.hiden=3", f"backend.init=tcp://127.0.0.1:{free_port()}")
     assert (first[0], second[0]) == (2, 2)
     assert "model.hiden=3: no such key; did you mean model.hidden?" in first[2] and second[2] == ""
 
 
-@pytest.mark.fault("a rank that does not appear", outcome="refused")
-def test_a_rank_that_does_not_appear_is_named(tmp_path: Path) -> None:
-    words = (*TINY, f"backend.init=tcp://127.0.0.1:{free_port()}", "launcher.join_timeout_s=2")
-    alone = start(tmp_path, 0, *words)
+@pytest.mark.fault("a rank missing at the rendezvous", outcome="refused")
+def test_missing_rank_is_named_at_the_rendezvous(tmp_path: Path) -> None:
+    overrides = (*TINY, f"backend.init=tcp://127.0.0.1:{free_port()}", "launcher.join_timeout_s=2")
+    alone = start(tmp_path, 0, *overrides)
     try:
         out, err = alone.communicate(timeout=300)
     finally:
@@ -73,15 +73,15 @@ def test_a_rank_that_does_not_appear_is_named(tmp_path: Path) -> None:
         ("aaaa", None, [(0, 4), (1, 4), (2, 4), (3, 4)]),
         ("aabb", None, [(0, 2), (1, 2), (0, 2), (1, 2)]),
         ("abab", "0011", [(0, 2), (0, 2), (1, 2), (1, 2)]),
-        ("abbb", "0000", [(0, 1), (0, 3), (0, 3), (0, 3)]),  # people who give each rank a GPU of its own do this
+        ("abbb", "0000", [(0, 1), (0, 3), (0, 3), (0, 3)]),  # users who give each rank one GPU do this
     ],
 )
-def test_ranks_by_hand_count_those_of_their_own_host(
+def test_ranks_are_counted_by_host(
     hosts: str, local_ranks: str | None, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And share its cores among them, where LOCAL_WORLD_SIZE is not set."""
+    """The host's cores are divided among them, also without LOCAL_WORLD_SIZE."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("runner.distributed.cpu_affinity.NUMA", Path("/nowhere"))
+    monkeypatch.setattr("runner.distributed.machine.NUMA", Path("/nowhere"))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
     environ = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
@@ -90,8 +90,8 @@ def test_ranks_by_hand_count_those_of_their_own_host(
         own = {"RANK": str(rank)} | ({"LOCAL_RANK": local_ranks[rank]} if local_ranks else {})
         world = join(find_rank_info(environ={**environ, **own}), Backend(name="gloo", device="cpu"), timeout_s=120)
         world.begin_job(world.backend)
-        take_cores(world, None)
-        world.ending.close()
+        set_cores_and_threads(world, None)
+        world.shutdown.close()
         return world.rank_info, torch.get_num_threads()
 
     met = run_ranks(meet, 4)
@@ -100,11 +100,11 @@ def test_ranks_by_hand_count_those_of_their_own_host(
     assert {rank_info.on_one_machine for rank_info, _ in met} == {hosts == "aaaa"}
 
 
-@pytest.mark.fault("something silent listens on MASTER_PORT", outcome="refused")
-def test_who_listens_and_says_nothing_is_refused_in_time() -> None:
+@pytest.mark.fault("an unresponsive process listens on MASTER_PORT", outcome="refused")
+def test_unresponsive_listener_is_refused_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        rank_info = RankInfo(1, 1, 2, 2, found="test", master_addr="127.0.0.1", master_port=port)
+        rank_info = RankInfo(1, 1, 2, 2, source="test", master_addr="127.0.0.1", master_port=port)
         joining = multiprocessing.get_context("fork").Process(target=refused, args=(rank_info,))
         joining.start()
         joining.join(120)
@@ -116,7 +116,7 @@ def test_who_listens_and_says_nothing_is_refused_in_time() -> None:
 
 
 def refused(rank_info: RankInfo) -> None:
-    where = f"no world at 127.0.0.1:{rank_info.master_port} within 2 s .*says nothing.*MASTER_PORT"
+    where = f"no world at 127.0.0.1:{rank_info.master_port} within 2 s .*does not respond.*MASTER_PORT"
     with pytest.raises(InputError, match=where):
         join(rank_info, Backend(), timeout_s=2)
     os._exit(0)

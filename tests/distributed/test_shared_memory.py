@@ -1,4 +1,4 @@
-"""Sums that no message takes, through memory that the ranks of one machine share."""
+"""Sums of large tensors in memory that the ranks of one machine share."""
 
 import os
 import signal
@@ -12,17 +12,17 @@ import torch.distributed as dist
 from one_machine import no_gloo, on_ranks, values_of
 from torch import Tensor
 
-from runner.distributed import shared_memory
 from runner.distributed.collectives import sum_over
-from runner.distributed.local_exchange import exchange_of
-from runner.distributed.local_sockets import LARGEST
-from runner.distributed.peer_failure import PeerMissing
-from runner.distributed.shared_memory import PIECE
+from runner.distributed.failures.peer_failure import PeerMissing
+from runner.distributed.local import shared_memory
+from runner.distributed.local.exchange import exchange_of
+from runner.distributed.local.shared_memory import PIECE
+from runner.distributed.local.sockets import LARGEST
 from runner.distributed.traffic import CommunicationCounter
 from runner.distributed.world import World
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-LARGE = LARGEST // 4 + 1  # numbers of four bytes that no message takes
+LARGE = LARGEST // 4 + 1  # four-byte numbers, too many for a message
 
 
 def mappings() -> int:
@@ -30,7 +30,7 @@ def mappings() -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_a_large_sum_is_that_of_gloo_to_the_bit_on_all(world_size: int, tmp_path: Path) -> None:
+def test_large_sums_are_identical_to_gloo(world_size: int, tmp_path: Path) -> None:
     shapes = [(LARGE,), (3, 2 * PIECE // 8 // 3 + 7), (PIECE // 8,), (PIECE // 8 + 1,), (PIECE + 3,)]
 
     def act(world: World) -> tuple[list[Tensor], list[Tensor]]:
@@ -48,7 +48,7 @@ def test_a_large_sum_is_that_of_gloo_to_the_bit_on_all(world_size: int, tmp_path
     @no_gloo()
     def summed(world: World) -> list[Tensor]:
         results: list[Tensor] = []
-        world.collectives.sum(torch.ones(LARGE))  # the first one makes the memory, and counts a vote about that
+        world.collectives.sum(torch.ones(LARGE))  # the first one creates the memory and includes a vote on it
         for dtype in DTYPES:
             for shape in shapes:
                 own = values_of(world.rank, dtype, *shape)
@@ -56,23 +56,23 @@ def test_a_large_sum_is_that_of_gloo_to_the_bit_on_all(world_size: int, tmp_path
                     assert world.collectives.sum(own) is own
                 assert counter.bytes == {"all_reduce": own.nbytes}
                 results.append(own)
-        turned = values_of(world.rank, torch.float32, 3, LARGE).T
-        sum_over(None, turned)
+        transposed = values_of(world.rank, torch.float32, 3, LARGE).T
+        sum_over(None, transposed)
         assert mappings() == 1
-        # Smaller than what goes into a message, of a kind that does not.
+        # Small enough for a message, but of a dtype that messages do not support.
         small = [world.collectives.sum(values_of(world.rank, torch.bfloat16, size)) for size in (5, 0)]
-        return [*results, turned, *small]
+        return [*results, transposed, *small]
 
     for result, by_gloo in on_ranks(tmp_path, world_size, act, num_jobs=2):
         assert all(torch.equal(a, b) for a, b in zip(result, by_gloo, strict=True))
 
 
-def test_groups_have_memory_of_their_own(tmp_path: Path) -> None:
+def test_groups_use_separate_memory(tmp_path: Path) -> None:
     def act(world: World) -> list[float]:
         halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         own = torch.full((LARGE,), float(world.rank))
         with no_gloo():
-            vote = world.collectives.any_later(world.rank == 3)
+            vote = world.collectives.any_async(world.rank == 3)
             sum_over(halves[world.rank % 2], own)  # type: ignore[arg-type]
             whole = world.collectives.sum(own.clone())
             assert vote() and mappings() == 2
@@ -81,9 +81,9 @@ def test_groups_have_memory_of_their_own(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 4, act) == [[2.0, 12.0], [4.0, 12.0]] * 2
 
 
-def test_no_memory_is_left_when_the_group_is(tmp_path: Path) -> None:
+def test_memory_is_released_with_the_group(tmp_path: Path) -> None:
     def act(world: World) -> int:
-        before = mappings()  # of the job before
+        before = mappings()  # of the previous job
         world.collectives.sum(torch.ones(LARGE))
         return before
 
@@ -91,16 +91,14 @@ def test_no_memory_is_left_when_the_group_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["file", "mapping"])
-def test_where_one_rank_has_no_memory_all_sum_by_gloo(
-    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_use_gloo_if_one_has_no_memory(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def act(world: World) -> list[Any]:
         if lacks == "file":
             monkeypatch.delattr(os, "memfd_create")
         elif world.rank == 1:
             monkeypatch.setattr(shared_memory.mmap, "mmap", refuse)
         total = world.collectives.sum(torch.ones(LARGE))
-        with pytest.raises(pytest.fail.Exception, match="goes through gloo"), no_gloo():
+        with pytest.raises(pytest.fail.Exception, match="uses gloo"), no_gloo():
             world.collectives.sum(torch.ones(LARGE))
         return [total.unique().tolist(), mappings(), world.collectives.sum(torch.ones(1)).item()]
 
@@ -110,7 +108,7 @@ def test_where_one_rank_has_no_memory_all_sum_by_gloo(
     assert on_ranks(tmp_path, 3, act) == [[[3.0], 0, 3.0]] * 3
 
 
-def test_what_is_no_plain_tensor_of_the_cpu_is_summed_by_gloo(tmp_path: Path) -> None:
+def test_other_tensors_are_summed_by_gloo(tmp_path: Path) -> None:
     def act(world: World) -> list[float]:
         rows = torch.eye(2, LARGE)[world.rank].expand(2, -1).to_sparse()
         sum_over(None, rows)
@@ -119,7 +117,7 @@ def test_what_is_no_plain_tensor_of_the_cpu_is_summed_by_gloo(tmp_path: Path) ->
     assert on_ranks(tmp_path, 2, act) == [[2.0, 2.0]] * 2
 
 
-def test_ranks_that_sum_different_sizes_are_told(tmp_path: Path) -> None:
+def test_sums_of_different_sizes_are_refused(tmp_path: Path) -> None:
     def act(world: World) -> str:
         with pytest.raises(RuntimeError) as caught:
             world.collectives.sum(torch.ones(LARGE + world.rank))
@@ -133,8 +131,8 @@ def test_ranks_that_sum_different_sizes_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("die", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("waits", [1, 2, 3])
-def test_a_rank_that_does_not_come_ends_the_sum_of_all(waits: int, die: signal.Signals, tmp_path: Path) -> None:
-    """Before one of the waits of a sum of two pieces: at once where it has died, at the time-out where it hangs."""
+def test_missing_rank_ends_the_sum_of_all(waits: int, die: signal.Signals, tmp_path: Path) -> None:
+    """Before one of the waits of a sum of two pieces: at once if it has died, after the timeout if it hangs."""
 
     def act(world: World) -> str:
         exchange = exchange_of()
@@ -151,7 +149,7 @@ def test_a_rank_that_does_not_come_ends_the_sum_of_all(waits: int, die: signal.S
             if world.rank == 1 and count == waits:
                 if die is signal.SIGKILL:
                     exchange._sockets.close()
-                while len(list(tmp_path.glob("told*"))) < 2:
+                while len(list(tmp_path.glob("failed*"))) < 2:
                     time.sleep(0.05)
                 raise InterruptedError
             wait_for_all(num_bytes)
@@ -160,10 +158,10 @@ def test_a_rank_that_does_not_come_ends_the_sum_of_all(waits: int, die: signal.S
         with pytest.raises((PeerMissing, InterruptedError)) as caught:
             world.collectives.sum(torch.ones(PIECE // 2))
         if world.rank != 1:
-            (tmp_path / f"told{world.rank}").touch()
+            (tmp_path / f"failed{world.rank}").touch()
         return str(caught.value)
 
-    told = on_ranks(tmp_path, 3, act)
-    said = "has sent nothing for 2 s" if die is signal.SIGSTOP else "has closed its connection to this one"
-    assert any(f"rank 1 {said}" == text for text in told)
-    assert told[1] == "" and told[0] and told[2]
+    reported = on_ranks(tmp_path, 3, act)
+    output = "has sent nothing for 2 s" if die is signal.SIGSTOP else "has closed its connection to this one"
+    assert any(f"rank 1 {output}" == text for text in reported)
+    assert reported[1] == "" and reported[0] and reported[2]

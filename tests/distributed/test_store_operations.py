@@ -1,4 +1,4 @@
-"""How many operations of the store a rank needs until its first step, against the number of ranks."""
+"""The number of store operations of a rank until its first step, for several world sizes."""
 
 import threading
 from datetime import timedelta
@@ -14,22 +14,22 @@ from worlds import configure
 from runner.distributed import rendezvous
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
-from runner.launchers.job import run_job
+from runner.jobs.job import run_job
 from runner.training.trainer import Trainer
 
 GROUP = "/group/"  # the keys of torch's own process groups
 
 
 class CountingStore(dist.Store):
-    """Hands on to a store what the main thread asks of it, and keeps which operations those were, on which keys."""
+    """A store that records the operations of the main thread and their keys."""
 
-    def __init__(self, store: dist.Store, asked: list[tuple[str, tuple[str, ...]]]) -> None:
+    def __init__(self, store: dist.Store, operations: list[tuple[str, tuple[str, ...]]]) -> None:
         super().__init__()
-        self.store, self.asked = store, asked
+        self.store, self.operations = store, operations
 
     def _count(self, operation: str, *keys: str) -> None:
         if threading.current_thread() is threading.main_thread():
-            self.asked.append((operation, keys))
+            self.operations.append((operation, keys))
 
     def set(self, key: str, value: Any) -> None:
         self._count("set", key)
@@ -66,51 +66,51 @@ class CountingStore(dist.Store):
         return self.store.clone()  # for the checkpoints
 
 
-def number_of(asked: list[tuple[str, tuple[str, ...]]]) -> int:
-    """Operations, a question that is asked again and again as one."""
-    polls = {each for each in asked if each[0] == "check"}
-    return len(polls) + sum(operation != "check" for operation, _ in asked)
+def number_of(operations: list[tuple[str, tuple[str, ...]]]) -> int:
+    """Return the number of operations; a repeated check counts as one."""
+    polls = {each for each in operations if each[0] == "check"}
+    return len(polls) + sum(operation != "check" for operation, _ in operations)
 
 
 def until_first_step(outputs: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of each rank, how many the runner's are, and how many those of torch's process group."""
-    words = ("model=toy", "data=toy", "parallel=ddp", "max_steps=1", "logger=none", f"outputs={outputs}")
-    config, request = configure(*words, "backend=gloo")
+    """Return the number of the runner's operations and of the process group's, for each rank."""
+    overrides = ("model=toy", "data=toy", "parallel=ddp", "max_steps=1", "logger=none", f"outputs={outputs}")
+    config, request = configure(*overrides, "backend=gloo")
     connect, step, port = rendezvous._connect, Trainer.step, free_port()
 
     def act(rank: int, world_size: int) -> tuple[int, int]:
-        asked: list[tuple[str, tuple[str, ...]]] = []
+        operations: list[tuple[str, tuple[str, ...]]] = []
         found: list[tuple[int, int]] = []
 
         def first_step(*args: Any, **options: Any) -> Any:
-            of_group = [each for each in asked if GROUP in each[1][0]]
-            found.append((number_of([each for each in asked if GROUP not in each[1][0]]), number_of(of_group)))
+            of_group = [each for each in operations if GROUP in each[1][0]]
+            found.append((number_of([each for each in operations if GROUP not in each[1][0]]), number_of(of_group)))
             return step(*args, **options)
 
         def counting(*args: Any) -> dist.Store:
             store = connect(*args)
             assert store is not None
-            return CountingStore(store, asked)
+            return CountingStore(store, operations)
 
         monkeypatch.setattr(Trainer, "step", first_step)
         monkeypatch.setattr(rendezvous, "_connect", counting)
-        # All that ranks may have to agree on: who is on which machine, by which network, with which cores.
-        unknown = {"guessed": ("local_rank", "local_world_size"), "on_one_machine": False}
+        # Everything that ranks may have to agree on: machines, network interfaces and cores.
+        unknown = {"inferred": ("local_rank", "local_world_size"), "on_one_machine": False}
         where: dict[str, Any] = {"master_addr": "127.0.0.1", "master_port": port, "hosts_store": rank == 0}
-        rank_info = RankInfo(rank, rank, world_size, 1, found="test", **where, **unknown)
+        rank_info = RankInfo(rank, rank, world_size, 1, source="test", **where, **unknown)
         world = rendezvous.join(rank_info, as_backend(config.backend))
         run_job(config, request, world)
-        world.ending.close()
+        world.shutdown.close()
         return found[0]
 
     return run_ranks(act, world_size, forms_group=False)
 
 
 @pytest.mark.thorough
-def test_a_rank_asks_the_store_no_more_in_a_larger_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # or no rank asks who has which cores
+def test_store_operations_do_not_grow_with_the_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # otherwise the ranks do not exchange their cores
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    monkeypatch.setattr("runner.distributed.cpu_affinity.NUMA", Path("/nowhere"))
+    monkeypatch.setattr("runner.distributed.machine.NUMA", Path("/nowhere"))
     counts = {n: until_first_step(tmp_path / str(n), n, monkeypatch) for n in (2, 4, 8)}
     for of_ranks in counts.values():
         assert of_ranks == [counts[2][0]] + [counts[2][1]] * (len(of_ranks) - 1), counts

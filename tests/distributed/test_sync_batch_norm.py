@@ -27,7 +27,7 @@ def check_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 def check_against_one_process(
     rank: int, world_size: int, layer: nn.Module, batches: list[Tensor], sizes: list[int], tolerance: float
 ) -> dict[str, Tensor]:
-    """Train `layer` on the whole of each batch and, synchronized, on this rank's part; return the latter's buffers."""
+    """Train `layer` on whole batches and, synchronized, on this rank's samples; return the latter's buffers."""
     synchronized = synchronize_batch_norm(copy.deepcopy(layer))
     for batch in batches:
         direction = torch.randn(batch.shape, generator=torch.Generator().manual_seed(1)).to(batch)
@@ -43,7 +43,7 @@ def check_against_one_process(
         check_close(part.grad, whole.grad.split(sizes)[rank], tolerance)
     for ours, theirs in zip(synchronized.parameters(), layer.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
-        dist.all_reduce(ours.grad)  # what a rank has is its share of the sum
+        dist.all_reduce(ours.grad)  # each rank has its part of the sum
         check_close(ours.grad, theirs.grad, tolerance)
     buffers = dict(synchronized.named_buffers())
     for name, expected in layer.named_buffers():
@@ -83,7 +83,7 @@ def test_training_matches_one_process(kind: str, sizes: list[int]) -> None:
     layer = make().double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    # Three batches tell the cumulative average from the exponential one.
+    # Three batches distinguish the cumulative average from the exponential one.
     batches = [torch.randn(shape, dtype=torch.float64) * (step + 1) + step for step in range(3)]
     assert_alike(run_ranks(check_against_one_process, len(sizes), layer, batches, sizes, EXACT))
 
@@ -93,12 +93,12 @@ def test_training_matches_one_process(kind: str, sizes: list[int]) -> None:
 def test_memory_formats(memory_format: torch.memory_format, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     batch = torch.randn(20, 6, 14, 14, dtype=dtype).to(memory_format=memory_format)
-    # Of the parameters' gradients, sums over 3,920 values, that would be too much to ask in float32.
+    # Gradients of parameters are sums over 3,920 values, too many for this tolerance in float32.
     layer = nn.BatchNorm2d(6, affine=dtype == torch.float64, dtype=dtype)
     assert_alike(run_ranks(check_against_one_process, 2, layer, [batch], [13, 7], tolerance))
 
 
-def test_the_gradient_is_the_slope_of_the_loss_over_all_ranks() -> None:
+def test_gradient_matches_finite_differences_over_all_ranks() -> None:
     def compare(rank: int, world_size: int) -> tuple[float, float]:
         torch.manual_seed(rank)
         layer = synchronize_batch_norm(nn.BatchNorm2d(3).double())
@@ -120,7 +120,7 @@ def test_the_gradient_is_the_slope_of_the_loss_over_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-def test_statistics_stand_a_mean_far_above_the_deviation(memory_format: torch.memory_format) -> None:
+def test_statistics_are_exact_for_a_large_mean(memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)
     batch = (torch.randn(60, 4, 28, 28) + 1e4).to(memory_format=memory_format)
     batch[40:] += 1  # the second rank's mean differs
@@ -137,7 +137,7 @@ def test_statistics_stand_a_mean_far_above_the_deviation(memory_format: torch.me
     assert_close(results[0]["running_var"].double(), var, rtol=1e-3, atol=0)
 
 
-def test_low_precision_takes_its_statistics_in_float32() -> None:
+def test_low_precision_computes_statistics_in_float32() -> None:
     torch.manual_seed(0)
     batch = torch.randn(16, 3, 8, 8).add(3).bfloat16()
     var, mean = torch.var_mean(batch.double(), (0, 2, 3))
@@ -191,14 +191,14 @@ def test_evaluation_is_plain(tracked: bool) -> None:
     run_ranks(run, 2)
 
 
-def test_a_world_of_one_is_plain() -> None:
+def test_world_of_one_is_plain() -> None:
     layer = nn.BatchNorm2d(3)
     batch = torch.randn(4, 3, 4, 4)
 
     def run(rank: int, world_size: int) -> dict[str, int]:
         return count_collectives(lambda: check_against_one_process(0, 1, layer, [batch], [4], tolerance=0))
 
-    assert run_ranks(run, 1) == [{"allreduce_": 2}]  # of the check itself, one per parameter
+    assert run_ranks(run, 1) == [{"allreduce_": 2}]  # by the check, one per parameter
     with torch.no_grad():  # and without a process group
         assert torch.equal(synchronize_batch_norm(copy.deepcopy(layer))(batch), layer(batch))
 
@@ -216,12 +216,12 @@ def test_one_value_per_channel_is_refused_on_all_ranks() -> None:
     assert run_ranks(run, 2) == [str(expected.value)] * 2
 
 
-def test_a_batch_empty_on_all_ranks_teaches_nothing() -> None:
+def test_batch_that_is_empty_on_all_ranks_changes_no_statistics() -> None:
     layer = nn.BatchNorm2d(3)
     run_ranks(check_against_one_process, 2, layer, [torch.randn(0, 3, 4, 4)], [0, 0], EXACT)
 
 
-def test_a_group_synchronizes_its_own_ranks() -> None:
+def test_group_synchronizes_only_its_ranks() -> None:
     batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def run(rank: int, world_size: int) -> None:
@@ -271,7 +271,7 @@ def test_ddp_trains_as_one_process(sizes: list[int]) -> None:
     assert_alike(run_ranks(run, len(sizes)))
 
 
-# torch hides this warning of its own after a graph break, but not where warnings are errors.
+# torch hides its warning after a graph break, but not if warnings are errors.
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 def test_compiles() -> None:
@@ -306,8 +306,8 @@ def test_conversion_keeps_everything_but_the_class() -> None:
     assert type(synchronize_batch_norm(nn.BatchNorm1d(3))) is SyncBatchNorm
 
 
-def test_on_a_gpu_it_is_torchs_own() -> None:
-    with FakeTensorMode():  # tensors that say they are on a GPU, where there is none
+def test_gpu_layers_become_torchs_sync_batch_norm() -> None:
+    with FakeTensorMode():  # tensors that claim to be on a GPU, on a machine without one
         layers = [nn.BatchNorm2d(3, device="cuda"), nn.BatchNorm2d(3, affine=False, track_running_stats=False)]
         net = synchronize_batch_norm(nn.Sequential(*layers))
     assert [type(layer) for layer in net.children()] == [nn.SyncBatchNorm] * 2
@@ -319,7 +319,7 @@ class Scaled(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize("make", [lambda: Scaled(3), lambda: nn.LazyBatchNorm2d()], ids=["subclass", "lazy"])
-def test_other_kinds_are_refused_and_nothing_changed(make: Callable[[], nn.Module]) -> None:
+def test_other_kinds_are_refused_without_changes(make: Callable[[], nn.Module]) -> None:
     net = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(make()))
     with pytest.raises(ValueError, match=r"1\.0=(Scaled|LazyBatchNorm2d) cannot be synchronized"):
         synchronize_batch_norm(net)

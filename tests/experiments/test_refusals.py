@@ -1,4 +1,4 @@
-"""What of a user's own does not fit is told in a line or two, with the fix, and nothing is written."""
+"""Custom components that do not work together are refused in one or two lines with the fix, and nothing is written."""
 
 import shlex
 import sys
@@ -20,19 +20,19 @@ BASE = {
     "backend": "gloo",
     "threads": "1",
 }
-# What is typed, and what is said: parts of the message in their order, `...` between them.
+# Overrides, and parts of the message in their order, separated by `...`.
 TABLE = {
     # samples
-    "data=threes": "needs samples (inputs, targets) ... [tensor [1, 4], tensor [1], tensor [1]]; ... an objective",
-    "data=mappings": "needs samples (inputs, targets) ... {point: tensor [1, 4], kind: tensor [1]}; ... an objective",
-    "data=raising": "its first samples cannot be made a batch with: KeyError: 'no sample 0' (at ... wrongs.py:",
-    "data=dropping": "collate of Dropping was given 2 samples ... a batch must hold every sample",
+    "data=threes": "needs samples (inputs, targets) ... [tensor [1, 4], tensor [1], tensor [1]] ... custom objective",
+    "data=mappings": "needs samples (inputs, targets) ... {point: tensor [1, 4], kind: tensor [1]} ... custom",
+    "data=raising": "its first samples cannot be collated into a batch with: KeyError: 'no sample 0' ... wrongs.py:",
+    "data=dropping": "collate of Dropping got 2 samples ... a batch must contain every sample",
     "data=uncut_ahead": "a row for each of its 2 samples ... (tensor [2, 4], tensor [2], tensor []) ... leave",
     # losses
-    "loss=vector": "loss=vector must give one number per batch, not [1]; set its reduction to mean",
-    "loss=floating": "loss=floating must give one number ... not a float; return the tensor, without item()",
+    "loss=vector": "loss=vector must return a scalar tensor, the mean ... not tensor [1]; set its reduction",
+    "loss=floating": "loss=floating must return a scalar tensor, the mean ... not float; ... without calling item()",
     "loss._target_=torch.nn.CrossEntropyLoss +loss.reduction=sum": "loss.reduction=sum must be mean: ... try",
-    "loss._target_=torch.nn.CrossEntropyLoss +loss.reduction=none": "one number per batch ... reduction to mean",
+    "loss._target_=torch.nn.CrossEntropyLoss +loss.reduction=none": "must return a scalar tensor ... reduction to mean",
     "model.kind=mapping": "loss=auto: outputs are a dict, for which no loss is known",
     "model.kind=mapping loss=of_mapping metrics=accuracy": "metrics.accuracy: ... one tensor of outputs ... are a dict",
     "model.kind=square data=square": "loss.class_dim=null: ... [3, 3] ... first or last; set loss.class_dim=1 or -1",
@@ -40,25 +40,25 @@ TABLE = {
     "objective=one_number": "TypeError: OneNumber.loss must return (sum, weight) ... not Tensor",
     "objective=no_weight": "TypeError: NoWeight.loss must return (sum, weight) ... its weight is a NoneType",
     "objective=failing": "TypeError: list indices must be integers ... (at ... wrongs.py:",
-    "objective=not_one": "objective._target_=wrongs.NotOne: derive it from runner.training.objective.Objective",
+    "objective=not_one": "objective._target_=wrongs.NotOne: derive it from runner.Objective",
     "objective=fine loss=mse": "loss=mse has no effect on objective=fine, which takes none",
-    "objective=fine metrics=accuracy": "metrics.accuracy: the objective gives no outputs ... or type metrics=none",
+    "objective=fine metrics=accuracy": "metrics.accuracy: the objective returns no outputs ... or set metrics=none",
     # the names and patterns of losses
     "objective=missing": "Missing.losses names discriminator, but ... no method discriminator(model, batch)",
     "objective=listed": "Listed.losses=['loss'] must map the name of each loss to the regular expression",
     "objective=no_losses": "NoLosses.losses={} must map the name of each loss",
     "objective=patterns 'objective.first=\"^third\"'": "losses['loss']='^third' matches no trained parameter; there",
-    "objective=patterns 'objective.first=\"[\"'": "losses['loss']='[' is no regular expression: unterminated",
-    "objective=patterns 'objective.first=\"^first.bias\"'": "trains all but first.weight; add it to a pattern, or",
-    "objective=one_pattern 'objective.pattern=\"^first\"'": "trains all but second.weight; add it to a pattern",
+    "objective=patterns 'objective.first=\"[\"'": "losses['loss']='[' is not a regular expression: unterminated",
+    "objective=patterns 'objective.first=\"^first.bias\"'": "trains all parameters except first.weight; add it to",
+    "objective=one_pattern 'objective.pattern=\"^first\"'": "trains all parameters except second.weight; add it to",
     "objective=one_pattern 'objective.pattern=\"^third\"'": "losses['loss']='^third' matches no trained parameter",
     # modes
     "objective=fine parallel=pipeline": "calls the model itself ... parallel=pipeline ... try ... ddp ... fsdp ... tp",
-    "objective=patterns parallel=tp": "has 2 losses, and parallel=tp carries one; try ... ddp ... fsdp ... zero",
+    "objective=patterns parallel=tp": "has 2 losses, and parallel=tp supports one; try ... ddp ... fsdp ... zero",
 }
 
 
-def words(line: str) -> list[str]:
+def args(line: str) -> list[str]:
     typed = shlex.split(line)
     chosen = {word.partition("=")[0] for word in typed}
     base = [f"{key}={value}" for key, value in BASE.items() if key not in chosen]
@@ -73,8 +73,10 @@ def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("line", TABLE)
-def test_it_is_refused(line: str, here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status = here(*words(line))
+def test_custom_components_are_refused_with_their_message(
+    line: str, here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = here(*args(line))
     out, err = capfd.readouterr()
     assert (status, out) == (2, ""), err
     assert 1 <= err.count("\n") <= 3 and "Traceback" not in err
@@ -82,16 +84,16 @@ def test_it_is_refused(line: str, here: Callable[..., int], tmp_path: Path, capf
     assert not list(tmp_path.iterdir())
 
 
-def test_a_collate_that_drops_samples_later_fails_with_its_words(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"collate of Dropping was given 8 samples.*a batch must hold every sample"):
-        run(tmp_path, 1, *words("data=dropping data.least=8"))
+def test_a_collate_that_drops_samples_later_fails_with_its_message(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"collate of Dropping got 8 samples.*a batch must contain every sample"):
+        run(tmp_path, 1, *args("data=dropping data.least=8"))
 
 
 @pytest.mark.parametrize("task", [(), pytest.param(("task=evaluate",), marks=pytest.mark.thorough)])
-def test_samples_of_many_shapes_in_a_pipeline_are_told_where_they_can_go(task: tuple[str, ...], tmp_path: Path) -> None:
-    typed = words("data=ragged parallel=pipeline")
-    if task:  # of what another mode has trained
-        typed.append(f"run={run(tmp_path, 1, *words('data=ragged')).path}")
+def test_pipeline_refuses_samples_of_many_shapes_and_names_other_modes(task: tuple[str, ...], tmp_path: Path) -> None:
+    typed = args("data=ragged parallel=pipeline")
+    if task:  # a run trained in another mode
+        typed.append(f"run={run(tmp_path, 1, *args('data=ragged')).path}")
     with pytest.raises(
         RankError, match=r"sends tensors of one shape from stage to stage.*try parallel=ddp, fsdp or tp"
     ):
@@ -100,15 +102,15 @@ def test_samples_of_many_shapes_in_a_pipeline_are_told_where_they_can_go(task: t
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_set_that_raises_later_ends_the_run_with_its_own_line(num_workers: int, commands: Commands) -> None:
-    typed = words(f"data=raising_later loader.num_workers={num_workers}")
+def test_a_dataset_that_raises_later_fails_the_run_with_its_line(num_workers: int, commands: Commands) -> None:
+    typed = args(f"data=raising_later loader.num_workers={num_workers}")
     done = commands.finish(commands.start("-m", "runner", *typed), timeout_s=120)
     assert done.returncode == 1
     assert "wrongs.py" in done.stdout and done.stdout.rstrip().endswith("KeyError: 'no sample 20'")
 
 
-def assert_says(words: str, text: str) -> None:
+def assert_says(args: str, text: str) -> None:
     place = 0
-    for part in words.split(" ... "):
+    for part in args.split(" ... "):
         assert part in text[place:], f"{part!r} in {text[place:]!r}"
         place = text.index(part, place) + len(part)

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 from commands import Commands
-from fault_rig import STEPS, WORDS, assert_same
-from own_folders import write_files
+from custom_files import write_files
+from fault_rig import OVERRIDES, STEPS, assert_same
 from worlds import Run, run
 
 MODES = ("allreduce", "ddp", "fsdp", "pipeline", "ps", "tp", "zero")
 DIES = {
     "dies.py": """
         import os, signal
-        from runner.training.callback import Callback
+        from runner import Callback
 
         class Dies(Callback):
             def __init__(self, rank: int, step: int):
@@ -31,16 +31,16 @@ AGENT = ("launcher=torchrun", "launcher.nproc_per_node=2", "launcher.max_restart
 
 @pytest.mark.fault("kill -9 of a rank that is restarted", outcome="survived")
 @pytest.mark.soak  # of ddp once in CI: commands/test_launchers.py
-@pytest.mark.parametrize("seed", range(3))  # as often as steps differ: faults/test_killed_ranks.py
+@pytest.mark.parametrize("seed", range(3))  # at many steps: faults/test_killed_ranks.py
 @pytest.mark.parametrize("mode", MODES)
 def test_one_restart_is_the_same_run(mode: str, seed: int, commands: Commands, tmp_path: Path) -> None:
     draw = random.Random(f"agent {mode} {seed}")
     rank, step = draw.randrange(2), draw.randrange(8, STEPS)
-    words = (*WORDS, f"parallel={mode}")
-    whole = run(tmp_path / "whole", 2, *words, "backend=gloo")
+    args = (*OVERRIDES, f"parallel={mode}")
+    whole = run(tmp_path / "whole", 2, *args, "backend=gloo")
     write_files(tmp_path / "mine", DIES)
     dies = ("--config-dir", "mine", "callbacks=dies", f"callbacks.dies.rank={rank}", f"callbacks.dies.step={step}")
-    done = commands.runner(*words, *AGENT, *dies)
+    done = commands.runner(*args, *AGENT, *dies)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "died").exists()
     (path,) = (tmp_path / "outputs" / "run").iterdir()

@@ -1,4 +1,4 @@
-"""Damage to any file of a checkpoint is found before anything of it is believed, and the one before it is used."""
+"""Damage to any file of a checkpoint is detected before it is loaded, and the previous checkpoint is used."""
 
 import random
 import shutil
@@ -7,30 +7,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_rig import WORDS, assert_same, cut, send
+from fault_rig import OVERRIDES, assert_same, cut, send
 from worlds import Run, run
 
-from runner.fault_tolerance.checkpoint import choose
-from runner.runs.train_state import available
+from runner.checkpoints.layout import choose_checkpoint, list_checkpoints
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of two ranks, each of which holds a part of the weights."""
-    return run(tmp_path_factory.mktemp("made"), 2, *WORDS, "parallel=fsdp", "epochs=2")
+    """Train on two ranks, each of which stores a part of the weights."""
+    return run(tmp_path_factory.mktemp("made"), 2, *OVERRIDES, "parallel=fsdp", "epochs=2")
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same run, killed after step 24, with the checkpoints step_15 and step_21."""
-    words = (*WORDS, "parallel=fsdp", "epochs=2")
-    return cut(tmp_path_factory.mktemp("killed"), 2, words, send(signal.SIGKILL, 1, 24, once_saved=21))
+    """Train the same run, of which rank 1 is killed in step 24; it has the checkpoints step_15 and step_21."""
+    args = (*OVERRIDES, "parallel=fsdp", "epochs=2")
+    return cut(tmp_path_factory.mktemp("killed"), 2, args, send(signal.SIGKILL, 1, 24, once_saved=21))
 
 
 def damages(path: Path, content: bytes, draw: random.Random, num_flips: int) -> list[tuple[str, bytes | None]]:
-    """What may become of a file: its bytes, or None where it is missing."""
+    """Return kinds of damage to a file, each with its name and the new bytes, or None for a missing file."""
     found: list[tuple[str, bytes | None]] = [("missing", None), ("empty", b"")]
-    found += [("cut short", content[:-1]), ("longer", content + b"\0"), ("half", content[: len(content) // 2])]
+    found += [("truncated", content[:-1]), ("longer", content + b"\0"), ("half", content[: len(content) // 2])]
     for _ in range(num_flips):
         place, bit = draw.randrange(len(content)), draw.randrange(8)
         flipped = bytearray(content)
@@ -44,10 +43,10 @@ def damages(path: Path, content: bytes, draw: random.Random, num_flips: int) -> 
 
 
 @pytest.mark.fault("one bit of a checkpoint flipped", outcome="refused")
-@pytest.mark.fault("a hole of zeros, a file cut short, empty or missing", outcome="refused")
+@pytest.mark.fault("a checkpoint file with zeros, truncated, empty or missing", outcome="refused")
 def test_every_damage_is_refused(made: Run, record_property: Callable[[str, object], None]) -> None:
-    """Over all files, small ones too, at seeded places."""
-    newest, draw, tried, believed = available(made.path / "checkpoints")[-1], random.Random(200), 0, []
+    """All files, also small ones, at seeded positions."""
+    newest, draw, tried, believed = list_checkpoints(made.path / "checkpoints")[-1], random.Random(200), 0, []
     files = sorted(path for path in newest.iterdir() if path.is_file())
     for path in files:
         content = path.read_bytes()
@@ -57,21 +56,21 @@ def test_every_damage_is_refused(made: Run, record_property: Callable[[str, obje
                 path.write_bytes(damaged)
             tried += 1
             try:
-                choose(newest.parent, newest.name)
+                choose_checkpoint(newest.parent, newest.name)
                 believed.append(f"{path.name}: {what}")
             except ValueError as error:
-                assert newest.name in str(error)
+                assert f"{newest.name}/{path.name}" in str(error) and "damaged" in str(error)
             path.write_bytes(content)
     assert believed == [] and tried > 200
-    assert choose(newest.parent, newest.name) == newest  # as it was
+    assert choose_checkpoint(newest.parent, newest.name) == newest  # restore it
     record_property("injected", tried)
 
 
 @pytest.mark.fault("the newest checkpoint damaged", outcome="survived")
 @pytest.mark.parametrize("file", ["manifest.json", "progress.json", "largest"])
-def test_the_run_goes_on_from_the_one_before(file: str, made: Run, killed: Run, tmp_path: Path) -> None:
+def test_the_run_resumes_from_the_previous_checkpoint(file: str, made: Run, killed: Run, tmp_path: Path) -> None:
     own = Run(Path(shutil.copytree(killed.path, tmp_path / "run" / killed.path.name, symlinks=True)))
-    newest = available(own.path / "checkpoints")[-1]
+    newest = list_checkpoints(own.path / "checkpoints")[-1]
     path = max(newest.iterdir(), key=lambda each: each.stat().st_size) if file == "largest" else newest / file
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 4

@@ -1,4 +1,4 @@
-"""A disk that is full, by the run's own checkpoints or by others: the run ends, and goes on when there is space."""
+"""A full disk: the run fails, and can be resumed when there is space."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from commands import wait_until
-from fault_rig import WORDS, all_sound, assert_same, cut
+from fault_rig import OVERRIDES, all_sound, assert_same, cut
 from worlds import Run, run
 
 from runner.training.trainer import Trainer
 
 pytestmark = pytest.mark.thorough
 
-LOGGED = (*WORDS, "parallel=ddp", "log_every=1", "checkpoint.every_epochs=9", "checkpoint.keep=99")
+LOGGED = (*OVERRIDES, "parallel=ddp", "log_every=1", "checkpoint.every_epochs=9", "checkpoint.keep=99")
 OFTEN, RARELY = "checkpoint.every_steps=2", "checkpoint.every_steps=20"
 
 
@@ -25,7 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 700 KiB, where the runs named `run` are."""
+    """Mount a file system of 700 KiB for the runs named `run`."""
     path = tmp_path / "run"
     path.mkdir()
     made = mount("-t", "tmpfs", "-o", "size=700k", "tmpfs", path)
@@ -37,11 +37,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", path], check=True, timeout=60)
 
 
-def mount(*words: Any) -> "subprocess.CompletedProcess[str]":
+def mount(*args: Any) -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run(["mount", *words], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(["mount", *args], capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError as error:
-        return subprocess.CompletedProcess(words, 1, "", str(error))
+        return subprocess.CompletedProcess(args, 1, "", str(error))
 
 
 def nothing(trainer: Trainer, batch: Any) -> None:
@@ -49,11 +49,11 @@ def nothing(trainer: Trainer, batch: Any) -> None:
 
 
 def fill(trainer: Trainer, batch: Any) -> None:
-    """As another process would, with whatever is left."""
+    """Fill the disk, as another process would."""
     if trainer.world.rank != 0 or trainer.state.step != 21:
         return
     (directory,) = Path(trainer.config.outputs, trainer.config.name).iterdir()
-    wait_until((directory / "checkpoints" / "step_20").exists)  # it is written beside training
+    wait_until((directory / "checkpoints" / "step_20").exists)  # it is written in the background
     with (directory / "others").open("ab", buffering=0) as file:
         for size in (2**16, 2**12, 1):
             try:
@@ -73,7 +73,7 @@ def fill(trainer: Trainer, batch: Any) -> None:
     ],
     ids=["by its checkpoints", "by others, at a checkpoint", "by others, at a line"],
 )
-def test_a_full_disk_ends_the_run_and_with_space_it_goes_on(
+def test_a_full_disk_fails_the_run_which_resumes_when_there_is_space(
     every: str,
     act: Callable[[Trainer, Any], None],
     what: str,
@@ -83,8 +83,8 @@ def test_a_full_disk_ends_the_run_and_with_space_it_goes_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     full = cut(tmp_path, 2, (*LOGGED, every), act)
-    told = "".join(capfd.readouterr())
-    _, *lines = told.partition("error: ")[2].strip().splitlines()
+    reported = "".join(capfd.readouterr())
+    _, *lines = reported.partition("error: ")[2].strip().splitlines()
     assert lines[0].startswith(what.format(full.path)) and " could not be written: " in lines[0]
     assert len(lines) == 2 and lines[1].endswith("and resume")
     checkpoints = all_sound(full.path / "checkpoints")

@@ -1,4 +1,4 @@
-"""kill -9 of any rank at any step, in any mode, and of the whole run at any moment: resumed, it is the same run."""
+"""kill -9 of any rank at any step, in any mode, or of the whole run at any moment: resumed, the run is identical."""
 
 import functools
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from commands import Commands
-from fault_rig import STEPS, WORDS, all_sound, assert_same, before_each_step, cut, send
+from fault_rig import OVERRIDES, STEPS, all_sound, assert_same, before_each_step, cut, send
 from ranks import RankError
 from worlds import Run, run
 
@@ -24,11 +24,11 @@ REPEATS = 20
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """The run that is left alone, in that mode."""
+    """Return the uninterrupted run in a mode."""
 
     @functools.cache
     def of(mode: str) -> Run:
-        return run(tmp_path_factory.mktemp(mode), 2, *WORDS, f"parallel={mode}")
+        return run(tmp_path_factory.mktemp(mode), 2, *OVERRIDES, f"parallel={mode}")
 
     return of
 
@@ -44,8 +44,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 )
 def test_a_rank_killed_at_any_step(mode: str, seed: int, whole: Callable[[str], Run], tmp_path: Path) -> None:
     draw = random.Random(f"{mode} {seed}")
-    rank, step = draw.randrange(2), draw.randrange(15, STEPS)  # until 14 the first checkpoint may be in writing
-    killed = cut(tmp_path, 2, (*WORDS, f"parallel={mode}"), send(signal.SIGKILL, rank, step))
+    rank, step = draw.randrange(2), draw.randrange(15, STEPS)  # until step 14 the first checkpoint may be incomplete
+    killed = cut(tmp_path, 2, (*OVERRIDES, f"parallel={mode}"), send(signal.SIGKILL, rank, step))
     saved = all_sound(killed.path / "checkpoints")
     last = int(saved[-1].removeprefix("step_"))
     assert step - 14 < last <= step, "more is lost than one interval, and the checkpoint that was being written"
@@ -57,15 +57,15 @@ def test_a_rank_killed_at_any_step(mode: str, seed: int, whole: Callable[[str], 
 @pytest.mark.soak
 @pytest.mark.fault("kill -9 of a run at a random moment", outcome="survived")
 def test_a_run_killed_at_a_hundred_moments(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """In a save or not. From the first one on a complete checkpoint is there, from which the run goes on."""
+    """During a save or not. After the first save there is always a complete checkpoint from which the run resumes."""
     draw, kills = random.Random(7), 0
-    words = (*WORDS, "checkpoint.every_steps=1", "epochs=10", "parallel=none")
-    alone = run(tmp_path / "whole", 1, *words)
+    args = (*OVERRIDES, "checkpoint.every_steps=1", "epochs=10", "parallel=none")
+    alone = run(tmp_path / "whole", 1, *args)
     while kills < 100:
         outputs = tmp_path / str(kills)
         while True:
             made = [Run(path) for path in outputs.glob("run/*")]
-            typed = (f"resume={made[0].path}", f"outputs={outputs}") if made else words
+            typed = (f"resume={made[0].path}", f"outputs={outputs}") if made else args
             try:
                 with before_each_step(die_within(draw.uniform(0.0, 1.0))):
                     done = run(outputs, 1, *typed)
@@ -75,30 +75,30 @@ def test_a_run_killed_at_a_hundred_moments(tmp_path: Path, record_property: Call
                 kills += 1
             (path,) = outputs.glob("run/*")
             if not all_sound(path / "checkpoints"):
-                shutil.rmtree(outputs)  # before the first one: it starts again
+                shutil.rmtree(outputs)  # before the first checkpoint: it restarts
         assert_same(done, alone)
     record_property("injected", kills)
 
 
 def die_within(seconds: float) -> Callable[[Trainer, Any], None]:
-    """Of the first step on, by a signal that comes at any moment."""
+    """Return a function that kills the process, by a timer, `seconds` after the first step."""
     started: list[threading.Timer] = []
 
     def act(trainer: Trainer, batch: Any) -> None:
         if not started:
             started.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)))
-            started[0].daemon = True  # a run that ends before that lives
+            started[0].daemon = True  # a run that finishes earlier survives
             started[0].start()
 
     return act
 
 
 @pytest.mark.soak
-@pytest.mark.fault("a clean end of all ranks", outcome="went_on")
+@pytest.mark.fault("a clean exit of all ranks", outcome="went_on")
 def test_fifty_commands_end_with_status_0(commands: Commands, record_property: Callable[[str, object], None]) -> None:
-    """Which a process group that outlives its run would abort at the exit of one of them."""
-    words = ("model=mlp", "parallel=ddp", "launcher=spawn", "launcher.nproc_per_node=2", "max_steps=3", "logger=none")
+    """A process group that outlives its run would abort some of them at exit."""
+    args = ("model=mlp", "parallel=ddp", "launcher=spawn", "launcher.nproc_per_node=2", "max_steps=3", "logger=none")
     for _ in range(50):
-        done = commands.runner(*words)
+        done = commands.runner(*args)
         assert (done.returncode, done.stderr) == (0, "")
     record_property("injected", 50)

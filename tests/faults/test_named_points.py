@@ -1,4 +1,4 @@
-"""kill -9 at every named point of a save and of a deletion, of a resumed run too: a complete checkpoint stays."""
+"""kill -9 at every fail point of saving and deleting, also in a resumed run: a complete checkpoint remains."""
 
 import os
 import re
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_rig import WORDS, all_sound, assert_same, cut
+from fault_rig import OVERRIDES, all_sound, assert_same, cut
 from worlds import Run, run
 
-from runner import ROOT
-from runner.fault_tolerance import points
+from runner.checkpoints import retention
+from runner.paths import ROOT
 from runner.training.trainer import Trainer
 
-# All that the code has, a new one too.
+# All fail points in the code, including new ones.
 POINTS = sorted(
     {
         name
@@ -23,7 +23,7 @@ POINTS = sorted(
         for name in re.findall(r'\breached\("([^"]+)"\)', path.read_text())
     }
 )
-SHORT = (*WORDS, "parallel=none", "epochs=2", "checkpoint.keep=1")
+SHORT = (*OVERRIDES, "parallel=none", "epochs=2", "checkpoint.keep=1")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def die_at(point: str, time: int) -> Callable[[Trainer, Any], None]:
-    """When the rank comes to that point for the so-manieth time, from its first step on."""
+    """Return a function that kills a rank when it reaches the fail point for the `time`-th time."""
     met: list[str] = []
 
     def watch(name: str) -> None:
@@ -41,15 +41,15 @@ def die_at(point: str, time: int) -> Callable[[Trainer, Any], None]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def act(trainer: Trainer, batch: Any) -> None:
-        if watch not in points.watchers:
-            points.watchers.append(watch)
+        if watch not in retention.watchers:
+            retention.watchers.append(watch)
 
     return act
 
 
-@pytest.mark.fault("kill -9 at each point of a save and a deletion, of a resumed run too", outcome="survived")
+@pytest.mark.fault("kill -9 at each fail point of saving and deleting, also of a resumed run", outcome="survived")
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_there_and_again_when_resumed(point: str, whole: Run, tmp_path: Path) -> None:
+def test_killed_at_a_fail_point_and_again_after_the_resume(point: str, whole: Run, tmp_path: Path) -> None:
     killed = cut(tmp_path, 1, SHORT, die_at(point, 2))
     assert all_sound(killed.path / "checkpoints")
     resume = (f"resume={killed.path}", f"outputs={tmp_path}")
@@ -61,5 +61,5 @@ def test_killed_there_and_again_when_resumed(point: str, whole: Run, tmp_path: P
     assert left == {"last", "step_30"}
 
 
-def test_there_are_points_before_and_after_each_change_of_the_disk() -> None:
+def test_fail_points_surround_each_change_of_the_disk() -> None:
     assert {"save: begin", "save: before rename", "save: renamed", "remove: renamed"} <= set(POINTS)

@@ -1,4 +1,4 @@
-"""Runs that are told to stop again and again: every step reads the samples that it reads in a run left alone."""
+"""Runs that are preempted several times: every step reads the same samples as in an uninterrupted run."""
 
 import signal
 from collections import defaultdict
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_rig import WORDS, assert_same, before_each_step, cut, send
+from fault_rig import OVERRIDES, assert_same, before_each_step, cut, send
 from worlds import run
 
 from runner.training.trainer import Trainer
 
 
 def noting(folder: Path) -> Callable[[Trainer, Any], None]:
-    """Each rank writes down which samples each of its steps reads."""
+    """Return a function that records the samples of each step of each rank."""
     folder.mkdir()
 
     def act(trainer: Trainer, batch: Any) -> None:
@@ -26,7 +26,7 @@ def noting(folder: Path) -> Callable[[Trainer, Any], None]:
 
 
 def samples(folder: Path) -> dict[int, list[int]]:
-    """Of each step the samples of all ranks, in order; one that was made twice has them twice."""
+    """Return the sorted samples of each step over all ranks; a step that ran twice has them twice."""
     found: dict[int, list[int]] = defaultdict(list)
     for file in folder.iterdir():
         for step, *indices in (map(int, line.split()) for line in file.read_text().splitlines()):
@@ -40,11 +40,11 @@ def both(*acts: Callable[[Trainer, Any], None]) -> Callable[[Trainer, Any], None
 
 @pytest.mark.fault("three preemptions in one epoch", outcome="survived")
 def test_three_times_in_one_epoch(tmp_path: Path) -> None:
-    """The signal comes to either rank; the steps 17, 22 and 26 are of the second of four epochs."""
-    words = (*WORDS, "parallel=ddp")
+    """Either rank receives the signal. The steps 17, 22 and 26 are in the second of four epochs."""
+    args = (*OVERRIDES, "parallel=ddp")
     with before_each_step(note := noting(tmp_path / "samples of whole")):
-        whole = run(tmp_path / "whole", 2, *words)
-    note, typed = noting(tmp_path / "samples"), words
+        whole = run(tmp_path / "whole", 2, *args)
+    note, typed = noting(tmp_path / "samples"), args
     for rank, step in ((1, 17), (0, 22), (1, 26)):
         stopped = cut(tmp_path / "cut", 2, typed, both(note, send(signal.SIGUSR1, rank, step)))
         assert stopped.result["state"] == "preempted" and stopped.result["step"] < 30
@@ -55,13 +55,13 @@ def test_three_times_in_one_epoch(tmp_path: Path) -> None:
     assert_same(resumed, whole)
 
 
-@pytest.mark.fault("another number of ranks after each stop", outcome="survived")
+@pytest.mark.fault("another number of ranks after each preemption", outcome="survived")
 def test_on_four_ranks_then_two_one_and_four(tmp_path: Path) -> None:
-    """In float64, where the ranks' sums differ by their rounding alone; each in another mode."""
-    words = (*WORDS, "precision=fp64", "optimizer=sgd", "optimizer.lr=0.01")
+    """In float64, in which sums over ranks differ only by rounding; each attempt in another mode."""
+    args = (*OVERRIDES, "precision=fp64", "optimizer=sgd", "optimizer.lr=0.01")
     with before_each_step(noting(tmp_path / "samples of whole")):
-        whole = run(tmp_path / "whole", 1, *words)
-    note, typed = noting(tmp_path / "samples"), words
+        whole = run(tmp_path / "whole", 1, *args)
+    note, typed = noting(tmp_path / "samples"), args
     for world_size, mode, step in ((4, "ddp", 11), (2, "fsdp", 24), (1, "none", 41)):
         act = both(note, send(signal.SIGTERM, world_size - 1, step))
         stopped = cut(tmp_path / "cut", world_size, (*typed, f"parallel={mode}"), act)
@@ -74,12 +74,12 @@ def test_on_four_ranks_then_two_one_and_four(tmp_path: Path) -> None:
     assert resumed.result["metrics"] == pytest.approx(whole.result["metrics"], rel=1e-8)
 
 
-@pytest.mark.fault("a data set smaller than the world", outcome="went_on")
+@pytest.mark.fault("a dataset smaller than the world", outcome="went_on")
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_fewer_samples_than_ranks(mode: str, tmp_path: Path) -> None:
-    """Three for four ranks, and one to validate."""
-    words = ("model=toy", "data=toy", "data.num_train=3", "data.num_val=1", "batch_size=4", "epochs=6")
-    words = (*words, "precision=fp64", "logger=none")
-    one, four = run(tmp_path / "1", 1, *words), run(tmp_path / "4", 4, *words, f"parallel={mode}")
+    """Three training samples for four ranks, and one validation sample."""
+    args = ("model=toy", "data=toy", "data.num_train=3", "data.num_val=1", "batch_size=4", "epochs=6")
+    args = (*args, "precision=fp64", "logger=none")
+    one, four = run(tmp_path / "1", 1, *args), run(tmp_path / "4", 4, *args, f"parallel={mode}")
     assert four.losses == pytest.approx(one.losses, rel=1e-9) and len(one.losses) == 6
     assert four.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)

@@ -15,11 +15,11 @@ def test_the_page_has_a_row_for_every_marked_fault_and_no_other() -> None:
     assert COMMAND in page.read_text()
     table = read_part(page, BEGIN, END)
     rows = re.findall(r"^\| (.*?) \| .*? \| (.*?) \|", table, re.MULTILINE)
-    told = {name: outcome for name, outcome in rows if name not in ("fault", "---")}
+    reported = {name: outcome for name, outcome in rows if name not in ("fault", "---")}
     faults = marked(ROOT / "tests")
-    assert sorted(faults.keys() - told.keys()) == [], (
+    assert sorted(faults.keys() - reported.keys()) == [], (
         f"lack a row: add `| NAME | times | outcome | - | file |`, or run {COMMAND}"
     )
-    assert sorted(told.keys() - faults.keys()) == [], "no test is marked with these"
-    for name, outcome in told.items():
+    assert sorted(reported.keys() - faults.keys()) == [], "no test is marked with these"
+    for name, outcome in reported.items():
         assert outcome.startswith(OUTCOMES[faults[name]]), f"{name}: {outcome}"

@@ -1,4 +1,4 @@
-"""What cannot run in the world that a launcher is to make is refused before there is a process, a job or a file."""
+"""Jobs that cannot run in the launcher's world are refused before any process, queued job or file exists."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from worlds import configure
 
-from runner import main
+from runner import cli as main
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, Preempted
 from runner.launchers.launch import launch
 from runner.launchers.spawn import Spawn
 from runner.launchers.torchrun import Torchrun
 
-Here = Callable[..., int]  # the fixture of conftest.py
+Here = Callable[..., int]  # the fixture `here`
 QUEUED = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
-# Of a world of four.
+# In a world of four ranks.
 WRONG = {
-    "parallel=none": "parallel=none is for one process, but the world has 4; try parallel=ddp",
+    "parallel=none launcher.dry_run=true": "parallel=none is for one process, but the world has 4; try parallel=ddp",
     "parallel=ddp batch_size=3": "batch_size=3 must be at least data ranks x micro_batches = 4 x 1 = 4",
     "parallel=pipeline parallel.stages=3": "parallel.stages=3 must divide the world of 4 ranks; try 2 or 4",
     "parallel=fsdp parallel.replicate=3": "parallel.replicate=3",
@@ -27,48 +27,47 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-@pytest.mark.parametrize("shown", ["true", "false"])
-def test_a_job_that_could_not_run_is_not_queued(
-    line: str, shown: str, here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_an_impossible_job_is_not_queued(
+    line: str, here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert here(*line.split(), *QUEUED, f"launcher.dry_run={shown}") == 2
-    said = capfd.readouterr()
-    assert said.err.startswith(WRONG[line]) and said.err.count("\n") == 1 and said.out == ""
+    assert here(*line.split(), *QUEUED) == 2
+    output = capfd.readouterr()
+    assert output.err.startswith(WRONG[line]) and output.err.count("\n") == 1 and output.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_is_not_queued_where_one_of_its_jobs_could_not_run(
+def test_a_sweep_with_an_impossible_job_is_not_queued(
     here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert here("-m", *QUEUED, "parallel=none,ddp,zero", "batch_size=2,64") == 2
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 2 and said[0].startswith("parallel=none is") and said[1].startswith("batch_size=2 must be")
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("parallel=none is") and lines[1].startswith("batch_size=2 must be")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", [Spawn, Torchrun])
-def test_no_process_is_started_for_it(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kind, "launch", lambda *args: pytest.fail("it has started"))
+def test_no_process_is_started_for_an_impossible_job(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "launch", lambda *args: pytest.fail("it was launched"))
     with pytest.raises(InputError, match="parallel=none is for one process, but the world has 3"):
         launch(*configure(f"launcher={kind.__name__.lower()}", "launcher.nproc_per_node=3"), RankInfo())
 
 
-def test_a_world_that_may_grow_is_not_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_an_elastic_world_is_not_checked_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Torchrun, "launch", lambda *args: {"started": 1.0})
     elastic = ("launcher=torchrun", "launcher.nodes=1:2", "launcher.nproc_per_node=1", "launcher.rdzv_endpoint=a:1")
     assert launch(*configure(*elastic), RankInfo()) == {"started": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("raised", "status", "told"), [(Preempted("SIGTERM"), 143, ""), (TimeoutError(), 2, "wrong\n")]
+    ("raised", "status", "message"), [(Preempted("SIGTERM"), 143, ""), (TimeoutError(), 2, "wrong\n")]
 )
-def test_wrong_input_is_told_where_the_other_ranks_stop_or_do_not_come(
-    raised: Exception, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_wrong_input_is_reported_if_the_other_ranks_stop_or_do_not_appear(
+    raised: Exception, status: int, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def join(rank_info: RankInfo, backend: object) -> None:
         raise raised
 
     monkeypatch.setattr(main, "find_rank_info", lambda init: RankInfo(0, 0, 2, 2))
     monkeypatch.setattr("runner.distributed.rendezvous.join", join)
-    assert main._refuse_everywhere(["wrong"], "env") == status
-    assert capfd.readouterr().err == told
+    assert main._refuse_on_all_ranks(["wrong"], "env") == status
+    assert capfd.readouterr().err == message

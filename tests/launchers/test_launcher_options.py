@@ -1,4 +1,4 @@
-"""What a launcher refuses of its options and of its place in a world, and what it makes of its ranks' last words."""
+"""The options and environments that a launcher refuses."""
 
 from typing import Any
 
@@ -6,32 +6,24 @@ import pytest
 from worlds import configure
 
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed, Preempted
+from runner.errors import InputError
 from runner.launchers.launch import launch
-from runner.launchers.rank_process import conclude
 from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.torchrun import Torchrun
-
-
-def test_ranks_that_a_signal_ended_before_they_heard_it_have_not_failed() -> None:
-    with pytest.raises(Preempted, match="SIGTERM"):
-        conclude(None, "rank 0 on here died: SIGTERM", ["SIGTERM"])
-    with pytest.raises(JobFailed, match="died: SIGKILL"):
-        conclude(None, "rank 0 on here died: SIGKILL", [])
 
 
 @pytest.mark.parametrize("kind", [Spawn, Torchrun, Slurm])
 def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
     name = kind.__name__.lower()
     config, request = configure("model=mlp", "parallel=ddp", f"launcher={name}")
-    rank_info = RankInfo(1, 1, 2, 2, found="torchrun")
+    rank_info = RankInfo(1, 1, 2, 2, source="torchrun")
     with pytest.raises(InputError, match=f"launcher={name} starts processes itself, but torchrun has started this one"):
         launch(config, request, rank_info)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "message"),
     [
         (Spawn, {"nproc_per_node": 0}, "launcher.nproc_per_node=0 must be at least 1"),
         (Spawn, {"nodes": 2}, "launcher.nodes=2 needs launcher.master_addr"),
@@ -45,12 +37,12 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Torchrun, {"max_restarts": -1}, "launcher.max_restarts=-1 must be at least 0"),
         (Slurm, {"nodes": 0}, "launcher.nodes=0 must be at least 1"),
         (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
-        (Slurm, {"sbatch": {"job_name": "x"}}, "launcher.sbatch.job_name: the launcher sets it itself"),
-        (Slurm, {"conda": "a", "venv": "b"}, "one environment at a time"),
-        (Slurm, {"code": "new"}, "launcher.code=new must be frozen (as it is when the job is submitted) or live (when"),
+        (Slurm, {"sbatch": {"job_name": "x"}}, "launcher.sbatch.job_name: the launcher sets this option"),
+        (Slurm, {"conda": "a", "venv": "b"}, "launcher.conda=a and launcher.venv=b exclude each other"),
+        (Slurm, {"code": "new"}, "launcher.code=new must be frozen (the code at submission) or live (the code when"),
     ],
 )
-def test_options_that_cannot_be_are_refused(kind: type, options: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_refused(kind: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         kind(**options)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""The models: shapes, sizes, initial weights, what they refuse, and their configuration."""
+"""The models: shapes, sizes, initial weights, refused input, and their configuration."""
 
 import importlib
 import inspect
@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from runner.shipped.models.convnet import ConvNet
+from runner.shipped.models.gpt import GPT
+from runner.shipped.models.linear import Linear
+from runner.shipped.models.mlp import MLP
+from runner.shipped.models.net import Net
+from runner.shipped.models.resnet18 import ResNet18
+from runner.shipped.models.split import Split
+from runner.shipped.models.toy import Toy
+from runner.shipped.models.transformer import Transformer
+from runner.shipped.models.unet import UNet
 from torch import nn
-
-from models.convnet import ConvNet
-from models.gpt import GPT
-from models.linear import Linear
-from models.mlp import MLP
-from models.net import Net
-from models.resnet18 import ResNet18
-from models.split import Split
-from models.toy import Toy
-from models.transformer import Transformer
-from models.unet import UNet
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 MODELS = {
@@ -36,13 +35,9 @@ MODELS = {
 }
 
 
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("kind", [Toy, Linear, MLP])
 @pytest.mark.parametrize("sample_shape", [(10,), (1, 28, 28), (4, 3)])
-def test_flattening_models_take_samples_of_any_shape(kind, sample_shape):
+def test_flattening_models_accept_samples_of_any_shape(kind, sample_shape):
     model = kind(sample_shape=sample_shape, num_outputs=5)
     samples = torch.rand(3, *sample_shape)
     assert model(samples).shape == (3, 5)
@@ -50,13 +45,13 @@ def test_flattening_models_take_samples_of_any_shape(kind, sample_shape):
 
 
 @pytest.mark.parametrize("sample_shape", [(1, 28, 28), (3, 32, 32), (2, 4, 7), (1, 30, 29)])
-def test_convnet_takes_images_of_any_size_from_4_x_4(sample_shape):
+def test_convnet_accepts_images_from_4_x_4(sample_shape):
     model = ConvNet(sample_shape=sample_shape, num_outputs=10, channels=[4, 6])
     assert model(torch.rand(2, *sample_shape)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("sample_shape", [(1, 28, 28), (3, 32, 32), (2, 16, 17), (1, 30, 29)])
-def test_net_gives_log_probabilities_for_images_from_16_x_16(sample_shape):
+def test_net_returns_log_probabilities_for_images_from_16_x_16(sample_shape):
     outputs = Net(sample_shape, 10)(torch.rand(2, *sample_shape))
     assert outputs.shape == (2, 10)
     torch.testing.assert_close(outputs.exp().sum(1), torch.ones(2))
@@ -73,23 +68,11 @@ def test_transformer_options(options):
     assert model(torch.rand(2, 1, 28, 28)).shape == (2, 10)
 
 
-def test_transformer_cuts_an_image_row_by_row():
+def test_transformer_splits_an_image_row_by_row():
     images = torch.arange(2 * 4 * 6.0).view(1, 2, 4, 6)
     patches = Transformer([2, 4, 6], 3, patch_size=2).patches(images)
     assert patches.shape == (1, 6, 8)
     assert patches[0, 4].tolist() == images[0, :, 2:4, 2:4].flatten().tolist()  # the second of the second row
-
-
-def test_transformer_attends_as_torchs_own_layer():
-    attention = Transformer([1, 8, 8], 3, dim=16).blocks[0].attention
-    layers = [attention.query, attention.key, attention.value]
-    reference = nn.MultiheadAttention(16, 4, batch_first=True)
-    with torch.no_grad():
-        reference.in_proj_weight.copy_(torch.cat([layer.weight for layer in layers]))
-        reference.in_proj_bias.copy_(torch.cat([layer.bias for layer in layers]))
-    reference.out_proj = attention.proj
-    features = torch.randn(2, 5, 16)
-    torch.testing.assert_close(attention(features), reference(features, features, features)[0])
 
 
 @pytest.mark.parametrize(
@@ -114,22 +97,20 @@ def test_resnet18_is_torchvisions():
     theirs = resnet18(weights=None, num_classes=10)
     images = torch.rand(2, 3, 64, 64)
     assert torch.equal(ours(images), theirs(images))
-    assert list(ours.state_dict()) == list(theirs.state_dict())  # so that weights from there fit by name
+    assert list(ours.state_dict()) == list(theirs.state_dict())  # so that torchvision's weights match by name
     stem = ResNet18([1, 64, 64], 10).conv1.weight
-    assert stem.std().item() == pytest.approx(math.sqrt(2 / (7 * 7 * 64)), rel=0.1)  # drawn as the others
+    assert stem.std().item() == pytest.approx(math.sqrt(2 / (7 * 7 * 64)), rel=0.1)  # initialized like the others
 
 
 def test_sizes():
-    assert num_parameters(Toy([10], 5)) == 10 * 10 + 10 + 10 * 5 + 5
-    assert num_parameters(Linear([20], 1)) == 21
-    assert num_parameters(MLP([1, 28, 28], 10)) == 784 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
-    assert num_parameters(Net([1, 28, 28], 10)) == 10 * 25 + 10 + 20 * 10 * 25 + 20 + 320 * 50 + 50 + 50 * 10 + 10
-    assert num_parameters(ResNet18([3, 224, 224], 1000)) == 11_689_512  # torchvision's documentation
     block = 4 * (64 * 64 + 64) + 2 * 64 * 256 + 256 + 64 + 2 * 2 * 64
     ends = 16 * 64 + 64 + 49 * 64 + 2 * 64 + 64 * 10 + 10
-    assert num_parameters(Transformer([1, 28, 28], 10)) == 4 * block + ends
-    blocks = 1 * 16 * 25 + 16 + 2 * 16 + 16 * 32 * 25 + 32 + 2 * 32
-    assert num_parameters(ConvNet([1, 28, 28], 10)) == blocks + 7 * 7 * 32 * 10 + 10
+    for model, size in (
+        (MLP([1, 28, 28], 10), 784 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10),
+        (Net([1, 28, 28], 10), 10 * 25 + 10 + 20 * 10 * 25 + 20 + 320 * 50 + 50 + 50 * 10 + 10),
+        (Transformer([1, 28, 28], 10), 4 * block + ends),
+    ):
+        assert sum(parameter.numel() for parameter in model.parameters()) == size
 
 
 def test_toy_is_two_linear_layers_with_a_relu_between():
@@ -139,7 +120,7 @@ def test_toy_is_two_linear_layers_with_a_relu_between():
     torch.testing.assert_close(model(samples), hidden @ model.head.weight.T + model.head.bias)
 
 
-def test_convnet_draws_its_weights_in_the_order_of_its_layers():
+def test_convnet_initializes_its_layers_in_order():
     torch.manual_seed(3)
     model = ConvNet([1, 28, 28], 10)
     torch.manual_seed(3)
@@ -157,27 +138,12 @@ def test_convnet_draws_its_weights_in_the_order_of_its_layers():
     assert torch.equal(model(images), reference(images))
 
 
-def test_mlp_options_make_the_layers():
+def test_mlp_options_define_the_layers():
     model = MLP([6], 2, hidden=[5, 4, 3], batch_norm=True, dropout=0.5)
     kinds = [type(layer) for layer in model.layers]
     assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout] * 3
     assert [layer.out_features for layer in model.layers if isinstance(layer, nn.Linear)] == [5, 4, 3]
     assert [type(layer) for layer in MLP([6], 2, hidden=[5]).layers] == [nn.Linear, nn.ReLU]
-
-
-def test_toy_and_linear_learn():
-    torch.manual_seed(0)
-    samples = torch.randn(256, 4)
-    targets = samples @ torch.randn(4, 1)
-    for model in (Linear([4], 1), Toy([4], 1)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = nn.functional.mse_loss(model(samples), targets).item()
-        for _ in range(100):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(samples), targets)
-            loss.backward()
-            optimizer.step()
-        assert loss.item() < before / 10
 
 
 @pytest.mark.parametrize("kind", MODELS.values())
@@ -207,22 +173,15 @@ def test_empty_sizes_are_refused(kind, sample_shape, num_outputs, message):
     [
         (Toy, {"hidden": 0}, "hidden=0 must be at least 1; try 10"),
         (MLP, {"hidden": []}, r"hidden=\[\] must be one or more sizes of at least 1; try \[256, 128\]"),
-        (MLP, {"hidden": (8, -1)}, r"hidden=\[8, -1\] must be"),
         (MLP, {"dropout": 1.5}, "dropout=1.5 must be at least 0 and below 1; try 0.1"),
-        (MLP, {"dropout": 1.0}, "dropout=1.0 must be"),
-        (MLP, {"dropout": math.nan}, "dropout=nan must be"),
         (ConvNet, {"channels": [16]}, r"channels=\[16\] must be two sizes of at least 1; try \[16, 32\]"),
-        (ConvNet, {"channels": (16, 32, 64)}, r"channels=\[16, 32, 64\] must be two"),
-        (ConvNet, {"channels": (16, 0)}, r"channels=\[16, 0\] must be two"),
         (Net, {"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1; try 0.1"),
         (Transformer, {"patch_size": 5}, "patch_size=5 must divide the height and width 28 x 28 of the .*; try 4$"),
         (Transformer, {"patch_size": 29}, "patch_size=29 must divide .*; try 28$"),
         (Transformer, {"patch_size": 0}, "patch_size=0 must be at least 1"),
         (Transformer, {"depth": -1}, "depth=-1 must be at least 1"),
         (Transformer, {"heads": 3}, "heads=3 must divide dim=64; try heads=1, or dim=66"),
-        (Transformer, {"heads": 100}, "heads=100 must divide dim=64; try heads=1, or dim=100"),
-        (Transformer, {"mlp_ratio": 0.001}, "mlp_ratio=0.001 must leave a unit of dim=64; try 4.0"),
-        (Transformer, {"mlp_ratio": math.nan}, "mlp_ratio=nan must leave"),
+        (Transformer, {"mlp_ratio": 0.001}, "mlp_ratio=0.001 must give at least one hidden unit for dim=64; try 4.0"),
     ],
 )
 def test_options_out_of_range_are_refused(kind, options, message):
@@ -234,14 +193,14 @@ def test_options_out_of_range_are_refused(kind, options, message):
 @pytest.mark.parametrize(
     ("name", "least"), [("convnet", 4), ("net", 16), ("resnet18", 1), ("transformer", 1), ("unet", 1)]
 )
-def test_models_of_images_refuse_what_is_none(name, least, sample_shape):
+def test_models_of_images_refuse_other_samples(name, least, sample_shape):
     if len(sample_shape) == 3 and least == 1:
         pytest.skip("this is an image")
     with pytest.raises(ValueError) as raised:
         MODELS[name](sample_shape, 10)
     assert str(raised.value) == (
         f"{name} needs image samples (channels, height, width) of at least {least} x {least}, but the samples have "
-        f"shape {sample_shape}; choose a data set of images, such as digits, or another model, such as mlp"
+        f"shape {sample_shape}; choose a dataset of images, such as digits, or another model, such as mlp"
     )
 
 
@@ -255,9 +214,9 @@ def test_configuration_states_every_option_and_its_default(name):
     assert all("  # " in line for line in stated)
     module, _, attribute = options.pop("_target_").rpartition(".")
     kind = {**MODELS, "split": Split}[name]
-    assert getattr(importlib.import_module(module), attribute) is kind
+    assert getattr(importlib.import_module(f"runner.shipped.{module}"), attribute) is kind
     parameters = list(inspect.signature(kind).parameters.values())
-    if name == "split":  # what it splits is another option's node
+    if name == "split":  # the model that it splits is a nested node
         assert options.pop("defaults") == [{"/model@model": "convnet"}, "_self_"]
         assert parameters.pop(0).name == "model"
     else:

@@ -1,4 +1,4 @@
-"""What the models offer to be spread by: stages, tensor plans, initial weights that can be drawn anew; and split."""
+"""The structure that models declare for parallel modes: stages, tensor plans, re-initialization; and split."""
 
 import copy
 import pickle
@@ -7,19 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from runner.shipped.models.convnet import ConvNet
+from runner.shipped.models.gpt import GPT
+from runner.shipped.models.linear import Linear
+from runner.shipped.models.mlp import MLP
+from runner.shipped.models.net import Net
+from runner.shipped.models.resnet18 import ResNet18
+from runner.shipped.models.split import Split
+from runner.shipped.models.toy import Toy
+from runner.shipped.models.transformer import Transformer
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-from models.convnet import ConvNet
-from models.gpt import GPT
-from models.linear import Linear
-from models.mlp import MLP
-from models.net import Net
-from models.resnet18 import ResNet18
-from models.split import Split
-from models.toy import Toy
-from models.transformer import Transformer
 
 IMAGE = (1, 16, 16)
 NUM_TOKENS = 6
@@ -80,7 +79,7 @@ def assert_all_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
 @pytest.mark.parametrize("num", [3, 0])
 def test_composition_of_stages_is_forward(name, num):
     model = make(name)
-    other = copy.deepcopy(model)  # a BatchNorm's statistics move with each forward
+    other = copy.deepcopy(model)  # BatchNorm's statistics change in each forward
     inputs = samples(name, num)
     torch.manual_seed(0)
     outputs = model(inputs)
@@ -107,19 +106,6 @@ def test_every_tensor_of_the_model_is_in_exactly_one_stage_unless_it_is_tied(nam
 
 
 # torchvision draws a ResNet twice, and GPT-2's weights depend on where a layer is.
-@pytest.mark.parametrize("name", [name for name in MAKES if not name.startswith(("resnet18", "gpt"))])
-def test_weights_can_be_drawn_anew_module_by_module(name):
-    torch.manual_seed(1)
-    model = MAKES[name]()
-    with torch.device("meta"):
-        empty = MAKES[name]()
-    assert all(parameter.is_meta for parameter in empty.parameters())
-    empty.to_empty(device="cpu")
-    torch.manual_seed(1)
-    for module in empty.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    assert_all_equal(dict(empty.state_dict()), dict(model.state_dict()))
 
 
 def test_plans():
@@ -156,7 +142,7 @@ def apply_plan(model: nn.Module, mesh: dist.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_plan_gives_the_same_numbers(world_size):
+def test_plan_produces_the_same_numbers(world_size):
     # 4 does not divide the 50 hidden units of net; a ResNet would take the most time for one layer.
     names = [name for name in MAKES if name not in {2: ("resnet18",), 4: ("resnet18", "net", "convnet")}[world_size]]
 
@@ -180,7 +166,7 @@ def test_plan_gives_the_same_numbers(world_size):
 
 
 @pytest.mark.parametrize("name", [name for name in MAKES if name not in ("linear", "resnet18", *TIED)])
-def test_split_is_the_model(name):
+def test_split_equals_the_model(name):
     model = make(name)
     split = Split(make(name), devices=["cpu", "cpu"])
     assert split.devices == [torch.device("cpu")] * 2
@@ -197,12 +183,12 @@ def test_split_is_the_model(name):
     assert [type(stage) for stage in split.stages()] == [type(stage) for stage in model.stages()]
     for other in (copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
         with torch.no_grad():
-            next(other.parameters()).add_(1)  # its parts hold its own weights, and not those of the one it was made of
+            next(other.parameters()).add_(1)  # its parts contain its weights, and not those of the original model
         assert not torch.equal(other.eval()(inputs), split.eval()(inputs))
         assert torch.equal(split(inputs), Split(make(name)).eval()(inputs))
 
 
-def test_parts_follow_where_they_are_placed():
+def test_inputs_are_moved_to_the_device_of_each_part():
     """The meta device stands for a second one."""
     split = Split(Net(IMAGE, 5), parts=3)
     assert split.devices is None
@@ -214,13 +200,11 @@ def test_parts_follow_where_they_are_placed():
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # on the way back to the inputs
         split(samples("net", 2).float())
     assert seen == ["meta"]
-    assert Split(Net(IMAGE, 5)).to("meta")(samples("net", 2).float().to("meta")).shape == (
-        2,
-        5,
-    )  # where all of it was moved
+    moved = Split(Net(IMAGE, 5)).to("meta")
+    assert moved(samples("net", 2).float().to("meta")).shape == (2, 5)
 
 
-def test_split_is_even_in_number():
+def test_split_divides_stages_evenly():
     split = Split(ConvNet(IMAGE, 5))
     split.place(["cpu", "meta"])
     assert [next(stage.parameters()).device.type for stage in split.stages()] == ["cpu", "meta", "meta"]
@@ -240,16 +224,20 @@ class Bare(nn.Module):
     [
         (Toy((4,), 2), {"parts": 1}, "parts=1 must be at least 2 and at most the 2 stages of Toy; try 2"),
         (Toy((4,), 2), {"parts": 3}, "parts=3 must be at least 2 and at most the 2 stages of Toy; try 2"),
-        (Linear((4,), 2), {}, "model=Linear cannot be split, as it has one stage; try convnet"),
-        (nn.Linear(4, 2), {}, "model=Linear cannot be split, as it does not offer its stages; try convnet"),
-        (MAKES["gpt"](), {}, "model=GPT cannot be split, as embed.weight and head.weight are one tensor in two parts"),
-        (Bare(), {}, "model=Bare cannot be split, as it has tensors outside its submodules"),
+        (Linear((4,), 2), {}, "model=Linear cannot be split, because it has one stage; try convnet"),
+        (nn.Linear(4, 2), {}, "model=Linear cannot be split, because it does not define stages(); try convnet"),
+        (
+            MAKES["gpt"](),
+            {},
+            "model=GPT cannot be split, because embed.weight and head.weight are one tensor in two parts",
+        ),
+        (Bare(), {}, "model=Bare cannot be split, because it has tensors outside its submodules"),
         (Toy((4,), 2), {"devices": ["cpu"]}, "devices=[cpu] must be 2 devices, one per part"),
         (Toy((4,), 2), {"devices": ["cpu", "cuda:99"]}, "devices=[cpu,cuda:99]: "),
         (Toy((4,), 2), {"devices": ["cpu", "gpu"]}, "devices=[cpu,gpu]: "),
     ],
 )
-def test_what_cannot_be_split_is_refused(model, options, message):
+def test_models_that_cannot_be_split_are_refused(model, options, message):
     with pytest.raises(ValueError) as raised:
         Split(model, **options)
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)

@@ -11,14 +11,14 @@ from one_machine import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.distributed.local_exchange import exchange_of
-from runner.distributed.local_sockets import Listener
-from runner.distributed.peer_failure import PeerMissing
+from runner.distributed.failures.peer_failure import PeerMissing
+from runner.distributed.local.exchange import exchange_of
+from runner.distributed.local.sockets import Listener
 from runner.distributed.world import World
 from runner.errors import JobFailed
-from runner.parallel.buckets import FixedBuckets
+from runner.parallel.ddp import FixedBuckets
 
-WIDTH = 300  # the weight's gradient is more than a message takes
+WIDTH = 300  # the weight's gradient is larger than one message
 SEVERAL = {"bucket_cap_mb": 0.01}
 
 
@@ -29,7 +29,7 @@ class NoProcessGroup(TorchDispatchMode):
 
 
 class Model(nn.Module):
-    """Three layers, of which the one in the middle is left out where it is told so."""
+    """Three layers; the second one is optional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 @pytest.fixture(params=["one machine", "several"])
 def machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the ranks of the test are, each of them alone if on several."""
+    """Place the ranks of the test on one machine, or each on a machine of its own."""
     if request.param == "several":
         monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
 
@@ -57,8 +57,8 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
 
 
-def alone(rank: int, **options: Any) -> list[Tensor]:
-    """The rank's own gradients."""
+def local_gradients(rank: int, **options: Any) -> list[Tensor]:
+    """Return the gradients of this rank's samples only."""
     model = Model()
     model(inputs_of(rank), **options).sum().backward()
     return [
@@ -67,7 +67,7 @@ def alone(rank: int, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, SEVERAL, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}])
-def test_gradients_are_summed_without_gloo_and_are_those_of_several_machines_to_the_bit(
+def test_sums_without_gloo_equal_those_of_several_machines_to_the_bit(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(world: World) -> list[Any]:
@@ -77,7 +77,7 @@ def test_gradients_are_summed_without_gloo_and_are_those_of_several_machines_to_
         if not is_one_machine:
             with pytest.raises(AssertionError, match="goes through the process group"), NoProcessGroup():
                 dist.all_reduce(torch.ones(1))
-        # With find_unused_parameters the ranks tell each other what they use.
+        # With find_unused_parameters, the ranks exchange which parameters they use.
         has_no_other_exchange = is_one_machine and "find_unused_parameters" not in options
         for _ in range(3):
             wrapped.zero_grad()
@@ -93,12 +93,12 @@ def test_gradients_are_summed_without_gloo_and_are_those_of_several_machines_to_
     assert is_one and not any(is_one for is_one, *_ in on_several)
     for _, *result in (*others, *on_several):
         assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
-    for found, parts in zip(first, zip(*map(alone, range(3)), strict=True), strict=True):
+    for found, parts in zip(first, zip(*map(local_gradients, range(3)), strict=True), strict=True):
         torch.testing.assert_close(found, 2 * torch.stack(parts).sum(0))
 
 
 @pytest.mark.parametrize("options", [{}, SEVERAL])
-def test_those_of_a_static_graph_are_averaged(options: dict[str, Any], tmp_path: Path) -> None:
+def test_gradients_of_a_static_graph_are_averaged(options: dict[str, Any], tmp_path: Path) -> None:
     def act(world: World) -> list[Any]:
         wrapped = FixedBuckets(Model(), static_graph=True, **options)
         assert not wrapped.sum_on_cpu()
@@ -109,15 +109,15 @@ def test_those_of_a_static_graph_are_averaged(options: dict[str, Any], tmp_path:
             wrapped(inputs_of(world.rank)).sum().backward()
         return gradients(wrapped)
 
-    expected = [2 * (first + second) / 2 for first, second in zip(alone(0), alone(1), strict=True)]
+    expected = [2 * (first + second) / 2 for first, second in zip(local_gradients(0), local_gradients(1), strict=True)]
     for result in on_ranks(tmp_path, 2, act):
         torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("in_first", [True, False])
-def test_a_gradient_that_is_waited_for_is_told_in_its_step(in_first: bool, view: bool, tmp_path: Path) -> None:
-    """Where another micro-batch has made one, too; else that of each other parameter would be the rank's own."""
+def test_a_missing_gradient_is_reported_in_its_step(in_first: bool, view: bool, tmp_path: Path) -> None:
+    """Also if an earlier micro-batch had one. Otherwise, the other gradients of the step would not be summed."""
 
     def act(world: World) -> str:
         wrapped = FixedBuckets(Model(), gradient_as_bucket_view=view)
@@ -132,12 +132,12 @@ def test_a_gradient_that_is_waited_for_is_told_in_its_step(in_first: bool, view:
             wrapped.check_gradients(wrapped.parameters())
         return str(caught.value)
 
-    for told in on_ranks(tmp_path, 2, act):
-        assert ("second.weight, second.bias" in told) == (not in_first)
+    for message in on_ranks(tmp_path, 2, act):
+        assert ("second.weight, second.bias" in message) == (not in_first)
 
 
 @pytest.mark.usefixtures("machines")
-def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(tmp_path: Path) -> None:
+def test_an_unused_parameter_has_the_gradient_of_the_other_ranks(tmp_path: Path) -> None:
     def act(world: World) -> list[Any]:
         wrapped = FixedBuckets(Model(), find_unused_parameters=True, **SEVERAL)
         assert wrapped.sum_on_cpu()
@@ -150,7 +150,7 @@ def test_a_parameter_that_some_ranks_do_not_use_has_the_gradient_of_the_others(t
 
     for result in on_ranks(tmp_path, 3, act):
         for users, found in zip(((0, 2), (), (1,)), result, strict=True):
-            of_ranks = [alone(rank, with_second=rank in users) for rank in range(3)]
+            of_ranks = [local_gradients(rank, with_second=rank in users) for rank in range(3)]
             expected = [torch.stack(parts).sum(0) for parts in zip(*of_ranks, strict=True)]
             for name, total, whole in zip(dict(Model().named_parameters()), found, expected, strict=True):
                 if name.startswith("second") and not users:
@@ -174,7 +174,7 @@ def test_sparse_gradients_are_summed_by_the_process_group(tmp_path: Path) -> Non
     assert torch.equal(of_table[4], of_table[0] + of_table[1]) and of_bias.tolist() == [4.0] * 3
 
 
-def test_a_rank_that_has_gone_is_told_of_from_within_backward(tmp_path: Path) -> None:
+def test_backward_raises_if_a_rank_has_exited(tmp_path: Path) -> None:
     def act(world: World) -> str:
         wrapped = FixedBuckets(Model())
         assert wrapped.sum_on_cpu()

@@ -1,54 +1,63 @@
-"""activation_checkpointing: less is kept for backward, and no number changes, in every mode that it fits."""
+"""activation_checkpointing: less is kept for backward, and no number changes, in every mode that supports it."""
 
 from pathlib import Path
 
-import own_models
+import custom_models
 import pytest
 import torch
-from parity import COMMON, EXPERIMENTS, assert_equal
+from mode_cases import CASES, ONCE, Case, tier
+from parity import COMMON, assert_equal
 from ranks import RankError
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from ways import SLICE, WAYS, Way, tier
 from worlds import run
 
 from runner.errors import InputError
 from runner.parallel.pipeline import SPLITTING
-from runner.training.activation_checkpointing import blocks_to_checkpoint, checkpoint_activations
+from runner.training.model.activation_checkpointing import blocks_to_checkpoint, checkpoint_activations
 
 # With dropout, whose masks must be drawn again, and BatchNorm, whose statistics must move once.
-CHAIN = ("model=linear", "model._target_=own_models.Chain", "+model.dropout=0.1", "+model.batch_norm=true")
-WORDS = (*CHAIN, "data=toy", "data.num_train=350", "batch_size=90", *COMMON)
-FITTING = [way for way in WAYS if "parallel.forward=remote" not in way.options] + [
-    Way("pipeline", 2, (f"parallel.schedule={schedule}",)) for schedule in SPLITTING if schedule != "ZBV"
+CHAIN = ("model=linear", "model._target_=custom_models.Chain", "+model.dropout=0.1", "+model.batch_norm=true")
+OVERRIDES = (*CHAIN, "data=toy", "data.num_train=350", "batch_size=90", *COMMON)
+BY_DEFAULT = ("none", "ddp", "fsdp", "tp", "pipeline", "ps")
+SUPPORTED = [case for case in CASES if "parallel.forward=remote" not in case.options] + [
+    Case("pipeline", 2, (f"parallel.schedule={schedule}",)) for schedule in SPLITTING if schedule != "ZBV"
 ]
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=tier(way in SLICE, way.world_size > 1), id=str(way)) for way in FITTING]
+    "case",
+    [
+        pytest.param(
+            case,
+            id=str(case),
+            marks=tier(case in ONCE and case.mode in BY_DEFAULT, case in ONCE or case.world_size > 1),
+        )
+        for case in SUPPORTED
+    ],
 )
-def test_no_number_changes(way: Way, tmp_path: Path) -> None:
-    words = (*WORDS, *way.words, "micro_batches=2")
-    extent = "2" if way.world_size == 4 else "full"
-    spread = run(tmp_path / "again", way.world_size, *words, f"activation_checkpointing={extent}")
-    assert_equal(spread, run(tmp_path / "kept", way.world_size, *words), tolerance=1e-12)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", [Way("ddp", 4), Way("fsdp", 2), Way("tp", 2), Way("pipeline", 2)], ids=str)
-def test_a_transformer_equals_one_process_without(way: Way, tmp_path: Path) -> None:
-    words = (*EXPERIMENTS["transformer"], *COMMON)
-    spread = run(tmp_path / "again", way.world_size, *words, *way.words, "activation_checkpointing=full")
-    assert_equal(spread, run(tmp_path / "one", 1, *words, *way.reference))
+def test_no_number_changes(case: Case, tmp_path: Path) -> None:
+    overrides = (*OVERRIDES, *case.overrides, "micro_batches=2")
+    extent = "2" if case.world_size == 4 else "full"
+    made = run(tmp_path / "again", case.world_size, *overrides, f"activation_checkpointing={extent}")
+    assert_equal(made, run(tmp_path / "kept", case.world_size, *overrides), tolerance=1e-12)
 
 
 def test_ranks_without_a_sample(tmp_path: Path) -> None:
-    """36 samples in batches of 16: the third step has two for each micro-batch of four ranks."""
-    words = (*CHAIN, "data=toy", "data.num_train=36", "batch_size=16", "micro_batches=2", *COMMON[:3], "max_steps=6")
+    """36 samples in batches of 16: the third step has two for each micro-batch of three ranks."""
+    overrides = (
+        *CHAIN,
+        "data=toy",
+        "data.num_train=36",
+        "batch_size=16",
+        "micro_batches=2",
+        *COMMON[:3],
+        "max_steps=6",
+    )
     for mode in ("ddp", "fsdp"):
         made = [
-            run(tmp_path / f"{mode}-{extent}", 4, *words, f"parallel={mode}", f"activation_checkpointing={extent}")
+            run(tmp_path / f"{mode}-{extent}", 3, *overrides, f"parallel={mode}", f"activation_checkpointing={extent}")
             for extent in ("none", "full")
         ]
         assert made[1].losses == pytest.approx(made[0].losses, rel=1e-12)
@@ -58,18 +67,18 @@ def test_less_is_kept_for_backward() -> None:
     kept: dict[str | int, int] = {}
     for extent in ("none", 2, "full"):
         torch.manual_seed(0)
-        model = own_models.Chain([10], 5)
+        model = custom_models.Chain([10], 5)
         names = list(model.state_dict())
         checkpoint_activations(model, extent)
         assert list(model.state_dict()) == names
-        assert isinstance(model.blocks[0], own_models.Block) and type(model.blocks[0]).__name__ == "Block"
+        assert isinstance(model.blocks[0], custom_models.Block) and type(model.blocks[0]).__name__ == "Block"
         kept[extent] = _bytes_kept(model, torch.randn(512, 10))
     assert kept["full"] < 0.25 * kept["none"]
     assert kept["full"] < kept[2] < kept["none"]
 
 
 def test_blocks_are_modules_of_modules_that_forward_calls() -> None:
-    model = own_models.Tied([10], 5)
+    model = custom_models.Tied([10], 5)
     assert blocks_to_checkpoint(model, "full") == list(model.blocks)
     assert blocks_to_checkpoint(model, 3) == [model.blocks[2]]
     assert blocks_to_checkpoint(model, "none") == []
@@ -77,8 +86,8 @@ def test_blocks_are_modules_of_modules_that_forward_calls() -> None:
     assert blocks_to_checkpoint(plain, "full") == [plain["body"]]
 
 
-class Counting(own_models.Block):
-    """With a buffer that its forward changes."""
+class Counting(custom_models.Block):
+    """A block whose forward changes a buffer."""
 
     def __init__(self, width: int):
         super().__init__(width)
@@ -89,34 +98,34 @@ class Counting(own_models.Block):
         return super().forward(features)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_unsuitable_models_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^activation_checkpointing=5 must be at most the 4 blocks of the model; "):
-        blocks_to_checkpoint(own_models.Chain([10], 5), 5)
+        blocks_to_checkpoint(custom_models.Chain([10], 5), 5)
     with pytest.raises(InputError, match=r"^activation_checkpointing=full: the model has no block of several modules"):
         blocks_to_checkpoint(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "full")
     model = nn.Sequential(Counting(8), nn.Linear(8, 1))
     checkpoint_activations(model, "full")
     with pytest.raises(ValueError, match=r"^activation_checkpointing: Counting changes its buffer calls in forward"):
         model(torch.randn(4, 8)).sum().backward()
-    for words, message in (
+    for overrides, message in (
         (("activation_checkpointing=0",), "activation_checkpointing=0 must be none, full or n of at least 1"),
         (("activation_checkpointing=all",), "activation_checkpointing=all must be none, full or n"),
-        (("activation_checkpointing=full", "compile=true"), "activation_checkpointing=full: compile=true chooses"),
+        (("activation_checkpointing=full", "compile=true"), "activation_checkpointing=full: compile=true decides"),
     ):
         with pytest.raises((InputError, RankError), match=message):
-            run(tmp_path, 1, *WORDS, *words)
+            run(tmp_path, 1, *OVERRIDES, *overrides)
     extent = "activation_checkpointing=full"
-    for words, message in (
-        (("parallel=ps", "parallel.forward=remote"), "under parallel.forward=remote other weights"),
-        (("parallel=tp", "model._target_=own_models.CutApart"), ".* activations from blocks.0.up to head,"),
+    for overrides, message in (
+        (("parallel=ps", "parallel.forward=remote"), "under parallel.forward=remote the weights"),
+        (("parallel=tp", "model._target_=custom_models.CutApart"), ".* activations from blocks.0.up to head,"),
     ):
         with pytest.raises(RankError, match=f"InputError: {extent}: {message}"):
-            run(tmp_path, 2, WORDS[0], WORDS[1], *WORDS[4:], *words, extent)
+            run(tmp_path, 2, OVERRIDES[0], OVERRIDES[1], *OVERRIDES[4:], *overrides, extent)
     assert not list(tmp_path.glob("run/*"))
 
 
 def _bytes_kept(model: nn.Module, inputs: torch.Tensor) -> int:
-    """For backward, the parameters aside."""
+    """Return the size of the tensors kept for backward, without the parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel sends beside gradients."""
+"""What DistributedDataParallel sends besides gradients."""
 
 from pathlib import Path
 
@@ -10,9 +10,7 @@ from worlds import run
 WORDS = ("model=convnet", "parallel=ddp", "batch_size=8", "max_steps=2", "logger=none")
 
 
-def test_buffers_that_synchronized_batch_norm_keeps_alike_are_not_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_of_synchronized_batch_norm_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: DistributedDataParallel) -> None:
         raise AssertionError("sends its buffers")
 

@@ -8,7 +8,7 @@ from one_machine import on_ranks
 from torch import nn
 
 from runner.distributed.world import World
-from runner.parallel.gradient_sum import sum_gradients
+from runner.parallel.parameter_update import sum_gradients
 
 SHAPES = ([3, 2], [], [5])
 
@@ -17,12 +17,12 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
 
 
-def test_what_some_ranks_use_has_their_sum_and_what_none_uses_has_no_gradient(tmp_path: Path) -> None:
+def test_gradients_are_summed_and_unused_parameters_have_none(tmp_path: Path) -> None:
     def act(world: World) -> list[Any]:
         used_by_all, used_by_one, _ = trained = parameters()
         used_by_all.grad = torch.full_like(used_by_all, 2.0 + world.rank)
         if world.rank == 1:
-            used_by_one.grad = torch.zeros_like(used_by_one)  # that of a parameter which has no effect
+            used_by_one.grad = torch.zeros_like(used_by_one)  # used, but without an effect
         sum_gradients(trained, world.collectives.sum)
         return [parameter.grad for parameter in trained]
 
@@ -30,22 +30,6 @@ def test_what_some_ranks_use_has_their_sum_and_what_none_uses_has_no_gradient(tm
         assert torch.equal(of_all, torch.full((3, 2), 9.0))
         assert torch.equal(of_one, torch.zeros(()))
         assert of_none is None
-
-
-def test_a_parameter_that_no_rank_uses_is_not_moved(tmp_path: Path) -> None:
-    """By weight decay, say."""
-
-    def act(world: World) -> list[Any]:
-        used, _, unused = trained = parameters()
-        optimizer = torch.optim.AdamW(trained, weight_decay=0.5)
-        used.sum().backward()
-        sum_gradients(trained, world.collectives.sum)
-        optimizer.step()
-        return [used.detach(), unused.detach(), unused in optimizer.state]
-
-    for used, unused, has_state in on_ranks(tmp_path, 2, act):
-        assert not torch.equal(used, torch.ones(3, 2))
-        assert torch.equal(unused, torch.ones(5)) and not has_state
 
 
 def test_gradients_of_several_dtypes_and_sparse_ones_are_summed(tmp_path: Path) -> None:

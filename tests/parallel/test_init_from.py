@@ -1,21 +1,21 @@
-"""Weights from elsewhere, frozen or not: the same numbers in every mode, from any mode, without the whole on a rank."""
+"""`init_from` and `freeze` in every mode: the same numbers, and no rank has or reads the whole model."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import own_models
+import custom_models
 import pytest
 import torch
+from runner.shipped.models.convnet import ConvNet
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from worlds import run
 
 import runner.training.build
-from models.convnet import ConvNet
-from runner.fault_tolerance.checkpoint import weights_sha256
-from runner.training import initial_weights
-from runner.training.weights_file import open_weights
+from runner.checkpoints.saved_state import weights_sha256
+from runner.checkpoints.weights_file import open_weights
+from runner.training.model import initial_weights
 
 COMMON = ("precision=fp64", "logger=none", "optimizer.lr=0.1", "batch_size=90", "eval_batches=2")
 DIGITS = ("model=convnet", "model.channels=[4,8]", *COMMON, "data.sample_shape=[1,8,8]", "batch_size=350")
@@ -24,17 +24,17 @@ CHAIN = ("model=linear", "data=toy", "data.num_train=350", *COMMON)
 
 
 def _of(name: str) -> str:
-    return f"model._target_=own_models.{name}"
+    return f"model._target_=custom_models.{name}"
 
 
-def _but_the_head(weights: Mapping[str, Tensor]) -> str:
-    """A hash over bytes, names and buffers included."""
+def _hash_without_head(weights: Mapping[str, Tensor]) -> str:
+    """Return a hash over names and bytes of everything but the head, including buffers."""
     return weights_sha256({name: t.double() for name, t in weights.items() if not name.startswith(("head", "fc"))})
 
 
 @pytest.fixture(scope="module")
 def other_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A convnet of other classes whose statistics are not those that it was made with, in float32."""
+    """A file of a convnet with another number of classes and updated BatchNorm statistics, in float32."""
     torch.manual_seed(7)
     model = ConvNet((1, 8, 8), 3, (4, 8))
     model(torch.rand(5, 1, 8, 8))
@@ -43,58 +43,31 @@ def other_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_the_numbers_and_what_is_frozen_are_the_same_in_every_mode(other_head: Path, tmp_path: Path) -> None:
+def test_numbers_and_frozen_parameters_are_the_same_in_every_mode(other_head: Path, tmp_path: Path) -> None:
     file = open_weights(other_head)
-    expected = _but_the_head({name: file.read(name) for name in file.headers})
+    expected = _hash_without_head({name: file.read(name) for name in file.headers})
     words = (*DIGITS, *HEAD_ALONE, f"init_from={other_head}", "max_steps=6", "optimizer.weight_decay=0.1")
     made = {
         mode: run(tmp_path / mode, world_size, *words, f"parallel={mode}")
         for mode, world_size in (("none", 1), ("ddp", 2), ("fsdp", 2), ("ps", 3), ("local_sgd", 2))
     }
-    for mode, spread in made.items():
-        assert _but_the_head(spread.weights) == expected, mode
-        if mode != "local_sgd":  # which steps by itself between two averages
-            assert spread.losses == pytest.approx(made["none"].losses, rel=1e-12), mode
+    for mode, each in made.items():
+        assert _hash_without_head(each.weights) == expected, mode
+        if mode != "local_sgd":  # whose replicas step separately between averagings
+            assert each.losses == pytest.approx(made["none"].losses, rel=1e-12), mode
     assert made["none"].losses[6] < made["none"].losses[1]
     log = (made["fsdp"].path / "log.txt").read_text()
     for line in (
         f"init     {other_head}, 14 of 16 weights: block1.0.weight, ",
-        "of another shape, and as initialised: head.weight [3, 32] in the file, [10, 32] in the model; head.bias [3]",
-        "frozen   8 of 10 parameters and the statistics of 2 normalisation layers: block1.0.weight, ",
+        "of another shape, initial values kept: head.weight [3, 32] in the file, [10, 32] in the model; head.bias [3]",
+        "frozen   8 of 10 parameters and the statistics of 2 normalization layers: block1.0.weight, ",
         "1,266 parameters, 330 of them trained",
     ):
         assert line in log
 
 
-@pytest.mark.thorough
-def test_torchvisions_resnet18_with_another_head(tmp_path: Path) -> None:
-    from torchvision.models import resnet18
-
-    torch.manual_seed(7)
-    model = resnet18()
-    with torch.no_grad():
-        model(torch.rand(2, 3, 32, 32))
-    save_file(model.state_dict(), tmp_path / "resnet18.safetensors")
-    torch.save(model.state_dict(), tmp_path / "resnet18.pth")
-    words = ("model=resnet18", "model.small_images=false", "data=random", "data.sample_shape=[3,32,32]", *HEAD_ALONE)
-    words = (*words, "data.num_outputs=7", "data.num_train=20", "data.num_val=4", *COMMON, "batch_size=6", "epochs=1")
-    made = [
-        run(tmp_path / f"{mode}{kind}", size, *words, f"parallel={mode}", f"init_from={tmp_path / f'resnet18.{kind}'}")
-        for mode, size, kind in (
-            ("none", 1, "safetensors"),
-            ("none", 1, "pth"),
-            ("ddp", 2, "safetensors"),
-            ("fsdp", 2, "pth"),
-        )
-    ]
-    for spread in made:
-        assert spread.losses == pytest.approx(made[0].losses, rel=1e-12)
-        assert _but_the_head(spread.weights) == _but_the_head(model.state_dict())
-    assert len(made[0].losses) == 4
-
-
 def test_from_a_run_of_any_mode_into_any_mode(tmp_path: Path) -> None:
-    """With tied weights, and in another precision; a learning rate of 0 shows what a run began with."""
+    """With tied weights, and in another precision; a learning rate of 0 keeps the initial weights."""
     words = (_of("Tied"), *CHAIN, "max_steps=2")
     first = run(tmp_path / "fsdp", 2, *words, "parallel=fsdp", "precision=fp32")
     keep = (*words, "optimizer.lr=0", "optimizer.momentum=0")
@@ -110,21 +83,21 @@ def test_from_a_run_of_any_mode_into_any_mode(tmp_path: Path) -> None:
     assert second.losses == pytest.approx(third.losses, rel=1e-12)
 
 
-def test_no_rank_holds_or_reads_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_rank_materializes_or_reads_the_whole_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(7)
-    weights = own_models.Chain([10], 5).state_dict()
+    weights = custom_models.Chain([10], 5).state_dict()
     save_file(weights, tmp_path / "chain.safetensors")
     total = sum(tensor.nbytes for tensor in weights.values()) * 2  # in float64
 
     class Watched(initial_weights.InitialWeights):
-        """Writes down how much this rank holds of the model whenever some of it was filled, and what it has read."""
+        """Records how much of the model this rank has and has read, whenever submodules were filled."""
 
         def fill(self, module: nn.Module) -> None:
             super().fill(module)
-            held = sum(_held(tensor) for tensor in {*module.parameters(), *module.buffers()})
+            held = sum(_local_bytes(tensor) for tensor in {*module.parameters(), *module.buffers()})
             with (tmp_path / f"{self._path.stem}-{torch.distributed.is_initialized()}").open("a") as file:
                 file.write(
-                    f"{held} {sum(weights[name].nbytes * 2 for name in self._taken if name not in self._left)}\n"
+                    f"{held} {sum(weights[name].nbytes * 2 for name in self._loaded if name not in self._pending)}\n"
                 )
 
     monkeypatch.setattr(runner.training.build, "InitialWeights", Watched)
@@ -133,20 +106,20 @@ def test_no_rank_holds_or_reads_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_p
     for mode in ("fsdp", "pipeline"):
         file = tmp_path / f"{mode}.safetensors"
         save_file(weights, file)
-        spread = run(tmp_path / mode, 2, *words, f"parallel={mode}", f"init_from={file}")
-        assert spread.losses == pytest.approx(reference.losses, rel=1e-12)
+        each = run(tmp_path / mode, 2, *words, f"parallel={mode}", f"init_from={file}")
+        assert each.losses == pytest.approx(reference.losses, rel=1e-12)
         lines = (tmp_path / f"{mode}-True").read_text().splitlines()
         held, read = zip(*(map(int, line.split()) for line in lines), strict=True)
         assert 0 < max(held) < 0.8 * total
         assert max(read) == total if mode == "fsdp" else max(read) < 0.8 * total
 
 
-def _held(tensor: Tensor) -> int:
+def _local_bytes(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return 0 if local.is_meta else local.nbytes
 
 
-def test_a_run_that_goes_on_needs_the_file_no_more(other_head: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_need_the_file(other_head: Path, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     file.write_bytes(other_head.read_bytes())
     words = (*DIGITS, *HEAD_ALONE)
@@ -155,7 +128,7 @@ def test_a_run_that_goes_on_needs_the_file_no_more(other_head: Path, tmp_path: P
     file.unlink()
     resumed = run(tmp_path / "begun", 2, f"resume='{begun.path}'", "parallel=fsdp", "max_steps=4")
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-12)
-    assert _but_the_head(resumed.weights) == _but_the_head(whole.weights)
+    assert _hash_without_head(resumed.weights) == _hash_without_head(whole.weights)
     found = run(tmp_path / "evaluated", 1, "task=evaluate", f"run='{begun.path}'")
     assert found.result["metrics"]["val/loss"] == pytest.approx(resumed.result["metrics"]["val/loss"], rel=1e-12)
     for key in ("resume", "run"):

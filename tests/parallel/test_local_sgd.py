@@ -6,24 +6,19 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankError, run_ranks
-from worlds import configure, run
+from worlds import build_experiment, configure, run
 
-from runner.distributed.backend import Backend
-from runner.distributed.environment import RankInfo
-from runner.distributed.world import World
 from runner.parallel.local_sgd import LocalSGD
-from runner.training.build import build
 
 TOY = ("model=toy", "data=toy", "data.num_train=100", "batch_size=33", "precision=fp64", "epochs=9", "logger=none")
 CONVNET = ("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=350", "precision=fp64")
 
 
-def simulate(words: tuple[str, ...], num_ranks: int, num_steps: int) -> tuple[dict[str, Any], dict[int, float]]:
-    """The averaged model after so many steps, and each step's loss: the definition, with all replicas at hand."""
-    config, request = configure(*words, "parallel=local_sgd")
-    mode = config.parallel
-    places = [RankInfo(rank, rank, num_ranks, num_ranks) for rank in range(num_ranks)]
-    experiments = [build(config, request.choices, World(place, None, Backend())) for place in places]
+def simulate(overrides: tuple[str, ...], num_ranks: int, num_steps: int) -> tuple[dict[str, Any], dict[int, float]]:
+    """Return the averaged model after this number of steps, and the loss of each step, by the definition."""
+    overrides = (*overrides, "parallel=local_sgd")
+    mode = configure(*overrides)[0].parallel
+    experiments = [build_experiment(*overrides, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
     modules = [experiment.recipe.module for experiment in experiments]
     optimizers = [e.recipe.make_optimizer(e.recipe.module.parameters()) for e in experiments]
     anchor = [p.detach().clone() for p in modules[0].parameters()]
@@ -80,9 +75,9 @@ def simulate(words: tuple[str, ...], num_ranks: int, num_steps: int) -> tuple[di
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "words"),
+    ("num_ranks", "overrides"),
     [
-        # The last batch of an epoch is one sample: two of three ranks have none. Ten steps end in mid-round.
+        # The last batch of an epoch has one sample: two of three ranks have none. Ten steps end in mid-round.
         (3, (*TOY, "parallel.every=3", "parallel.warmup_steps=2", "micro_batches=2")),
         (3, (*TOY, "parallel.every=2", "parallel.outer_lr=0.7", "parallel.outer_momentum=0.9")),
         (2, (*TOY, "parallel.outer_lr=0.7", "parallel.outer_momentum=0.9", "parallel.nesterov=true")),
@@ -90,29 +85,29 @@ def simulate(words: tuple[str, ...], num_ranks: int, num_steps: int) -> tuple[di
     ],
     ids=["uneven", "momentum", "diloco", "batch_norm"],
 )
-def test_it_equals_its_definition(num_ranks: int, words: tuple[str, ...], tmp_path: Path) -> None:
-    """Checkpoints and evaluations in mid-round, which an epoch's end asks for, change nothing."""
-    # In a fork: what computes in this process's threads would hang in those of later ranks.
-    ((expected, losses),) = run_ranks(lambda rank, world_size: simulate(words, num_ranks, num_steps=10), 1)
-    done = run(tmp_path, num_ranks, *words, "max_steps=10", "parallel=local_sgd")
+def test_numbers_equal_the_definition(num_ranks: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """Checkpoints and evaluations in mid-round, at the end of an epoch, change nothing."""
+    # In a fork: threads that compute in this process would be missing in the forks of later ranks.
+    ((expected, losses),) = run_ranks(lambda rank, world_size: simulate(overrides, num_ranks, num_steps=10), 1)
+    done = run(tmp_path, num_ranks, *overrides, "max_steps=10", "parallel=local_sgd")
     assert done.losses == pytest.approx(losses, rel=1e-9)
     assert done.weights.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(done.weights[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_averaging_each_plain_step_is_synchronous_training(tmp_path: Path) -> None:
-    words = (*TOY, "optimizer.momentum=0", "max_steps=10")
-    one = run(tmp_path / "1", 1, *words)
-    four = run(tmp_path / "4", 4, *words, "parallel=local_sgd", "parallel.every=1")
-    assert four.losses == pytest.approx(one.losses, rel=1e-9)
-    assert four.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)
+def test_averaging_each_step_of_plain_sgd_is_synchronous_training(tmp_path: Path) -> None:
+    overrides = (*TOY, "optimizer.momentum=0", "max_steps=10")
+    one = run(tmp_path / "1", 1, *overrides)
+    three = run(tmp_path / "3", 3, *overrides, "parallel=local_sgd", "parallel.every=1")
+    assert three.losses == pytest.approx(one.losses, rel=1e-9)
+    assert three.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)
 
 
-def test_resumed_in_mid_round_it_is_exact_on_as_many_ranks_and_refuses_others(tmp_path: Path) -> None:
-    words = (*TOY, "optimizer=adamw", "parallel=local_sgd", "parallel.every=4", "parallel.outer_momentum=0.5")
-    whole = run(tmp_path / "whole", 2, *words, "max_steps=11")
-    part = run(tmp_path / "part", 2, *words, "max_steps=6")
+def test_resuming_in_mid_round_is_exact_on_the_same_number_of_ranks_and_refused_on_others(tmp_path: Path) -> None:
+    overrides = (*TOY, "optimizer=adamw", "parallel=local_sgd", "parallel.every=4", "parallel.outer_momentum=0.5")
+    whole = run(tmp_path / "whole", 2, *overrides, "max_steps=11")
+    part = run(tmp_path / "part", 2, *overrides, "max_steps=6")
     loss = part.result["metrics"]["val/loss"]
     # The model of a checkpoint is the average, whatever reads it.
     evaluated = run(tmp_path / "none", 1, "task=evaluate", f"run={part.path}", "parallel=none")
@@ -127,15 +122,15 @@ def test_resumed_in_mid_round_it_is_exact_on_as_many_ranks_and_refuses_others(tm
 
 
 @pytest.mark.thorough
-def test_at_an_averaging_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
-    words = (*TOY, "optimizer.momentum=0", "parallel=local_sgd", "parallel.every=1")
+def test_another_number_of_ranks_resumes_after_an_averaging(tmp_path: Path) -> None:
+    overrides = (*TOY, "optimizer.momentum=0", "parallel=local_sgd", "parallel.every=1")
     whole = run(tmp_path / "whole", 1, *TOY, "optimizer.momentum=0", "max_steps=8")
-    part = run(tmp_path / "part", 2, *words, "max_steps=5")
+    part = run(tmp_path / "part", 2, *overrides, "max_steps=5")
     run(tmp_path / "part", 3, f"resume={part.path}", "max_steps=8")
     assert part.losses == pytest.approx(whole.losses, rel=1e-9)
 
 
-def test_what_has_no_effect_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for options, message in [
         ({"every": 0}, "every=0 must be at least 1"),
         ({"outer_lr": 0.0}, "outer_lr=0.0 must be above 0"),

@@ -1,4 +1,4 @@
-"""optimizer.groups: the same parameters get the same options in every mode, at every world size and after a resume."""
+"""optimizer.groups: each parameter has the same options in every mode, at every world size and after a resume."""
 
 import functools
 from collections.abc import Callable
@@ -6,51 +6,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mode_cases import CASES, ONCE, Case, tier
 from parity import COMMON, assert_equal
-from ways import SLICE, WAYS, Way, tier
-from worlds import Run, configure, run
+from worlds import Run, build_experiment, configure, run
 
-from runner.distributed.backend import Backend
-from runner.distributed.environment import RankInfo
-from runner.distributed.world import World
 from runner.errors import InputError
-from runner.training.build import build
 
-CHAIN = ("model=linear", "model._target_=own_models.Chain", "data=toy", "data.num_train=350", "batch_size=90")
-# The first stage alone has parameters of the first group, and the last of the second: a rank of a pipeline has groups
-# without a parameter. The default group has what is left.
+CHAIN = ("model=linear", "model._target_=custom_models.Chain", "data=toy", "data.num_train=350", "batch_size=90")
+# Only the first stage has parameters of the first group, and only the last stage of the second, so that a rank of a
+# pipeline has groups without a parameter. The default group has all other parameters.
 GROUPS = (
     "optimizer.groups=[{match: '^embed', lr: 0.03, momentum: 0.5},"
     "{match: '^head.*bias', lr: 0.001, weight_decay: 0.1, nesterov: true},"
     "{match: down.weight$, weight_decay: 0.01}]"
 )
-WORDS = (*CHAIN, *COMMON, "scheduler=cosine", "clip_grad_norm=1.0", GROUPS)
+OVERRIDES = (*CHAIN, *COMMON, "scheduler=cosine", "clip_grad_norm=1.0", GROUPS)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    @functools.cache
-    def of(*options: str) -> Run:
-        return run(tmp_path_factory.mktemp("none"), 1, *WORDS, *options)
-
-    return of
+@pytest.fixture
+def reference(one_process: Callable[..., Run]) -> Callable[..., Run]:
+    return functools.partial(one_process, *OVERRIDES)
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=tier(way in SLICE, way.world_size > 1), id=str(way)) for way in WAYS]
+    "case", [pytest.param(case, marks=tier(case in ONCE, case.world_size > 1), id=str(case)) for case in CASES]
 )
-def test_mode_equals_one_process(way: Way, reference: Callable[..., Run], tmp_path: Path) -> None:
-    expected = reference(*way.reference)
-    spread = run(tmp_path, way.world_size, *WORDS, *way.words)
-    assert_equal(spread, expected)
-    assert _rates(spread) == pytest.approx(_rates(expected), rel=1e-12)
-    assert _groups(spread) == _groups(expected)
+def test_mode_equals_one_process(case: Case, reference: Callable[..., Run], tmp_path: Path) -> None:
+    expected = reference(*case.reference)
+    made = run(tmp_path, case.world_size, *OVERRIDES, *case.overrides)
+    assert_equal(made, expected)
+    assert _rates(made) == pytest.approx(_rates(expected), rel=1e-12)
+    assert _groups(made) == _groups(expected)
 
 
-def test_groups_are_another_run_and_are_kept_by_name(reference: Callable[..., Run], tmp_path: Path) -> None:
-    """What the matrix would miss if they did nothing."""
-    plain = run(tmp_path, 1, *WORDS, "optimizer.groups=[]")
+def test_groups_have_an_effect_and_are_saved_by_name(reference: Callable[..., Run], tmp_path: Path) -> None:
+    """Without this test, the matrix would pass if groups had no effect at all."""
+    plain = run(tmp_path, 1, *OVERRIDES, "optimizer.groups=[]")
     assert plain.losses[3] != pytest.approx(reference().losses[3], rel=1e-6)
     (default, first, second, third) = reference().state["optimizer"]["param_groups"]
     assert (first["params"], first["momentum"], first["weight_decay"]) == (["embed.weight", "embed.bias"], 0.5, 0.0)
@@ -66,23 +58,23 @@ def test_groups_are_another_run_and_are_kept_by_name(reference: Callable[..., Ru
 
 
 @pytest.mark.thorough
-def test_checkpoint_goes_from_mode_to_mode(tmp_path: Path) -> None:
+def test_checkpoint_moves_between_modes(tmp_path: Path) -> None:
     """With Adam's moments: pipeline on 4 ranks, zero on 2, tp on 2, fsdp on 4, none, and other groups at the end."""
-    words = (*CHAIN, *COMMON, "clip_grad_norm=1.0", "optimizer=adamw", "micro_batches=4")
+    overrides = (*CHAIN, *COMMON, "clip_grad_norm=1.0", "optimizer=adamw", "micro_batches=4")
     groups = "optimizer.groups=[{match: '^embed', lr: 0.003},{match: '^head.*bias', weight_decay: 0.1}]"
-    whole = run(tmp_path / "whole", 1, *words, groups, "max_steps=12")
-    first = run(tmp_path / "part", 4, *words, groups, "max_steps=2", "parallel=pipeline", "micro_batches=1")
+    whole = run(tmp_path / "whole", 1, *overrides, groups, "max_steps=12")
+    first = run(tmp_path / "part", 4, *overrides, groups, "max_steps=2", "parallel=pipeline", "micro_batches=1")
     resume = (f"resume='{first.path}'", "micro_batches=4")
-    for steps, way in (
-        (4, Way("zero", 2)),
-        (6, Way("tp", 4, ("parallel.rest=fsdp",))),
-        (8, Way("fsdp", 4, ("parallel.replicate=2",))),
-        (9, Way("ps", 2)),
-        (10, Way("local_sgd", 2)),
-        (11, Way("pipeline", 2, ("micro_batches=1",))),
-        (12, Way("none", 1)),
+    for steps, case in (
+        (4, Case("zero", 2)),
+        (6, Case("tp", 4, ("parallel.rest=fsdp",))),
+        (8, Case("fsdp", 4, ("parallel.replicate=2",))),
+        (9, Case("ps", 2)),
+        (10, Case("local_sgd", 2)),
+        (11, Case("pipeline", 2, ("micro_batches=1",))),
+        (12, Case("none", 1)),
     ):
-        last = run(tmp_path / str(steps), way.world_size, *resume, f"max_steps={steps}", *way.words)
+        last = run(tmp_path / str(steps), case.world_size, *resume, f"max_steps={steps}", *case.overrides)
     assert last.losses == pytest.approx(whole.losses, rel=1e-9)
     assert _groups(last) == _groups(whole)
     state, expected = last.state["optimizer"]["state"], whole.state["optimizer"]["state"]
@@ -96,15 +88,14 @@ def test_checkpoint_goes_from_mode_to_mode(tmp_path: Path) -> None:
     ("groups", "message"),
     [
         ("[{match: bais$}]", "0.match=bais$ matches no parameter's name; near it: embed.bias, blocks.0.norm.bias, "),
-        ("[{match: '.'},{match: head}]", "1.match=head: all that it matches (head.weight, head.bias) is in an earlier"),
+        ("[{match: '.'},{match: head}]", "1.match=head: all parameters that it matches (head.weight"),
         ("[{match: bias, lr: -1}]", "0.lr=-1: Invalid learning rate: -1"),
         ("[{match: a, nesterov: true, momentum: 0}]", "0={match:a,nesterov:true,momentum:0}: Nesterov momentum"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(groups: str, message: str) -> None:
-    config, request = configure(*CHAIN, f"optimizer.groups={groups}")
+def test_groups_that_do_not_fit_the_model_are_refused(groups: str, message: str) -> None:
     with pytest.raises(InputError) as raised:
-        build(config, request.choices, World(RankInfo(0, 0, 1, 1), None, Backend()))
+        build_experiment(*CHAIN, f"optimizer.groups={groups}")
     (line,) = raised.value.messages
     assert line.startswith(f"optimizer.groups.{message}")
 
@@ -117,12 +108,12 @@ def test_what_does_not_fit_the_model_is_refused(groups: str, message: str) -> No
         ("[{match: bias, params: 1}]", ".0.params=1: the runner sets params itself"),
         ("[{match: 'b('}]", ".0.match=b( must be a regular expression, but: missing ), unterminated subpattern"),
         ("[{match: 3}]", ".0.match=3 must be a regular expression, as text"),
-        ("[{lr: 1}]", ".0={lr:1} must have match"),
-        ("[bias]", ".0=bias must be a mapping of match and options"),
-        ("bias", "=bias must be a list of groups"),
+        ("[{lr: 1}]", ".0={lr:1} must be a mapping with match"),
+        ("[bias]", ".0=bias must be a mapping with match"),
+        ("bias", "=bias must be a list of parameter groups"),
     ],
 )
-def test_what_is_wrong_by_itself_is_refused(groups: str, message: str) -> None:
+def test_invalid_groups_are_refused(groups: str, message: str) -> None:
     with pytest.raises(InputError) as raised:
         configure(*CHAIN, f"optimizer.groups={groups}")
     (line,) = raised.value.messages

@@ -1,4 +1,4 @@
-"""The one place where a rank's parameters are updated: rate, norm, clipping, and what a checkpoint brings."""
+"""An optimizer step of a rank: learning rate, norm, clipping, and memory layouts."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from runner.fault_tolerance.checkpoint import save
-from runner.fault_tolerance.writers import Writers
+from runner.checkpoints.layout import TrainState
+from runner.checkpoints.save import save
+from runner.checkpoints.save_coordination import SaveCoordinator
+from runner.checkpoints.saved_state import SavedState
+from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate
-from runner.runs.train_state import TrainState
-from runner.training.precision import Precision
-from runner.training.saved_state import SavedState
 
 FP32 = Precision("fp32", torch.device("cpu"))
 
@@ -26,7 +26,7 @@ def parameters(*gradients: Iterable[float] | None) -> list[nn.Parameter]:
     return made
 
 
-def test_a_step_follows_the_schedule_and_tells_the_norm() -> None:
+def test_a_step_follows_the_schedule_and_returns_the_norm() -> None:
     own = parameters((3.0, 0.0), (0.0, 4.0), None)
     update = ParameterUpdate(torch.optim.SGD(own, lr=0.5), own, FP32)
     assert update.step(lr_factor=0.2, want_norm=True) == pytest.approx(5.0)
@@ -43,33 +43,9 @@ def test_a_gradient_is_clipped_by_the_norm_of_the_whole() -> None:
     assert torch.stack([p.detach() for p in own]).norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
-def test_groups_keep_the_ratio_of_their_rates() -> None:
-    own = parameters((1.0, 1.0), (1.0, 1.0))
-    groups = [{"params": own[:1], "lr": 0.5}, {"params": own[1:], "lr": 0.1}]
-    ParameterUpdate(torch.optim.SGD(groups, lr=1.0), own, FP32).step(0.5, want_norm=False)
-    assert [p[0].item() for p in own] == pytest.approx([-0.25, -0.05])
-
-
-def test_a_checkpoint_brings_the_momentum_and_not_the_configuration(tmp_path: Path) -> None:
-    def made(lr: float, momentum: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        module = nn.Linear(2, 1)
-        return module, torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
-
-    module, optimizer = made(0.5, 0.9)
-    module(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    path = save(tmp_path, optimizer_state(module, optimizer), TrainState(1, 0, 1, batch_size=1), Writers())
-    other, resumed = made(0.1, 0.8)
-    load_optimizer_state(other, resumed, SavedState.open(path))
-    assert (resumed.param_groups[0]["lr"], resumed.param_groups[0]["momentum"]) == (0.1, 0.8)
-    buffers = [resumed.state[p]["momentum_buffer"] for p in other.parameters()]
-    assert all(torch.equal(b, torch.ones_like(b)) for b in buffers)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
-def test_a_fused_update_takes_a_gradient_of_other_strides(optimizer: type[torch.optim.Optimizer]) -> None:
-    """As a sum over ranks makes it of a parameter in channels_last."""
+def test_a_fused_update_accepts_a_gradient_of_other_strides(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Like the sum over ranks of a gradient in channels_last."""
     ends = []
     for fused in (False, True):
         drawn = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
@@ -82,12 +58,12 @@ def test_a_fused_update_takes_a_gradient_of_other_strides(optimizer: type[torch.
     torch.testing.assert_close(ends[0], ends[1])
 
 
-def test_the_state_of_an_optimizer_comes_back_with_the_strides_of_its_parameter(tmp_path: Path) -> None:
+def test_a_loaded_optimizer_state_has_the_strides_of_its_parameter(tmp_path: Path) -> None:
     module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
     module(torch.randn(2, 3, 5, 5)).sum().backward()
     optimizer.step()
-    path = save(tmp_path, optimizer_state(module, optimizer), TrainState(1, 0, 1, batch_size=1), Writers())
+    path = save(tmp_path, optimizer_state(module, optimizer), TrainState(1, 0, 1, batch_size=1), SaveCoordinator())
     again = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
     load_optimizer_state(module, again, SavedState.open(path))
     for parameter in module.parameters():

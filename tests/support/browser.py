@@ -19,15 +19,15 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this
 
 
 @contextmanager
-def page_of(commands: Commands, *words: str, width: int = 1280, height: int = 720) -> Iterator[Any]:
-    """A page at the root of what `python WORDS --host HOST --port PORT` serves, until the end of the block."""
+def page_of(commands: Commands, *arguments: str, width: int = 1280, height: int = 720) -> Iterator[Any]:
+    """Serve `python ARGUMENTS --host HOST --port PORT` during the block, and yield a page at its root."""
     from playwright import sync_api
 
     port = free_port()
-    server = commands.start(*words, "--host", "127.0.0.1", "--port", str(port))
+    server = commands.start(*arguments, "--host", "127.0.0.1", "--port", str(port))
 
     def answers() -> bool:
-        """With a page: another process may have had the port for a moment before the server took it."""
+        """Return True if the server returns a page. Another process may have used the port shortly before."""
         try:
             with urlopen(f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as answer:
                 return bool(answer.read())
@@ -37,7 +37,7 @@ def page_of(commands: Commands, *words: str, width: int = 1280, height: int = 72
     try:
         wait_until(answers, server, timeout_s=TIMEOUT_S)
         with sync_api.sync_playwright() as driver:
-            # Inside of a container, root has no sandbox to put the pages in; they are this machine's own.
+            # In a container, Chromium's sandbox does not work for root. The pages are local, so none is needed.
             browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
             try:
                 url = f"http://127.0.0.1:{port}"
@@ -56,12 +56,12 @@ def page_of(commands: Commands, *words: str, width: int = 1280, height: int = 72
 
 
 def keep(page: Any, name: str) -> None:
-    """The page as the documentation shows it, when DASHBOARD_SCREENSHOTS=1 asks for it."""
+    """Save a screenshot for the documentation if DASHBOARD_SCREENSHOTS is set."""
     if os.environ.get("DASHBOARD_SCREENSHOTS"):
         from PIL import Image
 
         path = IMAGES / f"{name}.png"
-        page.wait_for_timeout(2000)  # charts move into their places
+        page.wait_for_timeout(2000)  # until the charts have stopped moving
         page.screenshot(path=path)
         Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
         assert path.stat().st_size < 150_000

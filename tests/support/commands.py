@@ -1,4 +1,4 @@
-"""The runner's commands as real processes, waited for no longer than they are told, and none left behind."""
+"""The runner's commands as real processes, with time limits; no process is left behind."""
 
 import contextlib
 import itertools
@@ -27,18 +27,18 @@ MARK = "RUNNER_TEST_COMMAND"  # all processes of a command inherit it, whatever 
 
 @dataclass
 class Commands:
-    """Starts commands in one folder."""
+    """Starts commands in one directory."""
 
     folder: Path
     started: list[Popen[str]] = field(default_factory=list)
     marks: dict[int, str] = field(default_factory=dict)
 
-    def start(self, *words: str, env: Mapping[str, str] | None = None) -> Popen[str]:
-        """`python WORDS`: on the CPU, with one thread per process, in no world unless `env` says so."""
-        return self.start_as([sys.executable, *words], env)
+    def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> Popen[str]:
+        """Start `python ARGUMENTS` on the CPU, with one thread per process, and in no world unless `env` sets one."""
+        return self.start_as([sys.executable, *arguments], env)
 
     def start_as(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> Popen[str]:
-        """As `start`, of any command."""
+        """Start any command; otherwise as `start`."""
         mark = uuid.uuid4().hex
         outer = {name: value for name, value in os.environ.items() if name not in WORLD}
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARK: mark, **(env or {})}
@@ -49,14 +49,14 @@ class Commands:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            process_group=0,  # a Ctrl-C of the tests is not one of the command
+            process_group=0,  # Ctrl-C in the tests must not reach the command
         )
         self.started.append(process)
         self.marks[process.pid] = mark
         return process
 
     def finish(self, process: Popen[str], timeout_s: float = 300) -> CompletedProcess[str]:
-        """What the command said, and its status. One that outlasts the time is killed, and the test fails."""
+        """Return the output and status of the command. Kill it and fail the test if it exceeds the time limit."""
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -65,75 +65,75 @@ class Commands:
             pytest.fail(f"{process.args} still ran after {timeout_s} s\n{out}\n{err}")
         return CompletedProcess(process.args, process.returncode, out, err)
 
-    def runner(self, *words: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
-        """`python -m runner WORDS`, to its end."""
-        return self.finish(self.start("-m", "runner", *words, env=env))
+    def runner(self, *arguments: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+        """Run `python -m runner ARGUMENTS`."""
+        return self.finish(self.start("-m", "runner", *arguments, env=env))
 
-    def forked(self, *words: str, timeout_s: float = 300) -> CompletedProcess[str]:
-        """As `runner`, in a fork of the tests' process: what a command does without the start of Python and torch.
+    def forked(self, *arguments: str, timeout_s: float = 300) -> CompletedProcess[str]:
+        """Run `runner ARGUMENTS` in a fork of the tests' process, which saves the start of Python and torch.
 
-        Its status is that of the entry, and warnings are errors in it.
+        Warnings are errors in it.
         """
         out, err = (self.folder / f"{name}-{uuid.uuid4().hex}" for name in ("out", "err"))
-        process = multiprocessing.get_context("fork").Process(target=_enter, args=(self.folder, words, out, err))
+        process = multiprocessing.get_context("fork").Process(target=_enter, args=(self.folder, arguments, out, err))
         with warnings.catch_warnings():  # as in ranks.py
             warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
             process.start()
         process.join(timeout_s)
-        said = [path.read_text() for path in (out, err)]
+        output = [path.read_text() for path in (out, err)]
         for path in (out, err):
             path.unlink()
         if process.is_alive():
             process.kill()
             process.join()
-            pytest.fail(f"{words} still ran after {timeout_s} s\n{said[0]}\n{said[1]}")
+            pytest.fail(f"{arguments} still ran after {timeout_s} s\n{output[0]}\n{output[1]}")
         assert process.exitcode is not None
-        return CompletedProcess(words, process.exitcode, *said)
+        return CompletedProcess(arguments, process.exitcode, *output)
 
-    def torchrun(self, num_ranks: int, *words: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
-        """`torchrun --nproc-per-node NUM_RANKS -m runner WORDS`, to its end, on a port that was free."""
+    def torchrun(self, num_ranks: int, *arguments: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+        """Run `torchrun --nproc-per-node NUM_RANKS -m runner ARGUMENTS` on a free port."""
         where = (f"--nproc-per-node={num_ranks}", f"--master-port={free_port()}")
-        return self.finish(self.start(*TORCHRUN, *where, "-m", "runner", *words, env=env))
+        return self.finish(self.start(*TORCHRUN, *where, "-m", "runner", *arguments, env=env))
 
     def by_hand(
-        self, num_ranks: int, *words: str, delay_s: float, env: Mapping[str, str]
+        self, num_ranks: int, *arguments: str, delay_s: float, env: Mapping[str, str]
     ) -> list[CompletedProcess[str]]:
-        """`RANK=r WORLD_SIZE=n … python -m runner WORDS`, the last rank first and each `delay_s` after the other."""
+        """Run `RANK=r WORLD_SIZE=n … python -m runner ARGUMENTS`, last rank first, `delay_s` between two starts."""
         world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
         processes: list[Popen[str]] = []
         for rank in reversed(range(num_ranks)):
             time.sleep(delay_s if processes else 0)
-            processes.insert(0, self.start("-m", "runner", *words, env={**world, "RANK": str(rank)}))
+            processes.insert(0, self.start("-m", "runner", *arguments, env={**world, "RANK": str(rank)}))
         return [self.finish(process) for process in processes]
 
     @staticmethod
     def with_path(folder: Path) -> dict[str, str]:
-        """The environment in which Python imports from the folder first, a sitecustomize.py as it starts."""
+        """Return an environment in which Python imports from the directory first, including a sitecustomize.py."""
         return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
     def living(self, process: Popen[str]) -> list[int]:
-        """The processes of the command that run, its ranks too, whoever their parent is by now."""
+        """Return the running processes of the command, including ranks whose parent has died."""
         wanted, found = f"{MARK}={self.marks[process.pid]}".encode(), []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:  # it has ended meanwhile, or is somebody else's
+            except OSError:  # it has exited, or belongs to another user
                 continue
         return found
 
     def kill(self, process: Popen[str]) -> None:
-        """All of its processes, at once."""
+        """Kill all processes of the command with SIGKILL."""
         for pid in self.living(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait(timeout=60)
 
 
-def _enter(folder: Path, words: Sequence[str], out: Path, err: Path) -> None:
+def _enter(folder: Path, arguments: Sequence[str], out: Path, err: Path) -> None:
     import torch
 
-    from runner.main import main
+    from runner.cli import main
 
     for path, number, name in ((out, 1, "stdout"), (err, 2, "stderr")):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -144,8 +144,8 @@ def _enter(folder: Path, words: Sequence[str], out: Path, err: Path) -> None:
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     torch.set_num_threads(1)
     os.chdir(folder)
-    sys.argv = ["runner", *words]
-    sys.orig_argv = [sys.executable, "-m", "runner", *words]
+    sys.argv = ["runner", *arguments]
+    sys.orig_argv = [sys.executable, "-m", "runner", *arguments]
     status = 1
     try:
         status = main()
@@ -156,11 +156,11 @@ def _enter(folder: Path, words: Sequence[str], out: Path, err: Path) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # at once: no handler that the tests' process had registered runs here
+        os._exit(status)  # skips the exit handlers that the tests' process has registered
 
 
 def free_port() -> int:
-    """Never the same twice, nor that of another worker, nor what the system gives to a connection meanwhile."""
+    """Return a new port on each call, outside of those of other workers and of the system's ephemeral ports."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in itertools.islice(_ports, 1000):
         port = 20_000 + 1000 * (worker % 8) + (13 * os.getpid() + number) % 1000
@@ -170,7 +170,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], bool], process: Popen[str] | None = None, timeout_s: float = 180) -> None:
-    """Return once the condition holds; fail the test when it does not in time, or when the process has ended."""
+    """Wait for the condition. Fail the test after `timeout_s`, or if the process exits."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if process is not None and process.poll() is not None:
@@ -180,13 +180,13 @@ def wait_until(condition: Callable[[], bool], process: Popen[str] | None = None,
 
 
 def newest_step(folder: Path) -> int:
-    """Of the complete checkpoints of the runs that commands started in the folder; 0 for none."""
+    """Return the newest step of the complete checkpoints in this directory's runs; 0 if there is none."""
     found = (folder / "outputs" / "run").glob("*/checkpoints/step_*")
     return max((int(path.name[5:]) for path in found if path.name[5:].isdigit()), default=0)
 
 
 def parent_of(pid: int) -> int | None:
-    """None where it has ended."""
+    """Return the process id of the parent; None if the process has exited."""
     try:
         return int(_stat(pid)[1])
     except OSError:
@@ -194,17 +194,17 @@ def parent_of(pid: int) -> int | None:
 
 
 def by_age(pid: int) -> tuple[int, int]:
-    """What a later process has more of: its number alone may begin anew."""
+    """Return a sort key by start time. Process ids alone may wrap around."""
     return int(_stat(pid)[19]), pid
 
 
 def _stat(pid: int) -> list[str]:
-    """The words from the state on, which is the third field of proc(5)."""
+    """Return the fields of /proc/PID/stat from the third one on, which is the state (proc(5))."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def sockets_of(pid: int) -> set[int]:
-    """The inodes of a process's sockets."""
+    """Return the inodes of a process's sockets."""
     found = set()
     for entry in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -214,12 +214,12 @@ def sockets_of(pid: int) -> set[int]:
 
 
 def listening(pids: list[int]) -> list[str]:
-    """The addresses on which these processes accept connections, in the hexadecimal of /proc/net/tcp, and the port."""
+    """Return the addresses and ports on which these processes listen, in the hexadecimal of /proc/net/tcp."""
     return accepting({inode for pid in pids for inode in sockets_of(pid)})
 
 
 def accepting(sockets: Collection[int]) -> list[str]:
-    """As `listening`, of these sockets."""
+    """Return the addresses and ports of the listening sockets among these; otherwise as `listening`."""
     # sl, local address (hexadecimal, bytes reversed), remote address, state (0A listens), ..., inode at 9
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for lines in tables for line in lines]

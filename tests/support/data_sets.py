@@ -1,4 +1,4 @@
-"""What the tests of the data sets share: which there are, files in their formats, and both ways to read one."""
+"""Shared by the tests of the datasets: their classes, files in their formats, and a check of both ways to read."""
 
 import gzip
 import hashlib
@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-
-from data.arrays import Arrays
-from data.cifar10 import CIFAR10
-from data.counting import Counting
-from data.digits import Digits
-from data.fashion_mnist import FashionMNIST
-from data.image_folder import ImageFolder
-from data.mnist import MNIST
-from data.random import RandomRegression
-from data.shapes import Shapes
-from data.table import Table
-from data.text import Text
-from data.toy import ToyRegression
+from runner.shipped.data.arrays import Arrays
+from runner.shipped.data.cifar10 import CIFAR10
+from runner.shipped.data.counting import Counting
+from runner.shipped.data.digits import Digits
+from runner.shipped.data.fashion_mnist import FashionMNIST
+from runner.shipped.data.image_folder import ImageFolder
+from runner.shipped.data.mnist import MNIST
+from runner.shipped.data.random import RandomRegression
+from runner.shipped.data.shapes import Shapes
+from runner.shipped.data.table import Table
+from runner.shipped.data.text import Text
+from runner.shipped.data.toy import ToyRegression
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 KINDS = {
@@ -38,7 +37,7 @@ KINDS = {
     "text": Text,
     "shapes": Shapes,
 }
-MADE = {  # the sets that read no files of the user's, each with its sample shape, outputs, and lengths
+MADE = {  # datasets without files of the user: sample shape, number of outputs, training and validation samples
     "digits": (Digits, (1, 28, 28), 10, 1437, 360),
     "toy": (ToyRegression, (10,), 5, 1024, 256),
     "random": (RandomRegression, (20,), 1, 2048, 256),
@@ -49,7 +48,7 @@ SHAPES = {MNIST: (1, 28, 28), FashionMNIST: (1, 28, 28), CIFAR10: (3, 32, 32)}
 
 
 def write_idx(root, name="MNIST", num_train=30, num_val=12, pack=False):
-    """MNIST-format files under root, of random pixels; .gz archives alone where pack."""
+    """Write random images as MNIST-format files under root, or only as .gz archives if `pack`."""
     random = np.random.default_rng(0)
     home = root / name / "raw"
     home.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""The matrix of faults: which tests inject which, and what came of it.
+"""The fault matrix: which tests inject which fault, and the outcome.
 
-`@pytest.mark.fault("SIGKILL of a rank", outcome="survived")` puts a test into it; `-m faults` runs those tests and
-prints it at the end. A test that injects its fault more than once tells how often: `record_property("injected", 200)`.
+`@pytest.mark.fault("SIGKILL of a rank", outcome="survived")` adds a test to the matrix. `-m faults` runs these tests
+and prints the matrix. A test that injects its fault several times records it: `record_property("injected", 200)`.
 """
 
 import ast
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from marked_part import read_part, write_part
 
-OUTCOMES = {"survived": "survived to the bit", "refused": "refused cleanly", "went_on": "went on"}
-BEGIN, END = "<!-- matrix of faults: written by the command above -->", "<!-- end of the matrix of faults -->"
+OUTCOMES = {"survived": "survived to the bit", "refused": "refused cleanly", "went_on": "continued"}
+BEGIN, END = "<!-- fault matrix: written by the command above -->", "<!-- end of the fault matrix -->"
 
 
 @dataclass
 class Fault:
-    """What came of one fault, over the tests that inject it."""
+    """The outcome of one fault over all tests that inject it."""
 
     promised: str
     injected: dict[str, int] = field(default_factory=dict)  # by test
@@ -38,20 +38,20 @@ class Fault:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fault-matrix", metavar="FILE", help="write the matrix of faults into this file, with -m faults")
+    parser.addoption("--fault-matrix", metavar="FILE", help="write the fault matrix into this file, with -m faults")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`faults` selects all that inject one; what is repeated for long is for `-m soak` alone."""
+    """Mark tests that inject a fault as `faults`. A test marked `soak` is not `thorough`."""
     for mark in item.iter_markers("fault"):
         if len(mark.args) != 1 or not isinstance(mark.args[0], str) or mark.kwargs.get("outcome") not in OUTCOMES:
-            raise pytest.UsageError(f'{item.nodeid}: fault("NAME", outcome=...) wants one of {", ".join(OUTCOMES)}')
+            raise pytest.UsageError(f'{item.nodeid}: fault("NAME", outcome=...) needs one of {", ".join(OUTCOMES)}')
         item.add_marker("faults")
         item.user_properties.append(("fault", (mark.args[0], mark.kwargs["outcome"])))  # travels with the reports
     if item.get_closest_marker("soak"):
         item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
         if item.get_closest_marker("thorough"):
-            raise pytest.UsageError(f"{item.nodeid}: soak stands in a file or class that is thorough; mark its tests")
+            raise pytest.UsageError(f"{item.nodeid}: soak test in a thorough file or class; mark its tests one by one")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -61,14 +61,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     faults = collect(report for report in reports if isinstance(report, pytest.TestReport))
     if faults:
         table = render(faults)
-        terminalreporter.section("matrix of faults")
+        terminalreporter.section("fault matrix")
         terminalreporter.write(table)
         if file := config.getoption("--fault-matrix"):
             write(Path(file), table)
 
 
 def collect(reports: Iterable[pytest.TestReport]) -> dict[str, Fault]:
-    """By name, from the reports of all phases of all tests, in the order in which they came."""
+    """Return the faults by name, from the reports of all phases of all tests."""
     found: dict[str, Fault] = {}
     for report in reports:
         for name, promised in [value for key, value in report.user_properties if key == "fault"]:
@@ -78,8 +78,8 @@ def collect(reports: Iterable[pytest.TestReport]) -> dict[str, Fault]:
             fault.files.add(report.location[0])
             fault.seconds += report.duration
             if report.when == "call" and not report.skipped:
-                told = [value for key, value in report.user_properties if key == "injected"]
-                fault.injected[report.nodeid] = sum(told) or 1
+                reported = [value for key, value in report.user_properties if key == "injected"]
+                fault.injected[report.nodeid] = sum(reported) or 1
             if report.failed:
                 fault.failed.add(report.nodeid)
             elif report.skipped:
@@ -101,7 +101,7 @@ def render(faults: dict[str, Fault]) -> str:
 
 
 def write(path: Path, table: str) -> None:
-    """Put the table between the marks of a file; what it had of other faults stays. ValueError without the marks."""
+    """Update the rows of the table between the marks of a file. Raise ValueError if the file has no marks."""
     old = read_part(path, BEGIN, END)
     head, rows = table.splitlines()[:2], {name_of(line): line for line in table.splitlines()[2:]}
     lines = [line for line in old.strip().splitlines()[2:] if name_of(line) not in rows] + [*rows.values()]
@@ -114,7 +114,7 @@ def name_of(row: str) -> str:
 
 
 def marked(folder: Path) -> dict[str, str]:
-    """The promised outcome of every fault that a test of this folder is marked with, by name."""
+    """Return the promised outcome of every fault that a test below this directory is marked with, by name."""
     found = {}
     for path in sorted(folder.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

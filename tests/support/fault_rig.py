@@ -1,4 +1,4 @@
-"""A small experiment that faults are injected into, and what it means that a run has survived: it is the same run."""
+"""A small experiment into which tests inject faults, and the check that a resumed run equals an uninterrupted one."""
 
 import os
 import signal
@@ -13,13 +13,12 @@ from commands import wait_until
 from ranks import RankError
 from worlds import Run, run
 
-from runner.fault_tolerance.checkpoint import choose
-from runner.runs.train_state import available
+from runner.checkpoints.layout import choose_checkpoint, list_checkpoints
 from runner.training.trainer import Trainer
 
-# Four epochs of 15 steps, the last of each of 37 samples; BatchNorm, whose statistics move; a checkpoint all 7 steps.
+# Four epochs of 15 steps, the last of 37 samples; BatchNorm with running statistics; a checkpoint every 7 steps.
 STEPS = 60
-WORDS = (
+OVERRIDES = (
     *("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=100", "epochs=4"),
     *("optimizer=adamw", "scheduler=cosine", "logger=none", "checkpoint.every_steps=7", "checkpoint.keep_best=0"),
 )
@@ -27,7 +26,7 @@ WORDS = (
 
 @contextmanager
 def before_each_step(act: Callable[[Trainer, Any], None]) -> Iterator[None]:
-    """Ranks that are forked meanwhile call it with their loop, and what the step reads."""
+    """Call `act(trainer, batch)` before each step of the ranks that are forked during the block."""
     step = Trainer.step
 
     def act_and_step(self: Trainer, batch: Any, *args: Any) -> Any:
@@ -39,33 +38,33 @@ def before_each_step(act: Callable[[Trainer, Any], None]) -> Iterator[None]:
         yield
 
 
-def cut(outputs: Path, world_size: int, words: tuple[str, ...], act: Callable[[Trainer, Any], None]) -> Run:
-    """A run that what is done before one of its steps ends, or a resumed one that is ended again."""
+def cut(outputs: Path, world_size: int, overrides: tuple[str, ...], act: Callable[[Trainer, Any], None]) -> Run:
+    """Start or resume a run that `act` ends before one of its steps. Return the run."""
     with before_each_step(act), pytest.raises(RankError):
-        run(outputs, world_size, *words)
+        run(outputs, world_size, *overrides)
     (path,) = (outputs / "run").iterdir()
     return Run(path)
 
 
 def send(number: signal.Signals, rank: int, step: int, once_saved: int | None = None) -> Callable[[Trainer, Any], None]:
-    """The signal, to this rank, in the step of that number, when the checkpoint of another one is complete."""
+    """Return a function that sends the signal in a step, when the checkpoint of step `once_saved` is complete."""
 
     def act(trainer: Trainer, batch: Any) -> None:
         if trainer.world.rank == rank and trainer.state.step == step:
             if once_saved is not None:
                 (path,) = Path(trainer.config.outputs, trainer.config.name).iterdir()
-                wait_until((path / "checkpoints" / f"step_{once_saved}").exists)  # it is written beside training
+                wait_until((path / "checkpoints" / f"step_{once_saved}").exists)  # it is written in the background
             os.kill(os.getpid(), number)
 
     return act
 
 
 def assert_same(one: Run, whole: Run) -> None:
-    """To the bit: weights, statistics, optimizer, position, what was logged and measured."""
+    """Compare bit for bit: weights, statistics, optimizer state, position, logged losses, and metrics."""
     for key in ("weights_sha256", "step", "epoch", "state", "metrics"):
         assert one.result[key] == whole.result[key], key
     assert one.losses == whole.losses
-    newest, expected = (available(each.path / "checkpoints")[-1] for each in (one, whole))
+    newest, expected = (list_checkpoints(each.path / "checkpoints")[-1] for each in (one, whole))
     assert newest.name == expected.name
     assert (newest / "progress.json").read_bytes() == (expected / "progress.json").read_bytes()
     assert differences(one.state, whole.state) == []
@@ -82,5 +81,5 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
 
 
 def all_sound(checkpoints: Path) -> list[str]:
-    """The names of the checkpoints, each of which is what was saved. Raises ValueError for one that is not."""
-    return [choose(checkpoints, path.name).name for path in available(checkpoints)]
+    """Return the names of all checkpoints. Raise ValueError if one is damaged."""
+    return [choose_checkpoint(checkpoints, path.name).name for path in list_checkpoints(checkpoints)]

@@ -1,7 +1,7 @@
-"""What a test leaves behind fails it: processes, listening sockets, shared memory, half-written checkpoints.
+"""A plugin that fails a test that leaves processes, listening sockets, shared memory or partial checkpoints behind.
 
-Several workers test beside each other, and other programs run: what belongs to which test is told by a variable in the
-environment of all that a test executes, and by an open file in all that it forks.
+Several workers and other programs run at the same time. So each test marks its processes: executed ones with a variable
+in the environment, forked ones with an open file.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ import pytest
 from commands import accepting, listening, sockets_of
 
 MARK = "RUNNER_TEST"
-WAIT_S = 60.0  # what ends by itself, after its parent, may take so long on a loaded machine
+WAIT_S = 60.0  # time for processes to exit after their parent, on a loaded machine
 SHARED = Path("/dev/shm")
 
 
 class Mark:
-    """The mark of the test that runs now, and of the fixtures that outlast a test."""
+    """The mark of the running test, or of fixtures that outlive a test."""
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of an open file whose name is the mark; a fork has it too
+        self.number: int | None = None  # the descriptor of an open file whose name is the mark; forks inherit it
         self.value = ""
 
     def set(self, value: str) -> None:
@@ -39,19 +39,19 @@ class Mark:
             os.dup2(file, self.number, inheritable=False)
         os.close(file)
 
-    def bears(self, pid: int, value: str) -> bool:
-        """Whether a process has been started under this mark, by whomever."""
+    def marks(self, pid: int, value: str) -> bool:
+        """Return True if the process was started under the mark `value`, directly or indirectly."""
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{pid}/fd/{self.number}") == f"/memfd:{value} (deleted)":
                 return True
         try:
             return f"{MARK}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile, or is somebody else's
+        except OSError:  # it has exited, or belongs to another user
             return False
 
 
 mark = Mark()
-wide = uuid.uuid4().hex  # the mark of fixtures of the module that runs now
+wide = uuid.uuid4().hex  # the mark of the running module's fixtures
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Leftovers:
-    """What was there before the test, and what is there after it."""
+    """Compares processes, sockets and shared memory before and after each test."""
 
     def __init__(self) -> None:
         self.pids: set[int] = set()
@@ -77,7 +77,7 @@ class Leftovers:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
-        """What a fixture of a module starts may live until the module's end."""
+        """Let what a module's fixture starts live until the end of the module."""
         if fixturedef.scope == "function":
             return (yield)
         own = mark.value
@@ -93,10 +93,10 @@ class Leftovers:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
         yield
-        is_last = nextitem is None or nextitem.path != item.path  # of its module
+        is_last = nextitem is None or nextitem.path != item.path  # test of its module
         left = self.of(item, is_last)
         if left:
-            gc.collect()  # a socket may hang on a cycle
+            gc.collect()  # a socket may be part of a reference cycle
         deadline = time.monotonic() + WAIT_S
         while left and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -113,37 +113,37 @@ class Leftovers:
             ports = [f", listens at {address}" for address in addresses_of(pid)]
             left.append(f"process {pid}: {command_of(pid)}{''.join(ports)}")
         if opened := sockets_of(os.getpid()) - self.sockets:
-            left += [f"a socket of the tests themselves, listens at {address}" for address in accepting(opened)]
-        left += [f"{SHARED / name}, which nobody uses" for name in unused(shared_memory() - self.shared)]
+            left += [f"a socket of the tests' process, listens at {address}" for address in accepting(opened)]
+        left += [f"{SHARED / name}, which no process uses" for name in unused(shared_memory() - self.shared)]
         folder = getattr(item, "funcargs", {}).get("tmp_path")
         if isinstance(folder, Path) and not item.get_closest_marker("leaves_tmp"):
             left += half_written(folder)
         return left
 
     def processes(self, is_last: bool) -> list[int]:
-        """Those of the test, and after a module's last one those of its fixtures."""
-        found = bearing(mark.value, running() - self.pids)
-        return found + bearing(wide, running()) if is_last else found
+        """Return the processes of the test, and after the last test of a module those of its fixtures."""
+        found = marked_processes(mark.value, running() - self.pids)
+        return found + marked_processes(wide, running()) if is_last else found
 
 
 def running() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
-def bearing(value: str, pids: set[int]) -> list[int]:
-    """Those that run under this mark. The servers of multiprocessing that serve the tests themselves are no test's."""
+def marked_processes(value: str, pids: set[int]) -> list[int]:
+    """Return the processes that run under this mark, without multiprocessing's servers of the tests' process."""
     servers = {
         getattr(resource_tracker, "_resource_tracker")._pid,  # noqa: B009
         getattr(forkserver, "_forkserver")._forkserver_pid,  # noqa: B009
         os.getpid(),
     }
-    return [pid for pid in sorted(pids - servers) if mark.bears(pid, value) and not is_zombie(pid)]
+    return [pid for pid in sorted(pids - servers) if mark.marks(pid, value) and not is_zombie(pid)]
 
 
 def addresses_of(pid: int) -> list[str]:
     try:
         return listening([pid])
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has exited
         return []
 
 
@@ -158,13 +158,13 @@ def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
     except OSError:
-        return "has ended"
+        return "has exited"
 
 
 def own_shared_memory() -> None:
-    """An empty /dev/shm for this process and those that it starts, so that what is in it is theirs.
+    """Mount an empty /dev/shm for this process and its children, so that all files in it are theirs.
 
-    Where that is not allowed, what a test that ran beside this one leaves there counts for both.
+    If mounting is not permitted, leftovers of a test in another worker are reported here too.
     """
     libc, new_mounts, slave, all_below = ctypes.CDLL(None, use_errno=True), 0x20000, 1 << 19, 1 << 14
     if (
@@ -178,7 +178,7 @@ def own_shared_memory() -> None:
 def half_written(folder: Path) -> list[str]:
     try:
         return [str(path) for path in folder.glob("**/checkpoints/*.tmp")]
-    except FileNotFoundError as error:  # a folder has gone between being found and being read: to be looked at again
+    except FileNotFoundError as error:  # a directory was removed during the search; the caller searches again
         return [str(error)]
 
 
@@ -187,7 +187,7 @@ def shared_memory() -> set[str]:
 
 
 def unused(names: set[str]) -> list[str]:
-    """Those that no process has mapped: what is left when all that used it has been killed."""
+    """Return the files that no process has mapped, because all processes that used them were killed."""
     if not names:
         return []
     maps = ""

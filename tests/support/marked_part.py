@@ -4,12 +4,12 @@ from pathlib import Path
 
 
 def read_part(path: Path, begin: str, end: str) -> str:
-    """What stands between the marks. Raises ValueError where there are none."""
+    """Return the text between the marks. Raise ValueError if there are none."""
     return _cut(path, begin, end)[1]
 
 
 def write_part(path: Path, begin: str, end: str, text: str) -> None:
-    """Put the text, which ends in a line end, between the marks. Raises ValueError where there are none."""
+    """Replace the text between the marks; it must end with a newline. Raise ValueError if there are none."""
     before, _, after = _cut(path, begin, end)
     path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
 

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with addresses and names of their own, joined by a bridge."""
+"""Hosts on one machine: network namespaces, each with its address and name, connected by a bridge."""
 
 import os
 import shutil
@@ -13,13 +13,13 @@ from commands import Commands
 
 
 def why_not() -> str | None:
-    """What keeps namespaces from being made here."""
+    """Return why network namespaces cannot be created here; None if they can."""
     if os.geteuid() != 0:
-        return "needs root to make network namespaces"
+        return "needs root to create network namespaces"
     if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
         return f"needs {', '.join(missing)}"
     done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=120, check=False)
-    return f"no network namespace can be made: {done.stderr.strip()}" if done.returncode else None
+    return f"network namespaces cannot be created: {done.stderr.strip()}" if done.returncode else None
 
 
 @dataclass
@@ -49,26 +49,27 @@ class Hosts:
             _ip("-n", inner, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", inner, "link", "set", "eth0", "up")
 
-    def runner(self, commands: Commands, host: int, *words: str) -> "subprocess.Popen[str]":
-        """`python -m runner WORDS` on the host, which knows no other by name."""
+    def runner(self, commands: Commands, host: int, *args: str) -> "subprocess.Popen[str]":
+        """Start `python -m runner ARGUMENTS` on the host, which cannot resolve other hosts' names."""
         inside = ("ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c")
         script = f'hostname host{host}; exec "$@"'
-        return commands.start_as([*inside, script, "sh", sys.executable, "-m", "runner", *words])
+        return commands.start_as([*inside, script, "sh", sys.executable, "-m", "runner", *args])
 
     def cut(self, host: int) -> None:
-        """Take the host's link down: nobody is told, nothing arrives any more."""
+        """Take the host's link down: packets are lost, and no connection is closed."""
         _ip("-n", self._name(0), "link", "set", f"v{host}", "down")
 
     def lose(self, host: int, commands: Commands, process: "subprocess.Popen[str]") -> None:
-        """As where the power fails: the host's command is gone, and no connection of it is closed towards another."""
+        """Simulate a power failure: kill the host's command without closing its connections to other hosts."""
         self.cut(host)
         self.kill(commands, process)
 
     @staticmethod
     def kill(commands: Commands, process: "subprocess.Popen[str]") -> None:
-        """All processes of a host's command but that which tidies up /dev/shm, as a host does that starts anew.
+        """Kill all processes of a host's command at once, except the resource tracker.
 
-        As a host loses them, at once: none does anything more once the first has gone.
+        All are stopped first, so that none reacts to the death of another. The resource tracker removes the files in
+        /dev/shm, which a restarted host would have lost.
         """
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in commands.living(process):
@@ -90,6 +91,6 @@ class Hosts:
         return f"{self.bridge}-{host}"
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+def _ip(*args: str) -> None:
+    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"ip {' '.join(args)}: {done.stderr}"

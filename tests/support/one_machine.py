@@ -1,4 +1,4 @@
-"""Ranks of one machine that form their process group as a job does, and what they exchange."""
+"""Ranks on one machine that form their process group as a job does, and tensors for them to exchange."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.local_exchange import exchange_of
+from runner.distributed.local.exchange import exchange_of
 from runner.distributed.world import World
 
 
 def on_ranks(path: Path, world_size: int, act: Callable[[World], Any], num_jobs: int = 1) -> list[Any]:
-    """What `act` returns on each rank in the last of so many jobs of a world on one machine."""
+    """Run `num_jobs` jobs in a world on one machine. Return the result of `act` of the last job for each rank."""
 
     def of(rank: int, world_size: int) -> Any:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        rank_info = RankInfo(rank, rank, world_size, world_size, found="test")
+        rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
         world = World(rank_info, dist.FileStore(str(path / "store"), world_size), Backend(timeout_s=60))
         before = sockets_of(os.getpid())
         for _ in range(num_jobs):
@@ -52,8 +52,8 @@ def in_rank_order(tensors: list[Tensor]) -> Tensor:
 
 @contextmanager
 def no_gloo() -> Iterator[None]:
-    """On a rank that has its process group: meanwhile its collectives fail."""
+    """Let gloo's collectives fail during the block."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "all_gather"):
-            patch.setattr(dist, name, lambda *args, **kwargs: pytest.fail("goes through gloo"))
+            patch.setattr(dist, name, lambda *args, **kwargs: pytest.fail("uses gloo"))
         yield

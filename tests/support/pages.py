@@ -1,4 +1,4 @@
-"""The examples of a page of docs/ as printed there: the files of a folder mine/, commands that run, refused ones."""
+"""The examples of a page of docs/: the files of mine/, commands that run, and commands that are refused."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @dataclass(frozen=True)
 class Page:
-    """A page by its name in docs/."""
+    """A page, by its name in docs/."""
 
     name: str
 
@@ -24,26 +24,26 @@ class Page:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """What is under a line `mine/...`: in a block of Python or YAML."""
+        """Return the blocks of Python or YAML below a line `mine/...`."""
         return dict(re.findall(r"`(mine/\S+?)`:\n\n```(?:python|yaml)\n(.*?)```", self.text, re.DOTALL))
 
     @cached_property
     def commands(self) -> list[str]:
-        """The lines of blocks of shell that use the folder."""
+        """Return the lines of shell blocks that use the directory."""
         blocks = re.findall(r"```sh\n(.*?)```", self.text, re.DOTALL)
         joined = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
         return [line.partition("  #")[0].strip() for line in joined if "mine" in line]
 
     @cached_property
     def refused(self) -> dict[str, str]:
-        """The commands behind a prompt, each with what is printed under it."""
+        """Return the commands after a prompt, each with the output below it."""
         blocks = re.findall(r"```\n\$ (.*?)```", self.text, re.DOTALL)
         parts = [part.partition("\n") for block in blocks for part in block.split("\n$ ")]
-        return {command: said.strip() for command, _, said in parts if "mine" in command}
+        return {command: output.strip() for command, _, output in parts if "mine" in command}
 
     @property
     def options(self) -> dict[str, set[str]]:
-        """The options that the YAML files are, by group."""
+        """Return the options that the YAML files define, by group."""
         found: dict[str, set[str]] = {}
         for path in map(Path, self.files):
             if path.suffix == ".yaml":
@@ -51,25 +51,25 @@ class Page:
         return found
 
     def chosen(self, group: str) -> set[str]:
-        """The options that commands choose, or the files of presets."""
-        words = [word for line in (*self.commands, *self.refused) for word in shlex.split(line)]
-        typed = [word.partition("=")[2].strip("[]").split(",") for word in words if word.startswith(f"{group}=")]
+        """Return the options that commands or presets choose."""
+        args = [word for line in (*self.commands, *self.refused) for word in shlex.split(line)]
+        overrides = [word.partition("=")[2].strip("[]").split(",") for word in args if word.startswith(f"{group}=")]
         presets = [content for name, content in self.files.items() if "/experiment/" in name]
         overridden = [re.findall(rf"override /{group}: (\w+)", content) for content in presets]
-        return {option for options in (*typed, *overridden) for option in options}
+        return {option for options in (*overrides, *overridden) for option in options}
 
-    def write(self, folder: Path) -> Path:
-        """The folder mine/ in this one."""
+    def write(self, directory: Path) -> Path:
+        """Write the files, and return the path of mine/ in the directory."""
         for name, content in self.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(content)
-        return folder / "mine"
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(content)
+        return directory / "mine"
 
 
 def finish(line: str, commands: Commands, *more: str) -> CompletedProcess[str]:
-    """The command of a page, with words of one's own behind it, to its end. One that starts no process is forked."""
-    words = [*shlex.split(line), *more]
-    if words[0] == "torchrun":
-        return commands.finish(commands.start(*TORCHRUN, f"--master-port={free_port()}", *words[1:]))
-    assert words[:3] == ["python", "-m", "runner"]
-    return commands.runner(*words[3:]) if "launcher" in line else commands.forked(*words[3:])
+    """Run a command of a page with further arguments. It is forked unless it starts processes."""
+    args = [*shlex.split(line), *more]
+    if args[0] == "torchrun":
+        return commands.finish(commands.start(*TORCHRUN, f"--master-port={free_port()}", *args[1:]))
+    assert args[:3] == ["python", "-m", "runner"]
+    return commands.runner(*args[3:]) if "launcher" in line else commands.forked(*args[3:])

@@ -1,4 +1,4 @@
-"""The parity matrix as a table: what test_parity.py measured, for the terminal and for docs/parallel.md."""
+"""The parity matrix as a table: the differences that test_parity.py measured, for the terminal and docs/parallel.md."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,36 +10,36 @@ BEGIN, END = "<!-- parity matrix: written by the command above -->", "<!-- end o
 
 
 class Cell(NamedTuple):
-    """The largest difference of a weight, and of a step's loss, to parallel=none."""
+    """The largest differences of a weight and of a step's loss from parallel=none."""
 
-    way: str
+    row: str
     model: str
     world_size: int
     weights: float
     losses: float
-    miss: float  # the share of how far none moved that the weights may be off; 0: they are held to 1e-9
+    error: float  # the allowed difference of weights as a fraction of their change in training; 0: 1e-9
 
 
 def render(cells: Sequence[Cell]) -> str:
-    """Markdown: a row for each way and what it is held to, the largest of its world sizes for each model."""
+    """Return a Markdown table with a row for each mode: the largest difference over its world sizes, for each model."""
     models = list(dict.fromkeys(cell.model for cell in cells))
-    lines = [f"| mode | ranks | {' | '.join(models)} | held to |", "|---|---|" + "---|" * (len(models) + 1)]
-    for way, exact in dict.fromkeys((cell.way, _is_exact(cell)) for cell in cells):
-        row = [cell for cell in cells if (cell.way, _is_exact(cell)) == (way, exact)]
+    lines = [f"| mode | ranks | {' | '.join(models)} | tolerance |", "|---|---|" + "---|" * (len(models) + 1)]
+    for name, exact in dict.fromkeys((cell.row, _is_exact(cell)) for cell in cells):
+        row = [cell for cell in cells if (cell.row, _is_exact(cell)) == (name, exact)]
         sizes = ", ".join(map(str, sorted({cell.world_size for cell in row})))
         columns = [_largest([cell for cell in row if cell.model == model]) for model in models]
-        bound = "1e-9" if exact else f"{row[0].miss:.2g} of the move"
-        lines.append(f"| {way} | {sizes} | {' | '.join(columns)} | {bound} |")
+        bound = "1e-9" if exact else f"{row[0].error:.2g} of the change"
+        lines.append(f"| {name} | {sizes} | {' | '.join(columns)} | {bound} |")
     return "\n".join(lines) + "\n"
 
 
 def write(path: Path, table: str) -> None:
-    """Put the table between the marks of a file. Raises ValueError where there are none."""
+    """Write the table between the marks of a file. Raise ValueError if there are none."""
     write_part(path, BEGIN, END, table)
 
 
 def _is_exact(cell: Cell) -> bool:
-    return cell.miss == 0 or cell.weights <= 1e-9
+    return cell.error == 0 or cell.weights <= 1e-9
 
 
 def _largest(cells: Sequence[Cell]) -> str:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # DDP and optimizers import it, about 1 s: once here instead of once in each forked rank
+import torch._dynamo  # DDP and optimizers import it in about 1 s; importing it here saves that in each forked rank
 import torch.distributed as dist
 
 
 class RankError(Exception):
-    """A rank raised, died or hung. The message names every such rank and has its own traceback."""
+    """A rank raised, died or hung. The message names every such rank and contains its traceback."""
 
 
 def run_ranks(
@@ -31,11 +31,10 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank and return the results by rank.
 
-    Ranks are forked: `function` may be a closure, and sees what the test has patched. Each has one torch thread and
-    the default group, gloo on loopback, unless forms_group is false. Raises RankError as soon as a rank fails, and when
-    `timeout_s` have passed; no rank is left then. Where torch sees a GPU, autograd refuses to run in the fork of a
-    process that has called backward: there, let the ranks call it and not the test, or hide the GPU by
-    CUDA_VISIBLE_DEVICES="".
+    Ranks are forked, so `function` may be a closure and sees what the test has patched. Each rank has one torch thread
+    and the default group (gloo on loopback), unless forms_group is false. Raise RankError as soon as a rank fails, or
+    after `timeout_s`; no rank is left then. On a machine with a GPU, autograd refuses to run in the fork of a process
+    that has called backward: call it only in the ranks, or hide the GPU with CUDA_VISIBLE_DEVICES="".
     """
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -52,7 +51,7 @@ def run_ranks(
                 for process in ranks:
                     process.start()
             while True:
-                statuses = [process.exitcode for process in ranks]  # None is running
+                statuses = [process.exitcode for process in ranks]  # None: it is running
                 running = [process.sentinel for process, status in zip(ranks, statuses, strict=True) if status is None]
                 if not running or any(statuses):
                     break
@@ -62,7 +61,7 @@ def run_ranks(
             _end(ranks)
         if any(status != 0 for status in statuses):
             raise RankError(_explain(statuses, directory, timeout_s))
-        # This call's own ranks wrote these, so that unpickling them is safe.
+        # The ranks of this call wrote these files, so unpickling them is safe.
         return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
@@ -75,18 +74,18 @@ def _run_rank(
     timeout_s: float,
     forms_group: bool,
 ) -> None:
-    gc.freeze()  # what the test's process holds is not searched: 0.2 s less in the collection below
+    gc.freeze()  # excludes the test process's objects from the collection below, which saves 0.2 s
     report = (path / f"{rank}.txt").open("w")
-    faulthandler.enable(report)  # the stack of a crash, and of a hung rank when SIGABRT ends it
+    faulthandler.enable(report)  # writes the stacks if the rank crashes, or hangs and is ended by SIGABRT
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         if forms_group:
-            store = dist.FileStore(str(path / "store"), world_size)  # no port, so no other test can take it first
+            store = dist.FileStore(str(path / "store"), world_size)  # needs no port that another test could use first
             timeout = timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-            dist.barrier()  # init returns before the others are connected: a rank that is done first would fail them
+            dist.barrier()  # init may return before other ranks are connected; a rank that exits then would fail them
         result = function(rank, world_size, *args)
         gc.collect()  # a DDP object in a cycle would keep the group alive, and the process could abort at its exit
         if dist.is_initialized():
@@ -95,7 +94,7 @@ def _run_rank(
     except BaseException:
         traceback.print_exc(file=report)
         report.flush()
-        os._exit(1)  # at once: no handler that the test's process had registered runs here
+        os._exit(1)  # skips the exit handlers that the tests' process has registered
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
@@ -113,5 +112,5 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
 def _explain(statuses: list[int | None], path: Path, timeout_s: float) -> str:
     failed = {rank: f"failed with status {status}" for rank, status in enumerate(statuses) if status}
     hung = {rank: f"still ran after {timeout_s} s" for rank, status in enumerate(statuses) if status is None}
-    # Where ranks failed, those that still ran only waited for them.
+    # If ranks failed, the ranks that still ran only waited for them.
     return "\n".join(f"rank {r} {what}:\n{(path / f'{r}.txt').read_text()}" for r, what in (failed or hung).items())

@@ -1,4 +1,4 @@
-"""A real Slurm for a test: controller, two nodes and munge on this machine, on the loopback and on ports of its own."""
+"""A real Slurm for tests: a controller, two nodes and munge on this machine, on loopback and free ports."""
 
 import os
 import shutil
@@ -51,17 +51,17 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2 Preemp
 """
 
 
-def why_not() -> str | None:
-    """What keeps a cluster from being started here."""
+def missing_requirement() -> str | None:
+    """Return why a cluster cannot be started here; None if it can."""
     if os.geteuid() != 0:
         return "needs root to start Slurm"
     missing = [name for name in NEEDED if shutil.which(name) is None]
-    return f"needs Slurm and munge: no {', '.join(missing)} here" if missing else None
+    return f"needs Slurm and munge; missing: {', '.join(missing)}" if missing else None
 
 
 @dataclass
 class Cluster:
-    """Nodes n1 and n2, whose names do not resolve."""
+    """A cluster of the nodes n1 and n2, whose names do not resolve."""
 
     directory: Path
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -83,34 +83,33 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-f", conf)
         for name in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", name, "-f", conf)
-        self._wait(lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == "2")
+        self._wait(lambda: self.call("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == "2")
 
-    def ask(self, *words: str) -> CompletedProcess[str]:
-        """A command of Slurm, to its end."""
-        return subprocess.run(
-            words, env=os.environ | self.env, capture_output=True, text=True, timeout=300, check=False
-        )
+    def call(self, *command: str) -> CompletedProcess[str]:
+        """Run a command of Slurm."""
+        env = os.environ | self.env
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
-    def run(self, commands: Commands, *words: str) -> CompletedProcess[str]:
-        """A command of Slurm that starts the runner: with this Python, on one thread, and never left behind."""
-        own = [sys.executable if word == "python" else word for word in words]
+    def run(self, commands: Commands, *command: str) -> CompletedProcess[str]:
+        """Run a command of Slurm that starts the runner, with this Python, on one thread and without GPUs."""
+        command = tuple(sys.executable if argument == "python" else argument for argument in command)
         env = os.environ | self.env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.run(
-            own, env=env, cwd=commands.folder, capture_output=True, text=True, timeout=300, check=False
+            command, env=env, cwd=commands.folder, capture_output=True, text=True, timeout=300, check=False
         )
 
     def state_of(self, job: str) -> str:
-        return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.strip()
+        return self.call("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.strip()
 
     def wait_for(self, job: str, states: Sequence[str], timeout_s: float = 300) -> str:
         self._wait(lambda: self.state_of(job) in states, timeout_s)
         return self.state_of(job)
 
     def stop(self) -> None:
-        """End the jobs and every daemon that was started."""
+        """Cancel the jobs and terminate the daemons."""
         with suppress(AssertionError, subprocess.TimeoutExpired):
-            self.ask("scancel", "--user=root")
-            self._wait(lambda: not self.ask("squeue", "-h").stdout.strip(), timeout_s=60)
+            self.call("scancel", "--user=root")
+            self._wait(lambda: not self.call("squeue", "-h").stdout.strip(), timeout_s=60)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
@@ -119,15 +118,15 @@ class Cluster:
                 daemon.kill()
                 daemon.wait(timeout=60)
 
-    def _daemon(self, *words: str) -> None:
-        with (self.directory / "daemons.txt").open("ab") as said:
-            self.daemons.append(subprocess.Popen(words, stdout=said, stderr=said, env=os.environ | self.env))
+    def _daemon(self, *command: str) -> None:
+        with (self.directory / "daemons.txt").open("ab") as log:
+            self.daemons.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | self.env))
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, f"nothing after {timeout_s} s\n{self._said()}"
+            assert time.monotonic() < deadline, f"nothing after {timeout_s} s\n{self._logs()}"
             time.sleep(0.2)
 
-    def _said(self) -> str:
+    def _logs(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in self.directory.glob("*.log"))

@@ -1,4 +1,4 @@
-"""What a test leaves behind fails that test, and no other; faults come into the matrix. Seen on tests made for it."""
+"""Leftovers fail the test that left them, and no other; faults are added to the matrix. Checked on generated tests."""
 
 import os
 import re
@@ -69,32 +69,32 @@ def test_skipped():
 def test_last(forgotten, server):
     pass
 """
-SECONDS = 100_000 + os.getpid()  # no other test sleeps as long
+SECONDS = 100_000 + os.getpid()  # no other test sleeps this long, so that it can be identified
 SHARED = f"runner-test-left-{os.getpid()}"
 MARKERS = ["faults", "fault", "leaves_tmp", "soak", "thorough"]
 
 
-def pytest_in(folder: Path, *words: str) -> str:
+def pytest_in(folder: Path, *args: str) -> str:
     (folder / "test_inner.py").write_text(TESTS.replace("SECONDS", str(SECONDS)).replace("SHARED", SHARED))
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n" + "".join(f"  {name}\n" for name in MARKERS))
     plugins = ("-p", "fault_matrix", "-p", "leftovers")
-    command = [sys.executable, "-m", "pytest", *plugins, "-q", "--no-header", "-rA", *words]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", "--no-header", "-rA", *args]
     env = {"PYTHONPATH": str(Path(__file__).parent), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
     return done.stdout + done.stderr
 
 
-def test_what_is_left_fails_the_test_that_left_it_and_faults_are_tabled(tmp_path: Path) -> None:
+def test_leftovers_fail_their_test_and_faults_are_in_the_matrix(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     old = "| fault |\n|---|\n| older | 1 | refused cleanly | - | x |\n| a half | 1 | FAILED |"
     page.write_text(f"before\n{BEGIN}\n\n{old}\n\n{END}\nafter\n")
     try:
-        said = pytest_in(tmp_path, "-n", "2", "-m", "faults or not faults", "--fault-matrix", "page.md")
+        output = pytest_in(tmp_path, "-n", "2", "-m", "faults or not faults", "--fault-matrix", "page.md")
     finally:
         Path("/dev/shm", SHARED).unlink(missing_ok=True)
-    parts = re.findall(r"ERROR at teardown of (\w+).*?\n(.*?)(?=\n___|\n===)", said, re.DOTALL)
+    parts = re.findall(r"ERROR at teardown of (\w+).*?\n(.*?)(?=\n___|\n===)", output, re.DOTALL)
     left = {name.removeprefix("test_"): text for name, text in parts}
-    assert left.keys() == {"fork", "orphan", "socket", "shared", "half", "last"}, said
+    assert left.keys() == {"fork", "orphan", "socket", "shared", "half", "last"}, output
     assert "process" in left["fork"] and f"sleep {SECONDS}" in left["orphan"] and f"sleep {SECONDS}" in left["last"]
     assert "listens at 0100007F:" in left["socket"] and SHARED in left["shared"]
     assert "step_1.tmp" in left["half"]
@@ -108,13 +108,13 @@ def test_what_is_left_fails_the_test_that_left_it_and_faults_are_tabled(tmp_path
         "| not here | 0 | skipped: no such machine | test_inner.py |",
         "| two kinds | 3 | FAILED in 1 of 3 tests | test_inner.py |",
     ]
-    shown = re.sub(r" \d+\.\d \|", "", said)
+    shown = re.sub(r" \d+\.\d \|", "", output)
     assert all(row in shown for row in inner)
 
 
-def test_soak_is_for_those_who_ask_for_it(tmp_path: Path) -> None:
-    chosen = {words: pytest_in(tmp_path, "--collect-only", "-m", words) for words in ("thorough", "soak", "faults")}
-    assert {words: "test_skipped" in said for words, said in chosen.items()} == {
+def test_soak_tests_run_only_on_request(tmp_path: Path) -> None:
+    chosen = {args: pytest_in(tmp_path, "--collect-only", "-m", args) for args in ("thorough", "soak", "faults")}
+    assert {args: "test_skipped" in output for args, output in chosen.items()} == {
         "thorough": False,
         "soak": True,
         "faults": True,
@@ -124,5 +124,5 @@ def test_soak_is_for_those_who_ask_for_it(tmp_path: Path) -> None:
 def words_of(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has exited
         return ""

@@ -1,4 +1,4 @@
-"""What the other tests rely on when they start ranks."""
+"""The guarantees of `run_ranks` that other tests rely on."""
 
 import multiprocessing
 import os
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 
 
-def test_results_come_back_by_rank_from_one_gloo_group() -> None:
-    offset = torch.tensor(10.0)  # a closure's variable
+def test_results_are_returned_by_rank() -> None:
+    offset = torch.tensor(10.0)  # a variable of the closure
 
     def add(rank: int, world_size: int, factor: float) -> tuple[torch.Tensor, int, int]:
         total = factor * (rank + offset)
@@ -23,7 +23,7 @@ def test_results_come_back_by_rank_from_one_gloo_group() -> None:
     assert results == [(torch.tensor(66.0), rank, 1) for rank in range(3)]
 
 
-def test_a_failing_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
+def test_a_failing_rank_terminates_the_others_and_is_named(tmp_path: Path) -> None:
     def fail(rank: int, world_size: int) -> None:
         if rank == 1:
             raise KeyError("lost key")
@@ -50,7 +50,7 @@ def test_a_hung_rank_is_killed_and_its_stack_shown(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_rank_that_dies_without_a_word_is_named() -> None:
+def test_a_rank_that_dies_silently_is_named() -> None:
     def die(rank: int, world_size: int) -> None:
         if rank == 0:
             os._exit(7)

@@ -1,8 +1,10 @@
-"""Run a job of the runner on several ranks from inside one test, without starting Python anew."""
+"""Whole jobs on several forked ranks within a test."""
 
+import copy
+import functools
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,20 @@ import torch.distributed as dist
 from hydra import initialize_config_dir
 from ranks import run_ranks
 
-from runner import CONF
+from runner.checkpoints.layout import list_checkpoints
+from runner.checkpoints.saved_state import SavedState, open_checkpoint
 from runner.config.compose import checked, compose
-from runner.config.own_folders import absolute, add_to_path, searching
-from runner.config.resume import with_recorded
+from runner.config.custom_dirs import absolute_dirs, add_to_path, on_search_path
+from runner.config.resume import add_recorded
 from runner.config.schema import Config
-from runner.distributed.backend import as_backend
+from runner.distributed.backend import Backend, as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
-from runner.fault_tolerance.checkpoint import open_checkpoint
-from runner.launchers.job import run_job
-from runner.runs.run_directory import Request
-from runner.runs.train_state import available
-from runner.training.saved_state import SavedState
+from runner.jobs.job import run_job
+from runner.paths import CONF
+from runner.records.ledger import JobRecord, read_ledger
+from runner.records.run_directory import Request
+from runner.training.build import Experiment, build
 
 MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml"))
 _numbers = itertools.count()
@@ -31,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left behind."""
+    """The run directory of a finished run."""
 
     path: Path
 
@@ -48,9 +51,13 @@ class Run:
         return {line["step"]: line["train/loss"] for line in self.lines if "train/loss" in line}
 
     @property
+    def grad_norms(self) -> dict[int, float]:
+        return {line["step"]: line["train/grad_norm"] for line in self.lines if "train/grad_norm" in line}
+
+    @property
     def saved(self) -> SavedState:
-        """The newest checkpoint."""
-        return open_checkpoint(available(self.path / "checkpoints")[-1])
+        """Return the state of the newest checkpoint."""
+        return open_checkpoint(list_checkpoints(self.path / "checkpoints")[-1])
 
     @property
     def state(self) -> dict[str, Any]:
@@ -61,8 +68,19 @@ class Run:
         return dict(self.saved.model())
 
 
+def only_run(folder: Path, name: str = "run") -> Run:
+    """Return the only run of this name that a command in the folder has made."""
+    (path,) = (folder / "outputs" / name).iterdir()
+    return Run(path)
+
+
+def jobs_of(folder: Path) -> list[JobRecord]:
+    """Return the jobs of the only sweep in the folder."""
+    return read_ledger(only_run(folder).path)
+
+
 def state_of(saved: SavedState) -> dict[str, Any]:
-    """A checkpoint as nested dicts, each tensor whole."""
+    """Return a checkpoint as nested dicts of whole tensors."""
     facts = {key: fact for key, fact in saved.facts.items() if key not in ("world_size", "parallel")}
     state: dict[str, Any] = {"model": dict(saved.model()), **facts}
     if average := dict(saved.average()):
@@ -79,45 +97,67 @@ def state_of(saved: SavedState) -> dict[str, Any]:
 
 
 def configure(*overrides: str) -> tuple[Config, Request]:
-    """The checked configuration of a command line, and its request."""
-    folders = [word.removeprefix("--config-dir=") for word in overrides if word.startswith("--config-dir=")]
-    words = [word for word in overrides if not word.startswith("--config-dir=")]
-    typed = with_recorded(words, absolute(folders), multirun=False)
+    """Return the checked configuration of a command line and its request."""
+    directories = [each.removeprefix("--config-dir=") for each in overrides if each.startswith("--config-dir=")]
+    others = [each for each in overrides if not each.startswith("--config-dir=")]
+    typed = add_recorded(others, absolute_dirs(directories), multirun=False)
     add_to_path(typed.config_dirs)
-    with searching(typed.config_dirs), initialize_config_dir(str(CONF), version_base="1.3"):
+    with on_search_path(typed.config_dirs), initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(typed.overrides)
         config = checked(cfg, typed.overrides)
     choices = dict(cfg.hydra.runtime.choices)
     return config, Request(tuple(typed.recorded), tuple(typed.config_dirs), ("test",), typed.directory, choices)
 
 
+_configure_once = functools.cache(configure)
+
+
+def unconnected(rank: int = 0, world_size: int = 1) -> World:
+    """Return the world of one rank, without a store."""
+    return World(RankInfo(rank, rank, world_size, world_size), None, Backend())
+
+
+def build_experiment(*overrides: str, rank: int = 0, world_size: int = 1) -> Experiment:
+    """Build the model and data of a command line, as one rank does."""
+    config, request = configure(*overrides)
+    return build(config, request.choices, unconnected(rank, world_size))
+
+
 def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300) -> Run:
-    """Run what the overrides say on this many forked ranks; what it raises is raised here."""
-    # One thread: OpenMP's workers do not survive a fork, and a later test forks from what this one leaves behind.
-    words = [*overrides, "threads=1"]
-    if not any(word.startswith(("outputs=", "resume=")) for word in overrides):  # a run that goes on stays where it is
-        words.append(f"outputs={outputs}")
-    config, request = configure(*words)
-    agreement = outputs / f"store-{next(_numbers)}"  # a used one would be read as this world's
+    """Run a job on forked ranks. Raise what a rank raises.
+
+    Composing takes longer than many of the jobs. So each set of overrides is composed only once, without `outputs=`,
+    unless it depends on an earlier run.
+    """
+    # One thread: the workers of OpenMP do not survive a fork, and later tests fork from this process.
+    arguments = [*overrides, "threads=1"]
+    if any(each.startswith(("outputs=", "resume=", "run=")) for each in overrides):
+        if not any(each.startswith(("outputs=", "resume=")) for each in overrides):
+            arguments.append(f"outputs={outputs}")
+        config, request = configure(*arguments)
+    else:
+        config, request = copy.deepcopy(_configure_once(*arguments))
+        add_to_path(request.config_dirs)  # the previous test may have restored sys.path
+        config = replace(config, outputs=str(outputs))
+        request = replace(request, overrides=(*request.overrides, f"outputs={outputs}"))
+    store_path = outputs / f"store-{next(_numbers)}"  # a used file would be read as this world's
     before = _runs(Path(config.outputs) / config.name)
 
-    def rank_of(rank: int, world_size: int) -> None:
-        rank_info = RankInfo(rank, rank, world_size, world_size, found="test")
-        store = dist.FileStore(str(agreement), world_size)
+    def run_rank(rank: int, world_size: int) -> None:
+        rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
+        store = dist.FileStore(str(store_path), world_size)
         world = World(rank_info, store if world_size > 1 else None, as_backend(config.backend))
         try:
             run_job(config, request, world)
-        finally:
-            world.ending.say_then_continue(
-                lambda: None
-            )  # as the entry does: a rank that fails is not gone before rank 0 has told
+        finally:  # as the command does: a failed rank exits after rank 0 has reported the failure
+            world.shutdown.report_before_exit(lambda: None)
 
     outputs.mkdir(exist_ok=True)
-    run_ranks(rank_of, world_size, timeout_s=timeout_s, forms_group=False)  # the job forms its own
+    run_ranks(run_rank, world_size, timeout_s=timeout_s, forms_group=False)  # the job forms its own group
     if request.directory:
         return Run(Path(request.directory))
-    (made,) = _runs(Path(config.outputs) / config.name) - before
-    return Run(made)
+    (created,) = _runs(Path(config.outputs) / config.name) - before
+    return Run(created)
 
 
 def _runs(folder: Path) -> set[Path]:

@@ -1,4 +1,4 @@
-"""A sweep is gone on with, added to, and never run twice; its jobs know nothing of each other."""
+"""Sweeps: resuming, adding jobs, isolation of the jobs from each other, slots, and Hydra's other launchers."""
 
 import json
 import os
@@ -8,15 +8,17 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Commands, wait_until
+from worlds import jobs_of, only_run
 
-from runner.runs.ledger import JobRecord, read_ledger
-from runner.sweeps.summary import table
+from runner.records.ledger import JobRecord
+from runner.sweeps.run_sweep import job_table
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
-# A user's own model, which also draws from the generators that a job does not own, and changes what it should not.
+# A custom model that draws from global generators, changes a global setting, and fails or blocks on request.
 MODULE = """\
 import os
 import random
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from models.toy import Toy
+from runner.shipped.models.toy import Toy
 
 
 class Model(Toy):
@@ -33,7 +35,7 @@ class Model(Toy):
         super().__init__(sample_shape, num_outputs)
         self.fails, self.sleeps_s, self.calls = fails, sleeps_s, 0
         self.noise = random.random() + numpy.random.random()
-        self.kept = torch.get_default_dtype()
+        self.default_dtype = torch.get_default_dtype()
 
     def forward(self, samples):
         self.calls += self.training
@@ -43,93 +45,90 @@ class Model(Toy):
                 time.sleep(self.sleeps_s)
         if self.fails and self.calls == 3 and os.environ.get("RANK", "1") == "1":
             torch.set_default_dtype(torch.float64)
-            raise ArithmeticError("lost on rank 1")
+            raise ArithmeticError("failed on rank 1")
         return super().forward(samples) + 0.01 * self.noise
 """
 OPTIONS = """\
-_target_: own.Model
+_target_: custom.Model
 sample_shape: ${data.sample_shape}
 num_outputs: ${data.num_outputs}
 fails: false
 sleeps_s: 0.0
 """
-OWN = ("--config-dir", "own", *(word for word in TOY if word != "model=toy"), "model=own")
+CUSTOM = ("--config-dir", "mine", *TOY[1:], "model=custom")
 
 Here = Callable[..., int]  # the fixture of conftest.py
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
-    (tmp_path / "own" / "model").mkdir(parents=True)
-    (tmp_path / "own" / "own.py").write_text(MODULE)
-    (tmp_path / "own" / "model" / "own.yaml").write_text(OPTIONS)
+def custom(tmp_path: Path) -> Path:
+    """Return the working directory, in which `mine` has the custom model."""
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "custom.py").write_text(MODULE)
+    (tmp_path / "mine" / "model" / "custom.yaml").write_text(OPTIONS)
     return tmp_path
 
 
-def the_sweep(folder: Path) -> Path:
-    (sweep,) = (folder / "outputs" / "run").iterdir()
-    return sweep
+def result_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "result.json").read_text())
 
 
-def jobs_of(folder: Path) -> list[JobRecord]:
-    return read_ledger(the_sweep(folder))
-
-
-def times_of(job: JobRecord) -> dict[str, int]:
+def modification_times(job: JobRecord) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in (job.directory, *job.directory.rglob("*"))}
 
 
-def test_a_key_may_belong_to_the_swept_options_alone(here: Here, tmp_path: Path) -> None:
+def test_a_key_may_exist_only_in_the_swept_options(here: Here, tmp_path: Path) -> None:
     """The default optimizer has no betas."""
     assert here("-m", *TOY, "optimizer=adam,adamw", "optimizer.betas=[0.5,0.9]", "max_steps=1") == 0
     assert [job.state for job in jobs_of(tmp_path)] == ["finished", "finished"]
 
 
-def test_a_sweep_that_is_gone_on_with_runs_what_is_not_done(here: Here, tmp_path: Path) -> None:
+def test_a_resumed_sweep_runs_unfinished_and_new_jobs(here: Here, tmp_path: Path) -> None:
     assert here("-m", *TOY, "optimizer.lr=0.1,0.01") == 0
     before = jobs_of(tmp_path)
     assert [job.label for job in before] == ["0-lr-0.1", "1-lr-0.01"]
-    untouched = times_of(before[0])
-    # as if the machine had died in the second job, before its first checkpoint
-    result = json.loads((before[1].directory / "result.json").read_text())
+    untouched = modification_times(before[0])
+    # As if the machine had failed in the second job, before its first checkpoint.
+    result = result_of(before[1].directory)
     shutil.rmtree(before[1].directory / "checkpoints")
     (before[1].directory / "result.json").write_text(json.dumps(result | {"state": "running"}))
-    ledger = the_sweep(tmp_path) / "ledger.jsonl"
+    ledger = only_run(tmp_path).path / "ledger.jsonl"
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
 
     assert here("-m", "resume=last", "seed=0,1") == 0
     after = jobs_of(tmp_path)
     assert [job.label for job in after] == ["0-lr-0.1", "1-lr-0.01", "2-lr-0.1_seed-1", "3-lr-0.01_seed-1"]
     assert [(job.state, job.num_starts) for job in after] == [("finished", count) for count in (1, 2, 1, 1)]
-    assert times_of(after[0]) == untouched
-    assert json.loads((after[1].directory / "result.json").read_text())["weights_sha256"] == result["weights_sha256"]
+    assert modification_times(after[0]) == untouched
+    assert result_of(after[1].directory)["weights_sha256"] == result["weights_sha256"]
 
-    untouched = {job.number: times_of(job) for job in after}
-    assert here("-m", f"resume={the_sweep(tmp_path)}") == 0
-    assert {job.number: times_of(job) for job in jobs_of(tmp_path)} == untouched
+    untouched = {job.number: modification_times(job) for job in after}
+    assert here("-m", f"resume={only_run(tmp_path).path}") == 0
+    assert {job.number: modification_times(job) for job in jobs_of(tmp_path)} == untouched
 
 
-def test_what_the_jobs_share_cannot_change(here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shared_values_cannot_change_when_a_sweep_is_resumed(
+    here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert here("-m", *TOY, "seed=0,1") == 0
-    before = (the_sweep(tmp_path) / "ledger.jsonl").read_text()
+    before = (only_run(tmp_path).path / "ledger.jsonl").read_text()
     capfd.readouterr()
     assert here("-m", "resume=last", "epochs=2", "optimizer.lr=0.5", "model=linear") == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "what its jobs share has changed: " in said
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "values that its jobs share have changed: " in error
     for text in ("model (Toy, now Linear)", "optimizer.lr (0.05, now 0.5)", "epochs (1, now 2)"):
-        assert text in said
-    assert here(f"resume={the_sweep(tmp_path)}") == 2
-    assert "is a sweep; type -m with it" in capfd.readouterr().err
+        assert text in error
+    assert here(f"resume={only_run(tmp_path).path}") == 2
+    assert "is a sweep; add -m" in capfd.readouterr().err
     assert here("-m", f"resume={jobs_of(tmp_path)[0].directory}") == 2
     assert "without -m, " in capfd.readouterr().err
-    assert (the_sweep(tmp_path) / "ledger.jsonl").read_text() == before
+    assert (only_run(tmp_path).path / "ledger.jsonl").read_text() == before
 
 
-def test_zipped_keys_move_together(here: Here, tmp_path: Path) -> None:
+def test_values_of_zipped_keys_change_together(here: Here, tmp_path: Path) -> None:
     zipped = ("optimizer.lr=0.1,0.01", "batch_size=64,128", "hydra.sweeper.zip=[optimizer.lr,batch_size]")
-    assert here("-m", *TOY, *zipped, "seed=range(2)") == 0
-    words = [job.overrides[-3:] for job in jobs_of(tmp_path)]
-    assert words == [
+    assert here("-m", *TOY, "max_steps=1", *zipped, "seed=range(2)") == 0
+    assert [job.overrides[-3:] for job in jobs_of(tmp_path)] == [
         [f"optimizer.lr={lr}", f"batch_size={size}", f"seed={seed}"]
         for lr, size in (("0.1", 64), ("0.01", 128))
         for seed in (0, 1)
@@ -138,51 +137,49 @@ def test_zipped_keys_move_together(here: Here, tmp_path: Path) -> None:
 
 @pytest.mark.fault("kill -9 of a sweep", outcome="survived")
 @pytest.mark.thorough
-def test_a_sweep_killed_twice_ends_with_each_job_done_once(commands: Commands, own: Path) -> None:
-    words = ("-m", *OWN, "model.sleeps_s=0.03", "checkpoint.every_steps=1", "seed=range(4)")
-    process = commands.start("-m", "runner", *words)
-    wait_until(lambda: list(own.glob("outputs/run/*/ledger.jsonl")) != [], process)
+def test_a_sweep_that_is_killed_twice_runs_each_job_to_its_end_once(commands: Commands, custom: Path) -> None:
+    arguments = ("-m", *CUSTOM, "model.sleeps_s=0.03", "checkpoint.every_steps=1", "seed=range(4)")
+    process = commands.start("-m", "runner", *arguments)
+    wait_until(lambda: list(custom.glob("outputs/run/*/ledger.jsonl")) != [], process)
     for kills in (1, 2):
-        wait_until(lambda kills=kills: len([j for j in jobs_of(own) if j.state == "finished"]) >= kills, process)
+        wait_until(lambda kills=kills: len([j for j in jobs_of(custom) if j.state == "finished"]) >= kills, process)
         time.sleep(random.uniform(0, 0.5))
-        process.send_signal(signal.SIGSTOP)  # it holds the sweep, and does not end it meanwhile
+        process.send_signal(signal.SIGSTOP)  # the process keeps its lock of the sweep
         if kills == 1:
             second = commands.runner("-m", "resume=last")
             assert second.returncode == 2 and f": process {process.pid} on " in second.stderr
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
         if kills == 2:
-            (own / "go").touch()  # for which the last job waits
+            (custom / "go").touch()  # the last job waits for it
         process = commands.start("-m", "runner", "-m", "resume=last")
     finished = commands.finish(process)
     assert finished.returncode == 0, finished.stderr
-    jobs = jobs_of(own)
+    jobs = jobs_of(custom)
     assert [(job.label, job.state) for job in jobs] == [(f"{n}-seed-{n}", "finished") for n in range(4)]
-    ended = [json.loads(line) for line in (the_sweep(own) / "ledger.jsonl").read_text().splitlines()]
+    ended = [json.loads(line) for line in (only_run(custom).path / "ledger.jsonl").read_text().splitlines()]
     assert [line["number"] for line in ended if line.get("state") == "finished"] == [0, 1, 2, 3]
 
 
 @pytest.mark.fault("one rank raises, in a job of a sweep", outcome="refused")
 @pytest.mark.thorough
-def test_a_failure_on_one_rank_is_that_jobs_alone(commands: Commands, own: Path) -> None:
-    """Twelve jobs in one world, of which the fifth raises on rank 1; the next ones are as if alone."""
+def test_a_failure_on_one_rank_fails_only_its_job(commands: Commands, custom: Path) -> None:
+    """The fifth of twelve jobs in one world raises on rank 1; the weights of the others are those of a single run."""
     fails = ",".join("true" if number == 4 else "false" for number in range(12))
     seeds = ",".join(str(number % 2) for number in range(12))
     zipped = ("hydra.sweeper.zip=[model.fails,seed]", f"model.fails={fails}", f"seed={seeds}")
-    done = commands.torchrun(2, "-m", *OWN, "parallel=ddp", *zipped)
+    done = commands.torchrun(2, "-m", *CUSTOM, "parallel=ddp", *zipped)
     assert done.returncode == 1
-    jobs = jobs_of(own)
+    jobs = jobs_of(custom)
     assert [job.state for job in jobs] == [*["finished"] * 4, "failed", *["finished"] * 7]
     assert "11 of 12 jobs finished" in done.stdout
     assert f"{jobs[4].label} failed: {jobs[4].directory / 'log.txt'}\n" in done.stdout
-    assert "ArithmeticError: lost on rank 1" in (jobs[4].directory / "log.txt").read_text()
-    hashes = [json.loads((job.directory / "result.json").read_text())["weights_sha256"] for job in jobs]
-    alone = commands.torchrun(2, *OWN, "parallel=ddp", "name=alone", "seed=1")
+    assert "ArithmeticError: failed on rank 1" in (jobs[4].directory / "log.txt").read_text()
+    hashes = [result_of(job.directory).get("weights_sha256") for job in jobs]
+    alone = commands.torchrun(2, *CUSTOM, "parallel=ddp", "name=alone", "seed=1")
     assert alone.returncode == 0, alone.stderr
-    (single,) = (own / "outputs" / "alone").iterdir()
-    assert {hashes[number] for number in (1, 3, 5, 7, 9, 11)} == {
-        json.loads((single / "result.json").read_text())["weights_sha256"]
-    }
+    (single,) = (custom / "outputs" / "alone").iterdir()
+    assert {hashes[number] for number in (1, 3, 5, 7, 9, 11)} == {result_of(single)["weights_sha256"]}
     assert hashes[0] == hashes[6] != hashes[1]
 
 
@@ -191,7 +188,7 @@ import os
 import time
 from pathlib import Path
 
-from models.toy import Toy
+from runner.shipped.models.toy import Toy
 
 
 class Where(Toy):
@@ -203,77 +200,83 @@ class Where(Toy):
     def forward(self, samples):
         deadline = time.monotonic() + 300
         while self.sleeps_s == 8.0 and not list(Path().glob("cores-0.5-*")) and time.monotonic() < deadline:
-            time.sleep(0.02)  # the long one ends when the third has begun
+            time.sleep(0.02)  # the first job waits for the start of the third
         return super().forward(samples)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no CPU affinity")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two slots need two cores")
-def test_slots_are_never_shared_and_the_next_job_starts_when_they_are_free(commands: Commands, own: Path) -> None:
-    (own / "own" / "where.py").write_text(WHERE)
-    (own / "own" / "model" / "where.yaml").write_text(
-        OPTIONS.replace("own.Model", "where.Where").replace("fails: false\n", "")
+def test_slots_have_one_job_at_a_time_and_jobs_start_as_soon_as_slots_are_free(
+    commands: Commands, custom: Path
+) -> None:
+    (custom / "mine" / "where.py").write_text(WHERE)
+    (custom / "mine" / "model" / "where.yaml").write_text(
+        OPTIONS.replace("custom.Model", "where.Where").replace("fails: false\n", "")
     )
     lengths = (8.0, 0.25, 0.5, 0.75)
-    swept = [f"model.sleeps_s={','.join(map(str, lengths))}", "launcher.nproc_per_node=1,1,1,2"]
-    zipped = "hydra.sweeper.zip=[model.sleeps_s,launcher.nproc_per_node]"
-    words = [word for word in OWN if not word.startswith(("model=", "threads="))]
+    swept = (f"model.sleeps_s={','.join(map(str, lengths))}", "launcher=env,env,env,spawn")  # spawn starts two ranks
+    zipped = "hydra.sweeper.zip=[model.sleeps_s,launcher]"
+    arguments = [override for override in CUSTOM if not override.startswith(("model=", "threads="))]
     process = commands.start(
-        *("-m", "runner", "-m", *words, "hydra/launcher=slots", zipped, "model=where", "launcher=spawn"),
-        *("parallel=ddp", *swept),
+        *("-m", "runner", "-m", *arguments, "model=where", "parallel=ddp", "hydra/launcher=slots", zipped, *swept)
     )
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
-    jobs = jobs_of(own)
+    jobs = jobs_of(custom)
     assert [job.state for job in jobs] == ["finished"] * 4
-    assert [job.slots for job in jobs] == [[0], [1], [1], [0, 1]]  # the first one is long, and the last one needs both
+    assert [job.slots for job in jobs] == [
+        [0],
+        [1],
+        [1],
+        [0, 1],
+    ]  # the first job is long, and the last one has two ranks
     spans = [(job.start or 0, job.end or 0) for job in jobs]
-    assert sorted(spans) == spans  # they began in their order
+    assert sorted(spans) == spans  # the jobs started in their order
     for first, a in zip(jobs, spans, strict=True):
         for second, b in zip(jobs, spans, strict=True):
             if first is not second and max(a[0], b[0]) < min(a[1], b[1]):
                 assert not set(first.slots) & set(second.slots)
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
-    shares = [cores[:half], cores[half : 2 * half]]
+    cores_of_slot = [cores[:half], cores[half : 2 * half]]
     for job, length in zip(jobs, lengths, strict=True):
-        expected = ",".join(map(str, sorted(core for slot in job.slots for core in shares[slot])))
-        found = [path.read_text() for path in own.glob(f"cores-{length}-*")]
+        expected = ",".join(map(str, sorted(core for slot in job.slots for core in cores_of_slot[slot])))
+        found = [path.read_text() for path in custom.glob(f"cores-{length}-*")]
         assert found == [expected] * len(job.slots)
 
 
 @pytest.mark.fault("kill -9 of a sweep", outcome="survived")
 @pytest.mark.thorough
-def test_slots_end_with_a_signal_and_go_on(commands: Commands, own: Path) -> None:
-    words = ("-m", *OWN, "model.sleeps_s=0.5", "seed=range(3)", "hydra/launcher=slots", "hydra.launcher.slots=1")
-    process = commands.start("-m", "runner", *words)
-    wait_until(lambda: list(own.glob("outputs/run/*/0-*/metrics.jsonl")) != [], process)
+def test_a_sweep_in_slots_is_stopped_by_a_signal_and_resumed(commands: Commands, custom: Path) -> None:
+    arguments = ("-m", *CUSTOM, "model.sleeps_s=0.5", "seed=range(3)", "hydra/launcher=slots", "hydra.launcher.slots=1")
+    process = commands.start("-m", "runner", *arguments)
+    wait_until(lambda: list(custom.glob("outputs/run/*/0-*/metrics.jsonl")) != [], process)
     process.send_signal(signal.SIGINT)
     assert commands.finish(process).returncode == 143
     wait_until(lambda: commands.living(process) == [])
-    assert [job.state for job in jobs_of(own)] == ["preempted", "waiting", "waiting"]
+    assert [job.state for job in jobs_of(custom)] == ["preempted", "waiting", "waiting"]
 
-    process = commands.start("-m", "runner", "-m", "resume=last")  # and remembers where its jobs run
-    wait_until(lambda: jobs_of(own)[0].num_starts == 2, process)
+    process = commands.start("-m", "runner", "-m", "resume=last")  # hydra/launcher=slots is recorded
+    wait_until(lambda: jobs_of(custom)[0].num_starts == 2, process)
     wait_until(lambda: len(commands.living(process)) > 1, process)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)
     wait_until(lambda: commands.living(process) == [])
 
 
-def test_joblibs_launcher_runs_the_same_jobs(commands: Commands, own: Path) -> None:
+def test_the_joblib_launcher_runs_the_same_jobs(commands: Commands, custom: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs hydra-joblib-launcher")
     done = commands.runner(
-        "-m", *OWN, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "model.fails=true,false"
+        "-m", *CUSTOM, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1", "model.fails=true,false"
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    jobs = jobs_of(own)
+    jobs = jobs_of(custom)
     assert [job.state for job in jobs] == ["failed", "finished"] * 2
     assert "2 of 4 jobs finished" in done.stdout
 
 
-def test_launchers_that_start_jobs_are_refused_in_a_world(
+def test_slots_are_refused_inside_a_world(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -284,23 +287,23 @@ def test_launchers_that_start_jobs_are_refused_in_a_world(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_errors_text_is_no_markup_to_the_table(tmp_path: Path) -> None:
+def test_the_table_of_jobs_shows_brackets_in_errors(tmp_path: Path) -> None:
     error = "Traceback\nRuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]"
-    lines = table([JobRecord(0, "0-seed-0", [], tmp_path, state="failed", error=error)]).splitlines()
+    lines = job_table([JobRecord(0, "0-seed-0", [], tmp_path, state="failed", error=error)]).splitlines()
     assert lines[1].split(maxsplit=2)[:2] == ["0-seed-0", "failed"]
     assert lines[1].rstrip().endswith("RuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]")
 
 
 @pytest.mark.thorough
-def test_a_job_whose_process_starts_later_says_that_the_code_has_changed(here: Here, own: Path) -> None:
-    """Here while the first job runs. Jobs of the sweep's own process run what that has imported."""
-    late = "        if list(Path('outputs').glob('*/*/0-*/config.yaml')):\n            Path('own/late.py').touch()\n"
+def test_a_job_with_a_process_of_its_own_reports_changed_code(here: Here, custom: Path) -> None:
+    """The code changes while the first job runs. Jobs in the process of the sweep run the code that it has imported."""
+    late = "        if list(Path('outputs').glob('*/*/0-*/config.yaml')):\n            Path('mine/late.py').touch()\n"
     forward = "    def forward(self, samples):\n"
-    (own / "own" / "own.py").write_text(f"from pathlib import Path\n{MODULE.replace(forward, forward + late)}")
+    (custom / "mine" / "custom.py").write_text(f"from pathlib import Path\n{MODULE.replace(forward, forward + late)}")
     for name, launcher, changed in (
-        ("other", ("launcher=spawn", "launcher.nproc_per_node=1"), [[], ["own/late.py"]]),
+        ("other", ("launcher=spawn", "launcher.nproc_per_node=1"), [[], ["mine/late.py"]]),
         ("same", (), [None, None]),
     ):
-        assert here("-m", *OWN, *launcher, "max_steps=1", "seed=0,1", f"name={name}") == 0
-        results = [json.loads(path.read_text()) for path in sorted(own.glob(f"outputs/{name}/*/*/result.json"))]
+        assert here("-m", *CUSTOM, *launcher, "max_steps=1", "seed=0,1", f"name={name}") == 0
+        results = [json.loads(path.read_text()) for path in sorted(custom.glob(f"outputs/{name}/*/*/result.json"))]
         assert [(result["code"] or {}).get("changed") for result in results] == changed

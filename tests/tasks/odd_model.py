@@ -11,7 +11,7 @@ class _Linear(nn.Module):
 
 
 class OtherWhenExported(_Linear):
-    """Its outputs are others while it is being traced."""
+    """Returns different outputs while it is being traced."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = self.first(inputs.flatten(1))
@@ -19,14 +19,14 @@ class OtherWhenExported(_Linear):
 
 
 class Counting(_Linear):
-    """What it computes depends on the numbers themselves, which tracing does not know."""
+    """Its control flow depends on values of tensors, which tracing does not support."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.first(inputs.flatten(1)) * len(inputs[inputs > 0].tolist())
 
 
 class TiedTwice(_Linear):
-    """One memory by three names, beside a buffer of no number."""
+    """One tensor under three names, and an empty buffer."""
 
     def __init__(self, sample_shape: list[int], num_outputs: int):
         super().__init__(sample_shape, num_outputs)

@@ -1,4 +1,4 @@
-"""task=export: what is written is the trained model, and where it is not, nothing is written."""
+"""task=export: the file contains the trained model; if the export fails, no file is written."""
 
 import json
 import os
@@ -14,11 +14,11 @@ import pytest
 import torch
 import yaml
 from commands import Commands
+from runner.shipped.data.digits import Digits
 from worlds import Run, run
 
-from data.digits import Digits
-from runner import ROOT
-from runner.fault_tolerance.checkpoint import open_checkpoint
+from runner.checkpoints.saved_state import open_checkpoint
+from runner.paths import ROOT
 from runner.tasks import exported
 
 OWN = Path(__file__).parents[1] / "parallel" / "own"
@@ -26,8 +26,8 @@ HEADS = (f"--config-dir={OWN}", "data=figures", "model=two_heads", "loss=both_he
 TOY = ("data=toy", "data.num_train=60", "data.num_val=20", "batch_size=20")
 
 
-def train(folder: Path, *words: str, ranks: int = 1) -> Run:
-    return run(folder, ranks, *words, "logger=none", "max_steps=3", "optimizer.lr=0.01")
+def train(folder: Path, *args: str, ranks: int = 1) -> Run:
+    return run(folder, ranks, *args, "logger=none", "max_steps=3", "optimizer.lr=0.01")
 
 
 def odd(folder: Path, name: str) -> Run:
@@ -35,10 +35,10 @@ def odd(folder: Path, name: str) -> Run:
 
 
 @pytest.mark.parametrize("kind", ["torch_export", "onnx"])
-def test_a_program_takes_the_model_s_own_inputs(
+def test_a_program_accepts_the_inputs_of_the_model(
     kind: str, here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Mappings in and out, any number of samples; a run of several ranks, whose launcher does not come into it."""
+    """Dicts as inputs and outputs, any number of samples, and a run of several ranks, exported by one process."""
     done = train(tmp_path, *HEADS, "parallel=ddp", ranks=2)
     recorded = yaml.safe_load((done.path / "overrides.yaml").read_text())
     (done.path / "overrides.yaml").write_text(yaml.safe_dump([*recorded, "launcher=slurm", "launcher.nodes=2"]))
@@ -47,8 +47,8 @@ def test_a_program_takes_the_model_s_own_inputs(
     for name in (file.name, f"{file.name}.data") if kind == "onnx" else (file.name,):
         (file.parent / name).write_text("of an earlier, larger export")
     assert here("task=export", f"run={done.path}", f"export.format={kind}") == 0
-    said = capfd.readouterr().out
-    assert "batches  of any number of samples" in said and "checked  outputs differ" in said
+    printed = capfd.readouterr().out
+    assert "batches  any number of samples" in printed and "checked  outputs differ" in printed
     facts = json.loads(file.with_name(f"{file.name}.json").read_text())
     assert [file.name, f"{file.name}.json"] == sorted(path.name for path in file.parent.iterdir())
     assert facts["inputs"] == [
@@ -70,7 +70,7 @@ def test_a_program_takes_the_model_s_own_inputs(
         assert torch.export.load(file).module()(points=points, scale=scale)["kind"].shape == (7, 3)
 
 
-def test_one_memory_is_in_the_file_once(here: Callable[..., int], tmp_path: Path) -> None:
+def test_a_shared_tensor_is_stored_once(here: Callable[..., int], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     done = train(tmp_path, *TOY, "model=linear", "model._target_=odd_model.TiedTwice", "debug=true")
@@ -91,56 +91,56 @@ def test_one_memory_is_in_the_file_once(here: Callable[..., int], tmp_path: Path
     assert oct(file.stat().st_mode) == oct(file.with_name(f"{file.name}.json").stat().st_mode)
 
 
-def test_what_cannot_be_exported_is_told_and_leaves_nothing(
+def test_models_that_cannot_be_exported_are_reported_and_leave_no_file(
     here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     differs, counts = odd(tmp_path / "differs", "OtherWhenExported"), odd(tmp_path / "counts", "Counting")
 
-    def refused(done: Run, *words: str) -> str:
+    def refused(done: Run, *args: str) -> str:
         before = sorted(tmp_path.rglob("*"))
         capfd.readouterr()
-        assert here("task=export", f"run={done.path}", *words) == 2
+        assert here("task=export", f"run={done.path}", *args) == 2
         assert sorted(tmp_path.rglob("*")) == before
         (line,) = capfd.readouterr().err.splitlines()
         return line
 
-    said = refused(differs, "export.format=torch_export", "export.output=new/folders/model.pt2")
-    assert "differ from the model's by" in said and "export.tolerance=0.0001 is allowed; nothing was kept" in said
-    assert "inputs[inputs > 0]" not in (said := refused(counts, "export.format=torch_export"))
-    assert "the model cannot be exported so, with: " in said and "odd_model.py:" in said
+    printed = refused(differs, "export.format=torch_export", "export.output=new/folders/model.pt2")
+    assert "export.tolerance=0.0001: the outputs" in printed and "differ from the model's by" in printed
+    assert "inputs[inputs > 0]" not in (printed := refused(counts, "export.format=torch_export"))
+    assert "the export of the model failed with: " in printed and "odd_model.py:" in printed
     assert "must be a file that ends in .pt2" in refused(
         differs, "export.format=torch_export", "export.output=model.onnx"
     )
     assert "export.format=pt must be one of" in refused(differs, "export.format=pt")
     (tmp_path / "file").touch()
-    assert "export.output=" in (said := refused(differs, "export.output=file/model.safetensors"))
-    assert "its folder cannot be made" in said
+    assert "export.output=" in (printed := refused(differs, "export.output=file/model.safetensors"))
+    assert "cannot create its directory" in printed
     assert "export.tolerance=0.1 has no effect with" in refused(differs, "export.tolerance=0.1")
-    assert "holds no checkpoint step_9" in refused(differs, "checkpoint=step_9")
+    assert "has no checkpoint step_9" in refused(differs, "checkpoint=step_9")
     assert "other shapes: first.weight" in refused(differs, "data.num_outputs=4")
-    monkeypatch.setattr(exported, "find_spec", lambda name: None if name == "onnxscript" else name)
+    monkeypatch.setattr("runner.errors.find_spec", lambda name: None if name == "onnxscript" else name)
     assert "pip install 'experiment-runner[onnx]'" in refused(differs, "export.format=onnx")
     capfd.readouterr()
     assert here("task=train", "export.format=onnx") == 2
     assert "no effect without task=export" in capfd.readouterr().err
 
-    # Without its data, weights are exported all the same, and programs are not.
-    gone = ("data=arrays", "data.inputs.train=none.npy", "model.sample_shape=[10]")
-    assert "export.format=torch_export tries the model on samples" in refused(
-        differs, "export.format=torch_export", *gone, "model.num_outputs=5"
+    # If the data is missing, weights can be exported, but programs cannot.
+    missing = ("data=arrays", "data.inputs.train=none.npy", "model.sample_shape=[10]")
+    assert "export.format=torch_export runs the model on samples" in refused(
+        differs, "export.format=torch_export", *missing, "model.num_outputs=5"
     )
-    assert here("task=export", f"run={differs.path}", *gone, "model.num_outputs=5") == 0
+    assert here("task=export", f"run={differs.path}", *missing, "model.num_outputs=5") == 0
     assert "inputs   not described: data" in capfd.readouterr().out
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("fp64", 1e-12)])
-def test_plain_torch_loads_it_as_the_page_says(
+def test_plain_torch_loads_it_as_documented(
     precision: str, tolerance: float, here: Callable[..., int], tmp_path: Path
 ) -> None:
-    """The best average of four shards, by ten lines that import the class's own file, says what the shards say."""
-    words = ("model=convnet", "model.channels=[4,8]", "batch_size=200", "parallel=fsdp", f"precision={precision}")
-    done = run(tmp_path, 4, *words, "ema.decay=0.9", "checkpoint.keep_best=1", "epochs=3", "logger=none")
+    """Ten lines that import only the model's file load the averaged weights of four shards, with the same outputs."""
+    args = ("model=convnet", "model.channels=[4,8]", "batch_size=200", "parallel=fsdp", f"precision={precision}")
+    done = run(tmp_path, 4, *args, "ema.decay=0.9", "checkpoint.keep_best=1", "epochs=3", "logger=none")
     read = (f"run={done.path}", "checkpoint=best")
     arrays = tmp_path / "arrays"
     run(
@@ -177,7 +177,7 @@ assert not {"runner", "hydra", "data", "conf"} & sys.modules.keys()
 
 
 @pytest.mark.thorough
-def test_in_a_world_of_several_it_is_the_work_of_one(commands: Commands, tmp_path: Path) -> None:
+def test_in_a_world_of_several_ranks_one_process_exports(commands: Commands, tmp_path: Path) -> None:
     done = train(tmp_path, *TOY, "model=toy")
     went = commands.torchrun(2, "task=export", f"run={done.path}")
     assert went.returncode == 0 and went.stdout.count("written") == 1, went.stderr

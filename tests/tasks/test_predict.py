@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,23 +12,35 @@ import torch
 from commands import Commands
 from worlds import Run, run
 
-from runner.errors import InputError
-from runner.fault_tolerance.trained_model import load_trained
-from runner.tasks import predict, prediction_files
+from runner.errors import InputError, JobFailed
+from runner.jobs.trained_model import load_trained
+from runner.tasks import prediction_files
 from runner.tasks.prediction_columns import columns_of
-from runner.training.sampler import Pieces
 
 TESTS = Path(__file__).parents[1]
 CONVNET = ("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=350", "precision=fp64")
 HEADS = (f"--config-dir={TESTS}/parallel/own", "data=figures", "model=two_heads", "loss=both_heads", "batch_size=20")
 
+FACTORY = """
+import torch
+from runner import Objective
+from runner.objectives.supervised import Supervised
 
-def train(folder: Path, *words: str, ranks: int = 1) -> Run:
-    return run(folder, ranks, *words, "logger=none", "max_steps=3", "optimizer.lr=0.01")
+class WithoutPredict(Objective):
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+
+def make(base: str):
+    return Supervised(torch.nn.MSELoss()) if base == "Supervised" else WithoutPredict()
+"""
 
 
-def predicted(done: Run, folder: Path, ranks: int, *words: str) -> Run:
-    return run(folder, ranks, f"run={done.path}", "task=predict", f"outputs={folder}", *words)
+def train(folder: Path, *args: str, ranks: int = 1) -> Run:
+    return run(folder, ranks, *args, "logger=none", "max_steps=3", "optimizer.lr=0.01")
+
+
+def predicted(done: Run, folder: Path, ranks: int, *args: str) -> Run:
+    return run(folder, ranks, f"run={done.path}", "task=predict", f"outputs={folder}", *args)
 
 
 def sha256(run: Run, kind: str) -> str:
@@ -44,7 +55,7 @@ def convnet(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def alone(convnet: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The hash of each format's file as one process writes it."""
+    """Return the hash of each format's file, written by one process."""
     return {
         kind: sha256(predicted(convnet, tmp_path_factory.mktemp(kind), 1, f"predict.format={kind}"), kind)
         for kind in ("csv", "parquet", "npy")
@@ -57,36 +68,36 @@ def alone(convnet: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 def test_any_number_of_ranks_writes_the_same_file(
     mode: str, ranks: int, kind: str, convnet: Run, alone: dict[str, str], tmp_path: Path
 ) -> None:
-    words = (f"parallel={mode}", f"predict.format={kind}", *["parallel.stages=2"] * (mode == "pipeline"))
-    there = predicted(convnet, tmp_path, ranks, *words)
+    args = (f"parallel={mode}", f"predict.format={kind}", *["parallel.stages=2"] * (mode == "pipeline"))
+    there = predicted(convnet, tmp_path, ranks, *args)
     assert sha256(there, kind) == alone[kind]
     assert not [path for path in there.path.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.thorough
-def test_the_threads_of_a_command_do_not_show_in_the_file(commands: Commands, tmp_path: Path) -> None:
-    """A sum that several threads share is another one in its last bits, where it is long enough to be shared."""
+def test_the_file_does_not_depend_on_the_number_of_threads(commands: Commands, tmp_path: Path) -> None:
+    """The last bits of a long sum depend on the number of threads that compute it."""
     done = train(tmp_path, "model=convnet", "precision=fp64", "batch_size=100")
-    words = ("task=predict", f"run={done.path}")
-    wide = (f"outputs={tmp_path}", "threads=null")  # the run has recorded one thread
+    args = ("task=predict", f"run={done.path}")
+    wide = (f"outputs={tmp_path}", "threads=null")  # the run was trained with one thread
     spawned = ("launcher=spawn", "launcher.nproc_per_node=3", "parallel=ddp")
     hashes = []
     for name, threads, more in (("alone", "2", ()), ("spawned", "1", spawned)):
-        said = commands.runner(*words, *wide, f"name={name}", *more, env={"OMP_NUM_THREADS": threads})
-        assert said.returncode == 0, said.stderr
+        printed = commands.runner(*args, *wide, f"name={name}", *more, env={"OMP_NUM_THREADS": threads})
+        assert printed.returncode == 0, printed.stderr
         (there,) = (tmp_path / name).iterdir()
         hashes.append(sha256(Run(there), "csv"))
     assert len({*hashes}) == 1
 
 
-def test_it_is_what_the_model_says(convnet: Run, tmp_path: Path) -> None:
-    """In the order of the data, and in the numbers of the trained model by itself."""
+def test_predictions_are_the_outputs_of_the_model(convnet: Run, tmp_path: Path) -> None:
+    """In the order of the data, and bit-identical to calling the trained model."""
     there = predicted(convnet, tmp_path, 2, "parallel=ddp", "split=train", "predict.batch_size=100")
     with (there.path / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [*rows[0]] == ["index", "target", "prediction", "probability", *(f"output_{n}" for n in range(10))]
     assert [int(row["index"]) for row in rows] == list(range(1437))
-    from data.digits import Digits
+    from runner.shipped.data.digits import Digits
 
     data = Digits(True, [1, 8, 8], 10)
     with torch.no_grad():
@@ -115,7 +126,7 @@ def test_mappings_and_sequences_have_names(tmp_path: Path) -> None:
         "output.size",
     ]
     assert len(rows) == 47
-    of_size = np.array([np.float32(row[-1]) for row in rows])  # a text is the very float32
+    of_size = np.array([np.float32(row[-1]) for row in rows])  # the text represents the float32 exactly
     there = predicted(done, tmp_path / "npy", 1, "predict.format=npy", f"predict.output={tmp_path}/arrays")
     assert np.array_equal(np.load(tmp_path / "arrays" / "output.size.npy"), of_size)
     assert np.load(tmp_path / "arrays" / "output.kind.npy").shape == (47, 3)
@@ -127,10 +138,10 @@ def test_samples_with_many_numbers_or_of_many_lengths(tmp_path: Path, monkeypatc
     from pyarrow import parquet
 
     monkeypatch.setattr(prediction_files, "MAX_NUMBERS", 10)
-    words = (f"--config-dir={TESTS}/experiments/segmentation", "experiment=segmentation", "batch_size=10")
-    done = train(tmp_path / "whole", *words)
-    told = "predict.format=csv: target has 144 numbers for a sample, and a table ends at 10"
-    with pytest.raises(Exception, match=rf"JobFailed: .*\n{told}"):
+    args = (f"--config-dir={TESTS}/experiments/segmentation", "experiment=segmentation", "batch_size=10")
+    done = train(tmp_path / "whole", *args)
+    reported = "predict.format=csv: target has 144 numbers per sample, and a table may have 10"
+    with pytest.raises(Exception, match=rf"JobFailed: .*\n{reported}"):
         predicted(done, tmp_path / "csv", 1)
     (left,) = (tmp_path / "csv" / "run").iterdir()
     assert json.loads((left / "result.json").read_text())["state"] == "failed"
@@ -150,18 +161,17 @@ def test_a_table_of_lists_stays_one_where_samples_are_of_one_length(
 ) -> None:
     from pyarrow import parquet
 
-    monkeypatch.setattr(prediction_files, "GROUP_NUMBERS", 20)  # the first two pieces; the third makes a group alone
-    file = prediction_files.File("parquet", tmp_path / "a.parquet", 6)
-    for start, length in ((0, 3), (2, 5), (4, 3)):
-        file.writer.add({"index": np.arange(start, start + 2), "output": np.full((2, length), float(start))})
-    file.keep()
+    monkeypatch.setattr(prediction_files, "GROUP_NUMBERS", 20)  # the first two pieces; the third is a group of its own
+    with prediction_files.writing("parquet", tmp_path / "a.parquet", 6) as writer:
+        for start, length in ((0, 3), (2, 5), (4, 3)):
+            writer.add({"index": np.arange(start, start + 2), "output": np.full((2, length), float(start))})
     table = parquet.read_table(tmp_path / "a.parquet")
     assert [len(numbers) for numbers in table["output"].to_pylist()] == [3, 3, 5, 5, 3, 3]
     assert table["index"].to_pylist() == [*range(6)]
     assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 2
 
 
-def test_what_cannot_be_is_told_before_anything_is_written(
+def test_invalid_requests_are_refused_before_anything_is_written(
     here: Callable[..., int],
     convnet: Run,
     tmp_path: Path,
@@ -170,36 +180,39 @@ def test_what_cannot_be_is_told_before_anything_is_written(
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
-    for words, told in (
+    for args, reported in (
         (("predict.format=json",), "predict.format=json must be one of csv, parquet, npy"),
-        (("predict.output=a.parquet",), "must be a file that ends in .csv, as predict.format=csv writes"),
-        (("predict.format=npy", "predict.output=there"), "is a folder that is there already"),
-        (("predict.format=npy", "predict.output=file"), "is a file that is there already"),
-        (("predict.output=file/a.csv",), "file is a file and no folder; name another"),
+        (("predict.output=a.parquet",), "must be a file that ends in .csv for predict.format=csv"),
+        (("predict.format=npy", "predict.output=there"), "must not exist, and is a directory"),
+        (("predict.format=npy", "predict.output=file"), "must not exist, and is a file"),
+        (("predict.output=file/a.csv",), "file is a file, not a directory"),
         (("split=test",), "split"),
-        (("checkpoint=step_9",), "holds no checkpoint step_9"),
+        (("checkpoint=step_9",), "has no checkpoint step_9"),
     ):
         capfd.readouterr()
-        assert here("task=predict", f"run={convnet.path}", *words) == 2
+        assert here("task=predict", f"run={convnet.path}", *args) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert told in line
-    monkeypatch.setattr(predict, "find_spec", lambda name: None)
+        assert reported in line
+    monkeypatch.setattr("runner.errors.find_spec", lambda name: None)
     assert here("task=predict", f"run={convnet.path}", "predict.format=parquet") == 2
     assert "pip install 'experiment-runner[table]'" in capfd.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
-    with pytest.raises(ValueError, match=r"outputs.a is of shape \[3\] for 2 samples, and must have a row for each"):
+    with pytest.raises(JobFailed, match=r"outputs.a must have one row per sample, and has the shape \[3\]"):
         columns_of({"a": torch.zeros(3)}, torch.zeros(2), [0, 1])
     with pytest.raises(InputError, match="no effect without task=predict"):
         run(tmp_path, 1, "predict.format=npy")
 
 
-def test_pieces_are_the_same_for_any_number_of_ranks() -> None:
-    for num_samples in (1, 4, 5, 23):
-        whole = list(Pieces(num_samples, 4).shares(0))
-        for ranks in (2, 3, 7):
-            dealt = [
-                list(Pieces(num_samples, 4 * ranks, data_rank=rank, data_ranks=ranks).shares(0))
-                for rank in range(ranks)
-            ]
-            assert [piece for step in zip(*dealt, strict=True) for piece in step if piece] == whole
-        assert [*itertools.chain.from_iterable(whole)] == list(range(num_samples))
+@pytest.mark.parametrize("base", ["Supervised", "Objective"])
+def test_objectives_of_factories_are_accepted_if_they_predict(base: str, tmp_path: Path) -> None:
+    """The class of a factory's objective is unknown before the factory is called."""
+    (tmp_path / "mine" / "objective").mkdir(parents=True)
+    (tmp_path / "mine" / "objective" / "made.yaml").write_text("_target_: factory_of_objectives.make\n")
+    (tmp_path / "mine" / "factory_of_objectives.py").write_text(FACTORY)
+    arguments = (f"--config-dir={tmp_path}/mine", "objective=made", f"+objective.base={base}", "metrics=none")
+    done = train(tmp_path, "model=linear", "data=random", "data.num_train=60", *arguments)
+    if base == "Supervised":
+        assert (predicted(done, tmp_path / "predictions", 1).path / "predictions.csv").exists()
+    else:
+        with pytest.raises(Exception, match=r"objective: \w+ has no predict\(model, batch\)"):
+            predicted(done, tmp_path / "predictions", 1)

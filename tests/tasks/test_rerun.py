@@ -1,4 +1,4 @@
-"""A run is made again from what it recorded, to the same weights, and what differs is told."""
+"""task=rerun: a recorded run is repeated with identical weights, and differences are reported."""
 
 import json
 import shutil
@@ -10,8 +10,8 @@ import yaml
 from commands import Commands
 from worlds import Run, run
 
-from runner.runs import provenance
-from runner.runs.run_directory import RunDirectory
+from runner.records import provenance
+from runner.records.run_directory import RunDirectory
 from runner.tasks.rerun import differences
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "max_steps=6", "logger=none")
@@ -22,9 +22,7 @@ def newest(folder: Path) -> Run:
 
 
 @pytest.mark.thorough
-def test_a_run_is_made_again_to_the_same_weights_whatever_the_environment_says(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_a_run_is_repeated_to_the_same_weights_in_another_environment(commands: Commands, tmp_path: Path) -> None:
     first = commands.runner(*SMALL, "optimizer.lr=0.3", "name=first", env={"OMP_NUM_THREADS": "2"})
     assert first.returncode == 0, first.stderr
     one = newest(tmp_path / "outputs" / "first")
@@ -36,13 +34,13 @@ def test_a_run_is_made_again_to_the_same_weights_whatever_the_environment_says(
     assert other.result["metrics"]["rerun/same_weights"] == 1.0
     assert other.result["weights_sha256"] == one.result["weights_sha256"]
     assert one.result["machine"]["threads"] == other.result["machine"]["threads"] == 2
-    # Another rate on top is another run, and said to be.
+    # Another learning rate makes it another run, which is reported.
     changed = commands.runner("task=rerun", f"run={one.path}", "optimizer.lr=0.2")
     assert "differs optimizer.lr: was 0.3, is 0.2\n" in changed.stdout and "other weights: they were" in changed.stdout
 
 
 @pytest.mark.thorough
-def test_a_job_of_a_sweep_on_two_ranks_is_made_again(commands: Commands, tmp_path: Path) -> None:
+def test_a_job_of_a_sweep_on_two_ranks_is_repeated(commands: Commands, tmp_path: Path) -> None:
     spread = ("launcher=spawn", "parallel=ddp")
     done = commands.runner("-m", *SMALL, *spread, "seed=4")
     assert done.returncode == 0, done.stderr
@@ -51,24 +49,24 @@ def test_a_job_of_a_sweep_on_two_ranks_is_made_again(commands: Commands, tmp_pat
     assert again.returncode == 0 and "same weights: " in again.stdout, again.stdout + again.stderr
     alone = commands.runner("task=rerun", f"run={sweep}/0", "launcher=env")
     assert alone.returncode == 2
-    assert "ran in a world of 2, and this one is of 1" in alone.stderr and "nproc_per_node=2" in alone.stderr
+    assert "had 2 ranks and cannot be repeated to the bit" in alone.stderr and "nproc_per_node=2" in alone.stderr
     assert len(list((tmp_path / "outputs" / "run").iterdir())) == 2
 
 
-def test_what_cannot_be_made_again_is_refused(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
     one = run(tmp_path, 1, *SMALL)
     result = one.result
-    for facts, said in (
+    for facts, output in (
         ({"state": "preempted"}, "has no final weights .* try resume="),
-        ({"task": "evaluate"}, "trains"),
+        ({"task": "evaluate"}, "needs a training run"),
     ):
         (one.path / "result.json").write_text(json.dumps(result | facts))
-        with pytest.raises(Exception, match=said):
+        with pytest.raises(Exception, match=output):
             run(tmp_path / "again", 1, "task=rerun", f"run='{one.path}'", f"outputs={tmp_path / 'again'}")
     assert not (tmp_path / "again" / "run").exists()
 
 
-def test_what_differs_is_listed(tmp_path: Path) -> None:
+def test_differences_are_listed(tmp_path: Path) -> None:
     one = run(tmp_path, 1, *SMALL)
     then = tmp_path / "then"
     shutil.copytree(one.path, then)
@@ -94,10 +92,10 @@ def test_what_differs_is_listed(tmp_path: Path) -> None:
     assert lines[-1] == "optimizer.lr: was 9.0, is 0.05"
 
 
-def test_the_uncommitted_diff_makes_the_state_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*words: str) -> str:
+def test_the_uncommitted_diff_restores_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*args: str) -> str:
         own = ("-c", "user.name=x", "-c", "user.email=x@y")
-        done = subprocess.run(["git", "-C", str(tmp_path), *own, *words], check=True, capture_output=True, text=True)
+        done = subprocess.run(["git", "-C", str(tmp_path), *own, *args], check=True, capture_output=True, text=True)
         return done.stdout
 
     git("init", "-q")
@@ -118,4 +116,4 @@ def test_the_uncommitted_diff_makes_the_state_again(tmp_path: Path, monkeypatch:
     assert (tmp_path / "code.py").read_text() == "one = 2\n"
     monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", 40)
     cut = provenance.git_diff()
-    assert len(cut) < 120 and "cut here: the whole diff has" in cut
+    assert len(cut) < 120 and "truncated here: the whole diff has" in cut

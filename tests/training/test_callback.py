@@ -1,4 +1,4 @@
-"""A callback of one's own: when it is called and with what, that it changes no number, and how its errors are told."""
+"""Custom callbacks: when and with what they are called, that they do not change the training, and their errors."""
 
 import json
 import sys
@@ -10,9 +10,9 @@ import torch
 from ranks import RankError
 from worlds import MODES, Run, run
 
+from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
-from runner.runs.train_state import TrainState
-from runner.training.callback import Callback, Callbacks, Moment, RunInfo
+from runner.training.callbacks.contract import Callback, Callbacks, Progress, RunInfo
 
 SMALL = ("model=toy", "data=toy", "epochs=2", "batch_size=256", "logger=none")  # 4 steps an epoch
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from runner.training.callback import Callback
+from runner import Callback
 
 
 class Watch(Callback):
@@ -99,7 +99,7 @@ class NotOne:
 
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, ...]]:
-    """The words that choose the callback, with options."""
+    """Return the overrides that select the callback, with options."""
     mine = tmp_path / "mine"
     (mine / "callbacks").mkdir(parents=True)
     (mine / "watching.py").write_text(WATCH)
@@ -125,7 +125,7 @@ def newest(outputs: Path) -> Run:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_it_is_called_on_every_rank_with_what_was_measured(
+def test_callbacks_are_called_on_every_rank_with_the_metrics(
     world_size: int, tmp_path: Path, watch: Callable[..., tuple[str, ...]]
 ) -> None:
     parallel = "parallel=ddp" if world_size > 1 else "parallel=none"
@@ -152,7 +152,7 @@ def test_it_is_called_on_every_rank_with_what_was_measured(
         assert called[-1] == {"called": "on_end", "step": 8, "outcome": "finished"}
 
 
-def test_it_changes_no_number(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+def test_a_callback_does_not_change_the_training(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
     words = ("model=net", "data=digits", "max_steps=3", "logger=none", "parallel=ddp")  # which has dropout
     alone = run(tmp_path / "alone", 2, *words)
     watched = run(tmp_path / "watched", 2, *words, *watch())
@@ -163,8 +163,10 @@ def test_it_changes_no_number(tmp_path: Path, watch: Callable[..., tuple[str, ..
 @pytest.mark.parametrize(
     "mode", [mode if mode in ("fsdp", "pipeline") else pytest.param(mode, marks=pytest.mark.thorough) for mode in MODES]
 )
-def test_it_is_given_the_whole_model(mode: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
-    """A copy with the weights of now, in which nothing of the run changes: in mid-round of local_sgd the average."""
+def test_copy_model_returns_the_whole_present_model(
+    mode: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]
+) -> None:
+    """Changing the copy does not change the run. Within a round of local_sgd, it has the average of the weights."""
     world_size = 1 if mode in ("none", "dp") else 2
     words = ("model=mlp", "data=toy", "max_steps=3", "logger=none", f"parallel={mode}", "precision=fp64")
     copying = (watch()[0], "+callbacks.copy._target_=watching.Copy", f"+callbacks.copy.folder='{tmp_path}'")
@@ -176,23 +178,21 @@ def test_it_is_given_the_whole_model(mode: str, tmp_path: Path, watch: Callable[
     assert all(torch.equal(copied[name], tensor) for name, tensor in watched.weights.items())
 
 
-def test_the_model_that_it_is_given_has_no_loss_of_its_own(
-    tmp_path: Path, watch: Callable[..., tuple[str, ...]]
-) -> None:
-    """Which is trained with the model, and whose weights are beside the model's."""
+def test_copy_model_excludes_the_parameters_of_the_loss(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+    """The loss is trained with the model, and its weights are saved with the model's."""
     words = (*SMALL, "model=linear", "+callbacks.copy._target_=watching.Copy", f"+callbacks.copy.folder='{tmp_path}'")
     made = run(tmp_path / "outputs", 1, *words, watch()[0], "loss=mse", "loss._target_=watching.Scaled")
     assert set(made.weights) == {"loss.scale", *torch.load(tmp_path / "copy.pt", weights_only=True)}
 
 
-def test_it_cannot_write_into_the_metrics(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+def test_metrics_are_read_only(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
     words = [*watch()[:1], "+callbacks.meddle._target_=watching.Meddle"]
     with pytest.raises(RankError, match="does not support item assignment"):
         run(tmp_path / "outputs", 1, *SMALL, *words)
 
 
-@pytest.mark.parametrize("method", ["on_start", "after_step", "after_evaluation", "after_checkpoint", "on_end"])
-def test_its_error_fails_the_run_with_its_name(
+@pytest.mark.parametrize("method", ["on_start", "after_step", "on_end"])
+def test_an_exception_fails_the_run_and_names_the_callback(
     method: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]
 ) -> None:
     with pytest.raises(RankError, match="the printer is on fire"):
@@ -205,7 +205,7 @@ def test_its_error_fails_the_run_with_its_name(
         assert calls(tmp_path)[-1]["outcome"] == "failed"  # it is told of the end all the same
 
 
-def test_an_error_on_one_rank_ends_all(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+def test_an_exception_on_one_rank_ends_all_ranks(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
     with pytest.raises(RankError):
         run(tmp_path / "outputs", 2, *SMALL, "parallel=ddp", *watch(fails_in="after_step", on_rank=1))
     error = newest(tmp_path / "outputs").result["error"]
@@ -213,14 +213,16 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path, watch: Callable[..., tupl
     assert "raised by the callback watch in after_step" in error
 
 
-def test_one_that_may_stop_ends_all_ranks_saved(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+def test_a_callback_of_one_rank_stops_all_ranks_after_a_checkpoint(
+    tmp_path: Path, watch: Callable[..., tuple[str, ...]]
+) -> None:
     made = run(tmp_path / "outputs", 2, *SMALL, "epochs=5", "parallel=ddp", *watch(stops_at=8, on_rank=1))
     assert (made.result["state"], made.result["step"]) == ("pruned", 8)
     assert made.result["weights_sha256"]
     assert [calls(tmp_path, rank)[-1]["outcome"] for rank in range(2)] == ["pruned", "pruned"]
 
 
-def test_a_resumed_run_tells_where_it_begins(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+def test_on_start_has_the_first_step_of_a_resumed_run(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
     made = run(tmp_path / "outputs", 1, *SMALL, *watch())
     (tmp_path / "0.jsonl").unlink()
     run(tmp_path / "outputs", 1, f"resume={made.path}", "epochs=3", watch()[0])
@@ -229,22 +231,22 @@ def test_a_resumed_run_tells_where_it_begins(tmp_path: Path, watch: Callable[...
     assert [call["step"] for call in later if call["called"] == "after_step"] == [9, 10, 11, 12]
 
 
-def test_what_is_no_callback_is_refused(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
+def test_a_class_that_is_not_a_callback_is_refused(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:
     words = (watch()[0], "+callbacks.other._target_=watching.NotOne")
-    with pytest.raises(RankError, match=r"callbacks\.other\._target_=watching\.NotOne: no callback; derive it from"):
+    with pytest.raises(RankError, match=r"callbacks\.other\._target_=watching\.NotOne: not a callback; derive it from"):
         run(tmp_path / "outputs", 1, *SMALL, *words)
     assert not (tmp_path / "outputs" / "run").exists()
 
 
-def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
-    """Also where a second Ctrl-C comes while one of them saves."""
+def test_on_end_is_called_on_all_callbacks_although_one_raises() -> None:
+    """Also if a second Ctrl-C is received while one of them saves."""
     told: list[str] = []
 
     class Tell(Callback):
         def __init__(self, name: str, error: BaseException | None = None):
             self.name, self.error = name, error
 
-        def on_end(self, now: Moment, outcome: str) -> None:
+        def on_end(self, now: Progress, outcome: str) -> None:
             told.append(f"{self.name} {outcome}")
             if self.error:
                 raise self.error
@@ -260,7 +262,7 @@ def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
         copy_model=lambda: None,
         log=lambda now, numbers: None,
     )
-    end = Moment(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
+    end = Progress(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
     for error in (KeyboardInterrupt(), OSError("no room")):
         told.clear()
         callbacks = Callbacks([("bar", Tell("bar")), ("mine", Tell("mine")), ("saving", Tell("saving", error))])
@@ -271,7 +273,7 @@ def test_all_are_told_of_the_end_whatever_one_of_them_raises() -> None:
 
 
 LOG = """
-from runner.training.callback import Callback
+from runner import Callback
 
 
 class Norm(Callback):
@@ -283,8 +285,8 @@ class Norm(Callback):
 """
 
 
-def test_a_callback_logs_numbers_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into metrics.jsonl and the dashboard, those of rank 0 alone."""
+def test_a_callback_logs_custom_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of rank 0 are in metrics.jsonl and TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "own_log.py").write_text(LOG)

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torchvision
 from ranks import run_ranks
+from runner.shipped.models.convnet import ConvNet
+from runner.shipped.models.transformer import Transformer
 from torch import nn
 
-from models.convnet import ConvNet
-from models.transformer import Transformer
-from runner.training.deferred_init import Deferred, probe
-from runner.training.supervised import call
+from runner.objectives.supervised import call_model
+from runner.training.model.deferred_init import Deferred, probe
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ class Odd(nn.Module):
     ],
     ids=["convnet", "transformer", "resnet18", "lstm", "odd"],
 )
-def test_weights_are_those_of_the_constructor(make: Callable[[], nn.Module]) -> None:
+def test_materialized_weights_equal_those_of_the_constructor(make: Callable[[], nn.Module]) -> None:
     # In a process of its own: one that has computed with several threads cannot fork any that will.
     run_ranks(compare_weights, 1, make)
 
@@ -65,7 +65,7 @@ def compare_weights(rank: int, world_size: int, make: Callable[[], nn.Module]) -
     deferred = Deferred()
     with deferred:
         model = make()
-    deferred.keep(model)
+    deferred.record_names(model)
     assert torch.equal(torch.rand(1), drawn)  # what follows draws as it would have, too
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -87,13 +87,13 @@ def compare_weights(rank: int, world_size: int, make: Callable[[], nn.Module]) -
         assert model.tied.weight is model.embed.weight
 
 
-def test_probe_needs_no_weights() -> None:
+def test_probe_runs_without_weights() -> None:
     run_ranks(run_probe, 1)
 
 
 def run_probe(rank: int, world_size: int) -> None:
     model = nn.Sequential(ConvNet((1, 8, 8), 3), nn.LogSoftmax(dim=-1)).to("meta").eval()
     with torch.no_grad():
-        outputs = probe(model, call, torch.zeros(2, 1, 8, 8))
+        outputs = probe(model, call_model, torch.zeros(2, 1, 8, 8))
     torch.testing.assert_close(outputs, torch.full((2, 3), 1 / 3).log())
     assert all(parameter.is_meta for parameter in model.parameters())

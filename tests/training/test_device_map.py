@@ -10,11 +10,11 @@ from torch import nn
 from worlds import Run, run
 
 from runner.distributed.backend import Backend
-from runner.distributed.devices import choose_devices
 from runner.distributed.environment import RankInfo
+from runner.distributed.machine import choose_devices
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.training.device_map import place_parts
+from runner.training.model.device_map import place_submodules
 
 COMMON = ("precision=fp64", "optimizer.lr=0.01", "epochs=9", "max_steps=4", "logger=none", "batch_size=90")
 EXPERIMENTS = {
@@ -46,7 +46,7 @@ def test_parts_change_no_number(model: str, tmp_path: Path) -> None:
         for name, tensor in whole.weights.items():
             torch.testing.assert_close(parts.weights[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
         assert parts.result["metrics"] == pytest.approx(whole.result["metrics"], rel=1e-9)
-        assert "model=split: all parts are on the CPU" in (parts.path / "log.txt").read_text()
+        assert "model=split: all submodules are on the CPU" in (parts.path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def gpu_world(monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, e
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     backend = Backend(device="cuda", devices_per_rank=each)
-    world = World(RankInfo(local_rank, local_rank, 2, 2, found="test"), None, backend)
+    world = World(RankInfo(local_rank, local_rank, 2, 2, source="test"), None, backend)
     return world, choose_devices(world)
 
 
@@ -86,7 +86,7 @@ def test_rank_takes_the_devices_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> 
     assert messages == []
     assert world.devices == [torch.device("cuda:2"), torch.device("cuda:3")] and world.device == world.devices[0]
     module = Parts()
-    assert place_parts(module, {}, True, world) == []
+    assert place_submodules(module, {}, True, world) == []
     assert module.devices == world.devices
     _, (message,) = gpu_world(monkeypatch, 3, 1, 2)
     assert message.startswith("2 ranks on this machine need 2 GPUs each, 4 together, but there are 3; start fewer")
@@ -97,7 +97,7 @@ def test_rank_takes_the_devices_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (None, 2, False, "parallel=tp has one device per rank; try parallel=ddp"),
         (["cuda:0", "cuda:1"], 2, True, "exclude each other"),
-        (["cuda:0", "cuda:1"], 1, True, "would be those of all 2 ranks .* backend.devices_per_rank=2"),
+        (["cuda:0", "cuda:1"], 1, True, "would be used by all 2 ranks .* backend.devices_per_rank=2"),
         (["cpu", "cpu"], 1, True, "must begin with cuda:1"),
     ],
 )
@@ -106,12 +106,12 @@ def test_places_that_cannot_be_are_refused(
 ) -> None:
     world, _ = gpu_world(monkeypatch, 4, 1, each)
     with pytest.raises(InputError, match=message):
-        place_parts(Parts(named), {"parallel": "tp", "model": "split"}, spans, world)
+        place_submodules(Parts(named), {"parallel": "tp", "model": "split"}, spans, world)
 
 
 def test_all_parts_on_one_gpu_are_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     world, _ = gpu_world(monkeypatch, 4, 1, 1)
     choices: dict[str, Any] = {"model": "split"}
-    assert place_parts(Parts(), choices, True, world) == [
-        "model=split: all parts are on cuda:1; try backend.devices_per_rank=2"
+    assert place_submodules(Parts(), choices, True, world) == [
+        "model=split: all submodules are on cuda:1; try backend.devices_per_rank=2"
     ]

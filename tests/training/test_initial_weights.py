@@ -17,8 +17,8 @@ from worlds import run
 from runner.config.schema import InitFrom
 from runner.distributed.sync_batch_norm import synchronize_batch_norm
 from runner.errors import InputError
-from runner.training.freeze import freeze
-from runner.training.initial_weights import InitialWeights
+from runner.optimization.freeze import freeze
+from runner.training.model.initial_weights import InitialWeights
 
 TOY = ("model=toy", "data=toy", "logger=none", "max_steps=1")
 
@@ -65,8 +65,6 @@ def test_what_a_file_may_hold(tmp_path: Path) -> None:
     for path, value in ((tmp_path / "plain.pt", held), (tmp_path / "nested.ckpt", {"state_dict": held, "epoch": 3})):
         assert equal(load(value, path)[0], held)
     assert equal(load(held, legacy)[0], held)
-    average = {"model": held, "optimizer": {}, "average": {"head.bias": torch.full((3,), 5.0)}}
-    assert load(average, tmp_path / "run.pt")[0]["head.bias"].tolist() == [5, 5, 5]
     # safetensors keep what is shared once; torch of before 0.4 counted no batches; a convolution's layout is kept
     less = {name: t for name, t in held.items() if name not in ("embed.weight", "norm.num_batches_tracked")}
     found, told = load(less, tmp_path / "less.safetensors")
@@ -74,7 +72,7 @@ def test_what_a_file_may_hold(tmp_path: Path) -> None:
     assert told == (
         f"init     {tmp_path}/less.safetensors, 8 of 9 weights: embed.weight, norm.weight, norm.bias, "
         "head.weight, head.bias, tied.weight, norm.running_mean, norm.running_var\n"
-        "         not in the file, and as initialised: norm.num_batches_tracked"
+        "         not in the file, initial values kept: norm.num_batches_tracked"
     )
     convolution = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last, dtype=torch.float64)
     values = {name: torch.rand_like(t).float().contiguous() for name, t in convolution.state_dict().items()}
@@ -91,7 +89,7 @@ def test_names_are_mapped_in_turn(tmp_path: Path) -> None:
     assert equal(load(theirs, tmp_path / "1.safetensors", *entries)[0], held)
     for more, message in (
         (("^hed[.]->x.",), r"init_from.map.3=^hed[.]->x. matches no name in the file; near it: head.bias, head.weight"),
-        (("^norm[.](bias)->head.bias",), "gives module.fc.bias and module.norm.bias one name, head.bias"),
+        (("^norm[.](bias)->head.bias",), "gives module.fc.bias and module.norm.bias the same name, head.bias"),
         ((r"^norm[.]->\2",), r"init_from.map.3=^norm[.]->\2: invalid group reference 2"),
     ):
         with pytest.raises(InputError) as refused:
@@ -113,13 +111,13 @@ def test_what_does_not_fit_is_told_with_the_fix(tmp_path: Path) -> None:
     other = Net(5)
     assert refuse(held, into=other) == [
         ": 2 weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the file, "
-        "[5] in the model; init_from.strict=false leaves the model's as initialised"
+        "[5] in the model; init_from.strict=false keeps the model's initial values"
     ]
     before = other.head.weight.clone()
     found, told = load(held, one, strict=False, into=other)
     assert torch.equal(found["head.weight"], before)
     assert torch.equal(found["norm.weight"], held["norm.weight"])
-    assert "of another shape, and as initialised: head.weight [3, 2] in the file, [5, 2] in the model; head" in told
+    assert "of another shape, initial values kept: head.weight [3, 2] in the file, [5, 2] in the model; head" in told
     renamed = {f"model.net.{name}": t for name, t in held.items()}
     for line in refuse(renamed):
         assert "; try init_from.map='[\"^model[.]net[.]->\"]'; or " in line
@@ -157,15 +155,15 @@ def test_no_file_of_weights_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("")
     for name, message in {
         "cut.safetensors": "it cannot be read as safetensors (",
-        "text.pt": "it is no file of torch.save (",
-        "empty.pth": "it is no file of torch.save (EOFError), or cut short",
-        "args.pth": "it holds argparse.Namespace, which is code and is not run; save the weights alone",
-        "code.pt": "it holds posix.system, which is code and is not run; save the weights alone",
-        "module.pt": "it holds torch.nn.modules.linear.Linear, which is code",
-        "both.pt": "it holds state dicts under both model and state_dict; save the state dict alone",
-        "number.pt": "it holds no state dict at its top or under model or state_dict, names with a tensor each: ",
-        "list.pt": "it holds a list and no state dict",
-        "notes.md": "no file of weights by its name; they end in .safetensors, .pt, ",
+        "text.pt": "it is not a file of torch.save, or it is truncated (",
+        "empty.pth": "it is not a file of torch.save, or it is truncated (it is empty)",
+        "args.pth": "it contains argparse.Namespace, which is code and is not executed; save only the weights",
+        "code.pt": "it contains posix.system, which is code and is not executed; save only the weights",
+        "module.pt": "it contains torch.nn.modules.linear.Linear, which is code",
+        "both.pt": "it contains state dicts under both model and state_dict; save only the state dict",
+        "number.pt": "it contains no state dict at its top or under model or state_dict: weight is a int; ",
+        "list.pt": "it contains a list instead of a state dict",
+        "notes.md": "the suffix is not that of a weights file, one of .safetensors, .pt, ",
     }.items():
         path = tmp_path / name
         with pytest.raises(InputError) as refused:
@@ -174,10 +172,11 @@ def test_no_file_of_weights_is_refused_unread(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.fault("a malicious file of weights", outcome="refused")
 def test_a_file_with_code_is_refused_by_all_ranks_and_nothing_written(tmp_path: Path) -> None:
     torch.save({"weight": Touch(tmp_path / "touched")}, tmp_path / "code.pt")
     with pytest.raises(
-        RankError, match=r"InputError: init_from.path=.*code.pt: it holds posix.system, which is code and"
+        RankError, match=r"InputError: init_from.path=.*code.pt: it contains posix.system, which is code and"
     ):
         run(tmp_path / "outputs", 2, *TOY, f"init_from={tmp_path}/code.pt", "parallel=ddp")
     assert not list(tmp_path.glob("outputs/run/*")) and not (tmp_path / "touched").exists()
@@ -192,11 +191,10 @@ def test_frozen_layers_keep_their_statistics() -> None:
         nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
         nn.Linear(2, 2),
     )
-    found = freeze(["^[02][.]", "^1[.]weight", "^3[.]"], module)
-    assert found.names == ["0.weight", "0.bias", "1.weight", "3.weight", "3.bias"] and found.num_layers == 3
-    assert found.describe()[0].startswith(
-        "frozen   5 of 8 parameters and the statistics of 3 normalisation layers: 0.w"
-    )
+    assert freeze(["^[02][.]", "^1[.]weight", "^3[.]"], module) == [
+        "frozen   5 of 8 parameters and the statistics of 3 normalization layers: 0.weight, 0.bias, 1.weight, "
+        "3.weight, 3.bias"
+    ]
     synchronize_batch_norm(module)
     for each in (module, copy.deepcopy(module)):
         each.eval().train()
@@ -207,6 +205,6 @@ def test_frozen_layers_keep_their_statistics() -> None:
             part(features)
         moved = {name for name, tensor in each.state_dict().items() if not torch.equal(tensor, before[name])}
         assert moved == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert freeze([], module).describe() == []
+    assert freeze([], module) == []
     with pytest.raises(InputError, match=r"freeze.0=\^bais\$ matches no parameter's name; near it: 0.bias, 1.bias, 3"):
         freeze(["^bais$"], module)

@@ -9,23 +9,18 @@ import torch
 import yaml
 from torch import nn
 
-from runner import CONF
 from runner.config.schema import Config
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.training.build_metrics import make_metrics
-from runner.training.losses import CrossEntropy
-from runner.training.metric_sums import MetricSums
-from runner.training.metrics.accuracy import Accuracy
-from runner.training.metrics.auto import Auto
-from runner.training.metrics.f1 import F1
-from runner.training.metrics.iou import IoU
-from runner.training.metrics.mae import MAE
-from runner.training.metrics.perplexity import Perplexity
-from runner.training.metrics.r2 import R2
-from runner.training.metrics.top_k import TopK
+from runner.objectives.losses import CrossEntropy
+from runner.paths import CONF
+from runner.training.components import make_metrics
+from runner.training.metrics.class_counts import F1, IoU
+from runner.training.metrics.classification import Accuracy, Auto, Perplexity, TopK
+from runner.training.metrics.metric_sums import MetricSums
+from runner.training.metrics.regression import MAE, R2
 
 ALONE = World(RankInfo(), None, Backend())
 
@@ -65,7 +60,7 @@ def flat(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("ignore_index", [None, 2])
-def test_classes_are_found_where_the_loss_finds_them(name: str, ignore_index: int | None) -> None:
+def test_the_class_dim_is_that_of_the_loss(name: str, ignore_index: int | None) -> None:
     outputs, targets = LAYOUTS[name]
     scores, wanted = flat(outputs, targets)
     kept = wanted != ignore_index if ignore_index is not None else torch.ones_like(wanted, dtype=torch.bool)
@@ -77,12 +72,12 @@ def test_classes_are_found_where_the_loss_finds_them(name: str, ignore_index: in
     assert value(Perplexity(ignore_index), outputs.double(), targets) == pytest.approx(perplexity, rel=1e-14)
 
 
-def test_where_both_dims_may_hold_the_classes_it_is_the_second_as_in_torchs_losses() -> None:
+def test_an_ambiguous_class_dim_is_1_as_in_torch() -> None:
     outputs, targets = drawn(10, 5, 5), classes(10, 5)
     assert value(Accuracy(), outputs, targets) == (outputs.argmax(1) == targets).double().mean().item()
 
 
-def test_the_dim_of_the_classes_is_kept_for_batches_whose_shape_says_nothing() -> None:
+def test_the_class_dim_of_the_first_batch_is_kept() -> None:
     """Sequences of any length, of which one happens to be as long as there are classes."""
     sums = MetricSums({"it": Accuracy()}, drawn(1, 7, 5), classes(1, 7))
     outputs, targets = drawn(10, 5, 5), classes(10, 5)
@@ -91,14 +86,14 @@ def test_the_dim_of_the_classes_is_kept_for_batches_whose_shape_says_nothing() -
     assert sums.compute(sums.flat(), ALONE) == {"it": expected}
 
 
-def test_perplexity_of_log_probabilities_is_that_of_the_logits() -> None:
+def test_perplexity_of_log_probabilities_equals_that_of_logits() -> None:
     logits, targets = drawn(30, 5).double(), classes(30)
     expected = value(Perplexity(), logits, targets)
     assert value(Perplexity(), logits.log_softmax(-1), targets) == pytest.approx(expected, rel=1e-14)
     assert value(Perplexity(), torch.zeros(30, 5), targets) == pytest.approx(5.0)
 
 
-def test_numbers_are_compared_one_by_one() -> None:
+def test_mae_and_r2_compare_elements() -> None:
     outputs, targets = drawn(40, 3).double(), drawn(40, 3, seed=1).double() + 100
     assert value(MAE(), outputs, targets) == pytest.approx(sklearn.metrics.mean_absolute_error(targets, outputs))
     assert value(R2(), outputs, targets) == pytest.approx(sklearn.metrics.r2_score(targets, outputs), rel=1e-9)
@@ -151,19 +146,19 @@ def test_iou_of_regions() -> None:
     [
         (Accuracy(), drawn(1, 5), drawn(1), "metrics.it: update failed for one sample: accuracy needs scores (N, C), "),
         (Accuracy(), drawn(1, 5), classes(1, 3), "but the outputs are [1, 5] and the targets integers [1, 3]"),
-        (Accuracy(), {"a": drawn(1, 5)}, classes(1), "but the outputs are a dict; write a metric of your own"),
-        (TopK(6), drawn(1, 5), classes(1), "k=6 must be at most 5, the number of classes that are scored"),
+        (Accuracy(), {"a": drawn(1, 5)}, classes(1), "but the outputs are a dict; write a custom metric"),
+        (TopK(6), drawn(1, 5), classes(1), "k=6 must be at most 5, the number of classes"),
         (MAE(), drawn(1, 5), classes(1, 5), "mae compares numbers of one shape, but the outputs are [1, 5] and the ta"),
         (F1(), drawn(1, 5, 2), classes(1, 4), "f1 needs scores (N, C), (N, C, ...) or (N, ..., C)"),
     ],
 )
-def test_what_does_not_fit_is_told(metric: Any, outputs: Any, targets: torch.Tensor, message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(metric: Any, outputs: Any, targets: torch.Tensor, message: str) -> None:
     with pytest.raises(InputError) as raised:
         MetricSums({"it": metric}, outputs, targets)
     assert message in str(raised.value) and len(raised.value.messages) == 1
 
 
-def test_options_that_make_no_sense_are_refused() -> None:
+def test_invalid_options_of_metrics_are_refused() -> None:
     with pytest.raises(ValueError, match="k=0 must be at least 1; try 5"):
         TopK(0)
     with pytest.raises(ValueError, match="ignore_index=auto must be a class or null"):
@@ -177,7 +172,7 @@ def made(metrics: dict[str, Any], loss: nn.Module, outputs: torch.Tensor, target
 
 
 @pytest.mark.parametrize("name", ["accuracy", "top_k", "perplexity", "f1", "iou", "auto"])
-def test_what_is_auto_is_as_the_loss_has_it(name: str) -> None:
+def test_auto_options_are_those_of_the_loss(name: str) -> None:
     """Which class counts nothing, and, where the shapes leave it open, which dim holds the classes."""
     node = yaml.safe_load((CONF / "metrics" / f"{name}.yaml").read_text())
     if name == "top_k":
@@ -199,7 +194,7 @@ def test_what_is_auto_is_as_the_loss_has_it(name: str) -> None:
     assert without != made(node, nn.MSELoss(), outputs, typed)
 
 
-def test_auto_is_accuracy_where_there_are_classes() -> None:
+def test_auto_chooses_accuracy_for_classes() -> None:
     auto = Auto()
     for outputs, targets in LAYOUTS.values():
         assert list(auto.choose(outputs[:1], targets[:1])) == ["accuracy"]

@@ -23,7 +23,7 @@ def test_a_few_steps_are_recorded(num_steps: int, recorded: int, tmp_path: Path)
     names = [event["name"] for event in events(one) if event.get("ph") == "X"]
     assert sum(name.startswith("Optimizer.step") for name in names) == recorded
     said = (one.path / "log.txt").read_text()
-    assert "ms per step   share    calls  operation on cpu\n" in said and "  aten::addmm\n" in said
+    assert "Self CPU %" in said and " aten::addmm " in said
     assert f"profile of {recorded} steps: {one.path / 'profile' / 'rank_0.json'}" in said
     assert one.result["state"] == "finished" and one.result["step"] == num_steps
 
@@ -37,7 +37,7 @@ def test_rank_0_is_recorded_with_its_collectives_and_the_weights_are_the_same(tm
     assert not (alone.path / "profile").exists()
 
 
-def test_a_run_that_is_gone_on_with_is_recorded_from_there(tmp_path: Path) -> None:
+def test_a_resumed_run_is_profiled_from_its_first_step(tmp_path: Path) -> None:
     one = run(tmp_path, 1, *SMALL, "max_steps=4")
     (one.path / "profile" / "rank_0.json").unlink()
     run(tmp_path, 1, f"resume='{one.path}'", "max_steps=4")  # nothing is left to do
@@ -47,11 +47,11 @@ def test_a_run_that_is_gone_on_with_is_recorded_from_there(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_the_profiler_says_nothing_of_its_own(commands: Commands) -> None:
+def test_the_profiler_prints_no_warnings(commands: Commands) -> None:
     done = commands.runner(*SMALL, "max_steps=3")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_it_is_refused_where_nothing_is_trained(tmp_path: Path) -> None:
+def test_profile_is_refused_for_tasks_without_training(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="profile=true has no effect on task=collectives"):
         configure("task=collectives", "profile=true", f"outputs={tmp_path}")

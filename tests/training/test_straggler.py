@@ -1,4 +1,4 @@
-"""The rank that the others wait for is logged, with how long they wait."""
+"""The slowest rank and the waiting time of the other ranks are logged."""
 
 import statistics
 import time
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from worlds import run
 
+from runner.input.source import Source
 from runner.training import trainer
-from runner.training.reader import Reader
-from runner.training.straggler import waits_for_slowest
+from runner.training.throughput import waits_for_slowest
 
 SLOW, SLOW_S = 1, 0.1  # a rank, and how much longer its steps are
 WORDS = ("model=mlp", "model.hidden=[8]", "data.sample_shape=[1,8,8]", "parallel=ddp", "logger=none", "eval_every=99")
@@ -26,16 +26,16 @@ def compute() -> None:
 
 
 @pytest.mark.parametrize("slow", ["computes", "reads"])
-def test_a_slow_rank_is_named_with_what_the_others_wait(
+def test_the_slowest_rank_and_the_waiting_time_are_logged(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed_step, read = trainer.seed_step, Reader.__getitems__
+    seed_step, read = trainer.seed_step, Source.__getitems__
 
     def compute_and_seed(*args: Any) -> None:
         compute()
         seed_step(*args)
 
-    def wait_and_read(self: Reader, share: Any) -> Any:
+    def wait_and_read(self: Source, share: Any) -> Any:
         if dist.is_initialized() and dist.get_rank() == SLOW:
             time.sleep(SLOW_S)
         return read(self, share)
@@ -43,15 +43,15 @@ def test_a_slow_rank_is_named_with_what_the_others_wait(
     if slow == "computes":
         monkeypatch.setattr(trainer, "seed_step", compute_and_seed)
     else:
-        monkeypatch.setattr(Reader, "__getitems__", wait_and_read)
-        monkeypatch.setattr("runner.training.loader.MOST_AT_ONCE", 1)  # or it is slow in one step of 16
+        monkeypatch.setattr(Source, "__getitems__", wait_and_read)
+        monkeypatch.setattr("runner.input.loader.MOST_AT_ONCE", 1)  # or it is slow in one step of 16
     lines = [line for line in run(tmp_path, 3, *WORDS, "max_steps=21", "log_every=3").lines if "train/loss" in line]
     assert len(lines) == 7
     assert statistics.mode(line["perf/slowest_rank"] for line in lines) == SLOW
     assert 0.2 < statistics.median(line["perf/straggler"] for line in lines) <= 1
 
 
-def test_what_the_others_wait_is_summed_over_steps_whoever_is_slow() -> None:
+def test_waiting_times_are_summed_over_steps() -> None:
     work_s = torch.tensor([[1.0, 3.0, 2.0], [5.0, 1.0, 1.0], [2.0, 3.0, 3.0]])
     waits_s, slowest = waits_for_slowest(work_s)
     assert waits_s.tolist() == [1.5, 4.0, 0.5]
@@ -59,7 +59,7 @@ def test_what_the_others_wait_is_summed_over_steps_whoever_is_slow() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, "none"), (2, "ps")])
-def test_alone_there_is_nobody_to_wait(world_size: int, parallel: str, tmp_path: Path) -> None:
+def test_a_single_training_rank_has_no_straggler(world_size: int, parallel: str, tmp_path: Path) -> None:
     """A parameter server trains nothing."""
     done = run(tmp_path, world_size, *WORDS, f"parallel={parallel}", "max_steps=2")
     assert not {"perf/straggler", "perf/slowest_rank"} & {name for line in done.lines for name in line}

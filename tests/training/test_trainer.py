@@ -1,4 +1,4 @@
-"""The loop: evaluation, preemption, checkpoints, precision, what is logged."""
+"""The training loop: evaluation, preemption, checkpoints, precision and logged metrics."""
 
 import json
 import os
@@ -11,20 +11,20 @@ import torch
 from ranks import RankError
 from worlds import Run, configure, run
 
-from runner.runs.train_state import available
+from runner.checkpoints.layout import list_checkpoints
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
 
 
 def run_until_preempted(outputs: Path, world_size: int, *words: str) -> Path:
-    """A run that stops by a signal. Returns its directory."""
+    """Run until a signal preempts the run. Return its directory."""
     with pytest.raises(RankError, match=r"Preempted"):
         run(outputs, world_size, *words)
     (path,) = (outputs / "run").iterdir()
     return path
 
 
-def test_evaluation_gives_what_training_gave_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_task_evaluate_repeats_the_metrics_of_training_on_any_number_of_ranks(tmp_path: Path) -> None:
     trained = run(tmp_path / "t", 1, *TINY, "precision=fp64", "epochs=2")
     expected = {key: value for key, value in trained.result["metrics"].items() if key.startswith("val/")}
     for world_size, parallel in ((1, "none"), (2, "ddp"), (4, "allreduce")):
@@ -39,7 +39,7 @@ def test_evaluation_gives_what_training_gave_on_any_number_of_ranks(tmp_path: Pa
 def test_a_signal_to_one_rank_stops_all_after_one_step(
     world_size: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after the last step of an epoch, the eighth, whose evaluation the resumed run makes up for."""
+    """Also after the last step of an epoch, the eighth, whose evaluation the resumed run repeats."""
 
     from runner.training.trainer import Trainer
 
@@ -56,7 +56,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     path = run_until_preempted(tmp_path / "cut", world_size, *words)
     monkeypatch.undo()
     resumed = run(tmp_path / "cut", world_size, f"resume={path}", f"outputs={tmp_path / 'cut'}")
-    # The signal came in one step, and the flags of the next tell everybody.
+    # The signal is received in one step, and the vote of the next step informs all ranks.
     assert "SIGUSR1" in (path / "log.txt").read_text() or world_size == 2
     assert f"saved after step {after + 2}" in (path / "log.txt").read_text()
     assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
@@ -74,15 +74,15 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
         ("pipeline", 2, 15),
     ],
 )
-def test_a_signal_in_an_evaluation_gives_it_up_and_the_resumed_run_makes_it_up(
+def test_a_signal_cancels_an_evaluation_and_the_resumed_run_repeats_it(
     parallel: str, batch: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second of four batches, of an epoch's evaluation or of the one that ends the run."""
+    """The signal is received in the second of four batches, in an epoch's evaluation or in the last one."""
 
     import torch.distributed as dist
 
-    from runner.training.batch import StepBatch
-    from runner.training.loader import Loader
+    from runner.input.batch import StepBatch
+    from runner.input.loader import Loader
 
     world_size = 1 if parallel == "none" else 2
     steps, evaluated = Loader.steps, [0]
@@ -114,23 +114,22 @@ def test_a_signal_in_an_evaluation_gives_it_up_and_the_resumed_run_makes_it_up(
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize(("world_size", "parallel"), [pytest.param(1, "none", marks=pytest.mark.thorough), (2, "ddp")])
-def test_every_precision_learns(precision: str, world_size: int, parallel: str, tmp_path: Path) -> None:
+def test_every_precision_learns(precision: str, tmp_path: Path) -> None:
     words = ("model.channels=[8,16]", "data.sample_shape=[1,8,8]", "logger=none", "epochs=4")
-    done = run(tmp_path, world_size, *words, f"precision={precision}", f"parallel={parallel}")
+    done = run(tmp_path, 2, *words, f"precision={precision}", "parallel=ddp")
     assert done.result["metrics"]["val/accuracy"] > 0.8
     dtype = torch.float64 if precision == "fp64" else torch.float32
     assert {tensor.dtype for tensor in done.weights.values() if tensor.is_floating_point()} == {dtype}
 
 
-def test_checkpoints_are_taken_when_asked_and_the_newest_stay(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_at_the_configured_steps_and_epochs(tmp_path: Path) -> None:
     words = (*TINY, "max_steps=20", "checkpoint.every_epochs=2", "checkpoint.every_steps=7", "checkpoint.keep=9")
     done = run(tmp_path, 1, *words, "checkpoint.keep_best=0")
-    names = [path.name for path in available(done.path / "checkpoints")]
+    names = [path.name for path in list_checkpoints(done.path / "checkpoints")]
     assert names == ["step_7", "step_14", "step_16", "step_20"]
 
 
-def test_what_is_logged_is_logged_when_asked(tmp_path: Path) -> None:
+def test_metrics_are_logged_at_the_configured_steps(tmp_path: Path) -> None:
     done = run(tmp_path, 1, *TINY, "max_steps=20", "log_every=6", "eval_every=2")
     assert sorted(done.losses) == [6, 12, 18, 20]
     assert [line["step"] for line in done.lines if "val/loss" in line] == [16, 20]
@@ -149,7 +148,7 @@ def test_clipping_bounds_the_step_and_not_the_logged_norm(tmp_path: Path) -> Non
     assert free.lines[0]["train/grad_norm"] == clipped.lines[0]["train/grad_norm"] > 0.01
     start = configure(*words)[0]
     torch.manual_seed(start.seed)
-    from models.mlp import MLP
+    from runner.shipped.models.mlp import MLP
 
     before = MLP([1, 8, 8], 10, [16]).double().state_dict()
     moved = sum(((clipped.weights[name] - before[name]) ** 2).sum() for name in before) ** 0.5
@@ -160,7 +159,7 @@ def test_clipping_bounds_the_step_and_not_the_logged_norm(tmp_path: Path) -> Non
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor"
 )  # torch's own, compiling
-def test_compiled_it_trains_to_the_same_numbers(tmp_path: Path) -> None:
+def test_a_compiled_model_trains_to_the_same_losses(tmp_path: Path) -> None:
     words = (*TINY, "precision=fp64", "max_steps=3")
     plain, compiled = run(tmp_path / "p", 1, *words), run(tmp_path / "c", 1, *words, "compile=true")
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-9)
@@ -170,49 +169,27 @@ def test_compiled_it_trains_to_the_same_numbers(tmp_path: Path) -> None:
 def test_compile_without_a_compiler_is_refused(tmp_path: Path) -> None:
     import torch._inductor.config as inductor
 
-    absent = inductor.patch({"cpp.cxx": ("no-such-compiler",)})  # by its own means: monkeypatch's would lose the key
+    absent = inductor.patch({"cpp.cxx": ("no-such-compiler",)})  # monkeypatch would lose the key
     with absent, pytest.raises(RankError, match=r"InputError: compile=true needs a C\+\+ compiler"):
         run(tmp_path, 1, *TINY, "compile=true")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_fails_fails_the_job_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.parallel.replica import Replica
-
-    step = Replica.step
-
-    def fail(self: Replica, *args: object, **options: object) -> float | None:
-        import torch.distributed as dist
-
-        if dist.get_rank() == 1:
-            raise RuntimeError("the second rank's own")
-        return step(self, *args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Replica, "step", fail)
-    with pytest.raises(RankError, match="JobFailed"):
-        run(tmp_path, 2, *TINY, "parallel=ddp")
-    (path,) = (tmp_path / "run").iterdir()
-    result = json.loads((path / "result.json").read_text())
-    assert result["state"] == "failed"
-    assert "rank 1 on" in result["error"] and "RuntimeError: the second rank's own" in result["error"]
-    assert "the second rank's own" in (path / "log.txt").read_text()
-
-
-@pytest.mark.fault("SIGTERM while a failure is told", outcome="refused")
-def test_a_failure_is_told_though_a_launcher_ends_this_rank_meanwhile(
+@pytest.mark.fault("SIGTERM while a failure is reported", outcome="refused")
+def test_a_failure_is_reported_although_the_launcher_terminates_this_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.distributed.ending import Ending
+    from runner.distributed.failures.shutdown import Shutdown
     from runner.parallel.replica import Replica
 
-    report = Ending.report_failure
+    report = Shutdown.report_failure
 
-    def report_under_fire(self: Ending, *args: object) -> str:
+    def report_under_fire(self: Shutdown, *args: object) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         return report(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Replica, "step", lambda *args, **options: 1 / 0)
-    monkeypatch.setattr(Ending, "report_failure", report_under_fire)
+    monkeypatch.setattr(Shutdown, "report_failure", report_under_fire)
     with pytest.raises(RankError, match="failed with status 1"):
         run(tmp_path, 1, *TINY)
     (path,) = (tmp_path / "run").iterdir()
@@ -225,21 +202,26 @@ def evaluated(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("words", "steps"), [((), [3, 6, 8, 9, 12, 15, 16]), (("eval_every=2",), [3, 6, 9, 12, 15, 16])]
+    ("words", "steps"),
+    [
+        ((), [3, 6, 8, 9, 12, 15, 16]),
+        (("eval_every=2",), [3, 6, 9, 12, 15, 16]),
+        (("eval_every_steps=4",), [4, 8, 12, 16]),  # no second evaluation at the end of an epoch
+    ],
 )
-def test_evaluation_every_so_many_steps(words: tuple[str, ...], steps: list[int], tmp_path: Path) -> None:
-    """Beside those at the end of epochs, of 8 steps here; it changes nothing of the training."""
+def test_eval_every_steps_adds_evaluations_and_does_not_change_training(
+    words: tuple[str, ...], steps: list[int], tmp_path: Path
+) -> None:
+    """These are in addition to the evaluations at the end of epochs, here of 8 steps."""
     often = run(tmp_path / "often", 1, *TINY, "epochs=2", "eval_every_steps=3", *words)
     assert evaluated(often) == steps
     assert often.result["weights_sha256"] == run(tmp_path / "else", 1, *TINY, "epochs=2").result["weights_sha256"]
 
 
-def test_an_evaluation_at_the_end_of_an_epoch_is_made_once(tmp_path: Path) -> None:
-    assert evaluated(run(tmp_path, 1, *TINY, "epochs=2", "eval_every_steps=4")) == [4, 8, 12, 16]
-
-
-def test_an_evaluation_within_an_epoch_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the run that is resumed, where a signal came in the evaluation."""
+def test_a_cancelled_evaluation_within_an_epoch_is_repeated_by_the_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal cancels the evaluation."""
     from runner.training import trainer
 
     evaluate = trainer.evaluate
@@ -256,7 +238,7 @@ def test_an_evaluation_within_an_epoch_is_made_up_for(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_evaluation_of_the_first_batches(world_size: int, tmp_path: Path) -> None:
+def test_eval_batches_limits_the_evaluation(world_size: int, tmp_path: Path) -> None:
     """The 360 validation samples are two batches of 200 and of 160."""
     words = (*TINY, "epochs=1", "precision=fp64", f"parallel={'none' if world_size == 1 else 'ddp'}")
     trained = run(tmp_path, world_size, *words, "eval_batches=1")
@@ -268,3 +250,12 @@ def test_an_evaluation_of_the_first_batches(world_size: int, tmp_path: Path) -> 
         {key: value for key, value in trained.result["metrics"].items() if key.startswith("val/")}, rel=1e-12
     )
     assert first.result["metrics"]["val/loss"] != pytest.approx(whole.result["metrics"]["val/loss"], rel=1e-6)
+
+
+def test_resuming_beyond_the_end_of_a_shorter_epoch_starts_the_next_one(tmp_path: Path) -> None:
+    """With debug=true an epoch has 3 steps, and the checkpoint was saved after 5 steps of an epoch."""
+    stopped = run(tmp_path, 1, *TINY, "max_steps=5")
+    words = (f"resume={stopped.path}", "debug=true", "max_steps=null", "epochs=3", "resume_force=true")
+    resumed = run(tmp_path, 1, *words, timeout_s=60)
+    assert (resumed.result["step"], resumed.result["epoch"]) == (9, 2)
+    assert evaluated(resumed) == [5, 8, 9]

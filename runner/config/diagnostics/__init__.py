@@ -1,1 +1,1 @@
-"""What was typed: checked against what the configuration and the constructors offer, and explained when it is wrong."""
+"""Explanations of wrong input: overrides, keys, options and targets."""

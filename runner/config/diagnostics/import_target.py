@@ -1,39 +1,47 @@
-"""Imports what a dotted path names, and says which part of it cannot be found and where an import broke."""
+"""Import of the object of a dotted path, with an explanation of the part that is missing or fails to import."""
 
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner import CLAIMED, files_of
-from runner.config.diagnostics.own_line import deepest_line, first_line
-from runner.errors import near_hint, nearest
+from runner.errors import deepest_line, first_line, near_hint, nearest
+from runner.paths import ROOT, SHIPPED, shipped_target
 
-EXTRAS = {"torchmetrics": "metrics"}  # what an extra of this project installs
+EXTRAS = {"torchmetrics": "metrics"}  # packages that an extra of this project installs
 
 
 def locate(target: str) -> Any:
-    """What the dotted path names. Raises ValueError with one line that says which part cannot be had."""
+    """Return the object of the dotted path. Raise ValueError, one line that names the missing part."""
     parts = target.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ValueError("must be a dotted path, as package.module.Name")
-    found = _import(parts[0], lambda: [module.name for module in pkgutil.iter_modules()])
+    if shipped_target(target) != target or (parts[0] in SHIPPED and not _is_custom(parts)):
+        found = importlib.import_module(f"runner.shipped.{parts[0]}")
+    elif parts[0] in SHIPPED:
+        with _without_checkout(parts[0]):
+            found = _import(parts[0], list)
+    else:
+        found = _import(parts[0], lambda: [module.name for module in pkgutil.iter_modules()])
     for index, part in enumerate(parts[1:], start=1):
         path = ".".join(parts[:index])
         if _has(found, part, path):
             found = getattr(found, part)
         elif hasattr(found, "__path__"):
-            found = _import(".".join(parts[: index + 1]), functools.partial(_names, found), _hidden(found))
+            found = _import(f"{found.__name__}.{part}", functools.partial(_names, found), _hidden(found))
         else:
             raise ValueError(f"{path} has no {part}{_hidden(found) or near_hint(part, _names(found))}")
     return found
 
 
 def locate_callable(target: str) -> Callable[..., Any]:
-    """As `locate`, for a class or a function. Raises ValueError for anything else."""
+    """Return the class or function of the dotted path. Raise ValueError as `locate`, and for another object."""
     found: Callable[..., Any] = locate(target)
     if callable(found):
         return found
@@ -44,29 +52,29 @@ def locate_callable(target: str) -> Callable[..., Any]:
     )
 
 
-def _has(holder: Any, name: str, path: str) -> bool:
+def _has(parent: Any, name: str, path: str) -> bool:
     try:
-        return hasattr(holder, name)
-    except (Exception, SystemExit) as error:  # asking may import a module of the user's own: see runner._look_beside
+        return hasattr(parent, name)
+    except (Exception, SystemExit) as error:  # a module's __getattr__ is custom code
         raise ValueError(_broken(path, error)) from error
 
 
 def _hidden(module: Any) -> str:
-    """The end of a message, where another file of the module's name is what the user may have meant."""
-    if not isinstance(module, ModuleType) or not module.__file__ or module.__name__ in CLAIMED:
-        return ""  # of the claimed ones the other files have been asked
-    own = Path(module.__file__).resolve()
-    others = [file for file in files_of(module.__name__) if Path(file) != own]
-    return f"; {module.__name__} is {own}, not {others[0]}: give that another name" if others else ""
+    """Return the end of a message if another file of the same module name may be the intended one."""
+    if not isinstance(module, ModuleType) or not module.__file__:
+        return ""
+    name, found = module.__name__.removeprefix("runner.shipped."), Path(module.__file__).resolve()
+    others = [file for file in _files_of(name) if Path(file) != found and not Path(file).is_relative_to(ROOT / name)]
+    return f"; {name} is {found}, not {others[0]}: give that another name" if others else ""
 
 
 def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
     try:
         return importlib.import_module(path)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which can fail in any way
+    except (Exception, SystemExit) as error:  # custom code can fail in any way
         if not isinstance(error, ModuleNotFoundError) or error.name != path:
             raise ValueError(_broken(path, error)) from error
-    parent, _, name = path.rpartition(".")
+    parent, _, name = path.removeprefix("runner.shipped.").rpartition(".")
     if path in EXTRAS:
         raise ValueError(f"{path} is not installed; pip install 'experiment-runner[{EXTRAS[path]}]'")
     what = f"{parent} has no {name}" if parent else f"there is no module {name}"
@@ -74,11 +82,37 @@ def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
 
 
 def _broken(path: str, error: BaseException) -> str:
-    """Names the deepest line of the user's own code: one inside a library would tell them little."""
+    """Return the message, with the innermost line of custom code: a line of a library would not help."""
     line = deepest_line(error)
     return f"importing {path} failed{f' at {line}' if line else ''}: {first_line(error)}"
 
 
-def _names(holder: Any) -> list[str]:
-    modules = [module.name for module in pkgutil.iter_modules(getattr(holder, "__path__", []))]
-    return sorted({name for name in [*dir(holder), *modules] if not name.startswith("_")})
+@contextmanager
+def _without_checkout(package: str) -> Iterator[None]:
+    """Import a custom module named as a shipped package, even if the working directory is a checkout of the runner."""
+    path, file = list(sys.path), getattr(sys.modules.get(package), "__file__", None)
+    if file and Path(file).resolve().is_relative_to(ROOT / package):
+        del sys.modules[package]
+    sys.path[:] = [entry for entry in path if Path(entry).resolve() != ROOT]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
+def _is_custom(parts: list[str]) -> bool:
+    """Return True if a module of the user has the name of a package that the runner ships."""
+    files = (*_files_of(parts[0]), *_files_of(".".join(parts[:2])))
+    return any(not Path(file).is_relative_to(ROOT / parts[0]) for file in files)
+
+
+def _files_of(name: str) -> list[str]:
+    """Return the files on sys.path that define the module; Python imports the first of them."""
+    parent, _, leaf = name.replace(".", "/").rpartition("/")
+    specs = [PathFinder.find_spec(leaf, [str(Path(entry, parent))]) for entry in sys.path]
+    return list(dict.fromkeys(str(Path(spec.origin).resolve()) for spec in specs if spec and spec.origin))
+
+
+def _names(parent: Any) -> list[str]:
+    modules = [module.name for module in pkgutil.iter_modules(getattr(parent, "__path__", []))]
+    return sorted({name for name in [*dir(parent), *modules] if not name.startswith("_")})

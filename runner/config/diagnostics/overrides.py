@@ -1,4 +1,4 @@
-"""Says what is wrong with the overrides that a user typed, one line each that begins with the override."""
+"""Explanations of wrong overrides: one line each, which begins with the override."""
 
 import contextlib
 import dataclasses
@@ -7,55 +7,130 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from runner.config.diagnostics.groups import Choices, choice_problem, option_problem
-from runner.config.diagnostics.keys import key_names, key_problem, near_key
+from runner.config.diagnostics.keys import key_names, key_problem, near_key, one_line
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS
+from runner.errors import did_you_mean
 
 _DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.chdir", "hydra.output_subdir")
+_SEARCH_PATH = "hydra.searchpath="
+# Two groups with similar names: the other one, and what its options do.
+_CONFUSED_WITH = {
+    "hydra/launcher": ("launcher", "starts the processes of one run"),
+    "launcher": ("hydra/launcher", "decides where the jobs of a sweep run"),
+}
 
 
 def explain(error: Exception, overrides: Sequence[str], config_loader: ConfigLoader) -> list[str]:
-    """A line for every wrong override, whichever of them composing stopped at; Hydra's own words if none is found.
+    """Return a line for every wrong override, or the message of `error`, with which Hydra refused the first one.
 
-    overrides: of one run, or of one job of a sweep; each has one value.
+    The overrides are those of one run or of one job of a sweep, each with one value.
     """
-    parser = OverridesParser.create(config_loader)
-    parsed = {line: _parse(line, parser) for line in overrides}
-    choices = Choices(config_loader, [line for line, override in parsed.items() if _adds_folders(override)])
-    problems: dict[str, str | None] = dict.fromkeys(overrides)
-    chosen: dict[str, Override] = {}
-    keys: dict[str, Override] = {}
-    for line, override in parsed.items():
-        if override is None:
-            problems[line] = _grammar_problem(line, parser, choices)
-            continue
-        is_choice = choices.is_group(override.key_or_group) and not isinstance(override.value(), dict)
-        if override.is_sweep_override():
-            problems[line] = _sweep_problem(override, is_choice)
-        elif not is_choice:
-            keys[line] = override
-        elif not (problem := option_problem(choices, override)):
-            chosen[line] = override
+    try:
+        messages = _Explanation(overrides, config_loader).messages()
+    except Exception:  # the search path or the default configuration is invalid
+        messages = []
+    return messages or [_original_message(error, overrides)]
+
+
+class _Explanation:
+    """The problems of the overrides, all of which it examines although Hydra raises at the first one."""
+
+    def __init__(self, overrides: Sequence[str], loader: ConfigLoader):
+        self._overrides, self._loader = overrides, loader
+        self._parser = OverridesParser.create(loader)
+        self._search_path = [line for line in overrides if line.startswith(_SEARCH_PATH)]
+
+    def messages(self) -> list[str]:
+        problems: dict[str, str | None] = dict.fromkeys(self._overrides)
+        chosen: dict[str, Override] = {}
+        keys: dict[str, Override] = {}
+        for line in self._overrides:
+            try:
+                override: Override | None = self._parser.parse_overrides([line])[0]
+            except HydraException:
+                override = None
+            if override is None or not override.key_or_group:
+                problems[line] = self._grammar_problem(line)
+                continue
+            is_choice = bool(self._options(override.key_or_group)) and not isinstance(override.value(), dict)
+            if override.is_sweep_override():
+                problems[line] = _sweep_problem(override, is_choice)
+            elif not is_choice:
+                keys[line] = override
+            elif not (problem := self._option_problem(override)):
+                chosen[line] = override
+            else:
+                problems[line] = problem
+        # In this mode a mandatory group without a choice stays missing.
+        try:
+            cfg = self._loader.load_configuration("config", [*self._search_path, *chosen], RunMode.MULTIRUN)
+        except Exception as error:  # besides its own exceptions, ValueError, and YAMLError for a broken file
+            reason = _composition_problem(error)
+            about = [line for line in chosen if len(chosen) == 1 or chosen[line].key_or_group in reason]
+            problems |= {line: reason for line in about[:1]}
         else:
-            problems[line] = problem
-    cfg, refused = choices.compose_most(list(chosen))
-    if cfg is not None:
-        for line, reason in refused.items():
-            taken = cfg.hydra.runtime.choices
-            problems[line] = choice_problem(chosen[line], taken) or _file_problem(reason, cfg)
-        groups = list(choices.groups()) if keys else []
-        problems |= {line: key_problem(cfg, override, groups) for line, override in keys.items()}
-    messages = [_join(line, problem) for line, problem in problems.items() if problem]
-    return messages or [_in_its_words(error, overrides)]
+            problems |= {line: key_problem(cfg, override, self._groups()) for line, override in keys.items()}
+        return [_join(line, problem) for line, problem in problems.items() if problem]
+
+    def _options(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+        # Without the name of the main file, which Hydra would read again for each group.
+        return self._loader.get_group_options(group, kind, None, self._search_path)
+
+    def _groups(self) -> list[str]:
+        return self._options("", ObjectType.GROUP)
+
+    def _option_problem(self, override: Override) -> str | None:
+        """Return why the value is not an option of the group."""
+        group, value = override.key_or_group, override.value()
+        if override.is_delete():
+            return None
+        if override.is_force_add():
+            return f"a group takes no ++; type {group}={value}"
+        if override.is_add() and group in (*GROUPS, *NAMED_GROUPS, "experiment"):
+            return f"{group} is among the defaults already; type {group}={value}"
+        for name in value if isinstance(value, list) else [value]:
+            # An option may be in a subdirectory of its group: model=vision/convnet.
+            directory, _, option = f"{group}/{name}".removesuffix(".yaml").rpartition("/")
+            if isinstance(name, str) and option in self._options(directory):
+                continue
+            options = self._options(group)
+            other, effect = _CONFUSED_WITH.get(group, ("", ""))
+            if other and name in self._options(other):
+                return f"{name} {effect}: type {other}={name}; {group} takes {', '.join(options)}"
+            word = str(name) if name is not None else "none" if "none" in options else ""
+            return f"no such {group.rpartition('/')[2]}{did_you_mean(word, options)}"
+        return None
+
+    def _grammar_problem(self, line: str) -> str:
+        key, equals, value = line.partition("=")
+        if key and not equals:
+            if options := self._options(line):
+                return f"no value; type {line}=OPTION ({', '.join(options)})"
+            of_group = [group for group in self._groups() if line in self._options(group)]
+            return f"no value; did you mean {of_group[0]}={line}?" if of_group else f"no value; type {line}=VALUE"
+        if any(value.count(left) != value.count(right) for left, right in ("[]", "{}")):
+            return "a bracket is not closed"
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        whole = f'{key}="{escaped}"'
+        parts = f"{key}={_quote_parts(value)}"  # differs for a list or a mapping
+        for quoted in (parts, whole) if key else ():
+            with contextlib.suppress(HydraException):
+                self._parser.parse_overrides([quoted])
+                what = "with = in it" if "=" in value else "with such characters"
+                return f"a value {what} must be quoted; type {shlex.quote(quoted)}"
+        return "must be KEY=VALUE"
 
 
 def unknown_keys(cfg: DictConfig, allowed: Collection[str], overrides: Sequence[str]) -> list[str]:
-    """Keys that composed, by a + or a file, although nothing reads them; and keys that a ~ took from what is read."""
+    """Return a line for each key that was added by + or a file but is not read, and for each key removed by ~."""
     names = [str(name) for name in cfg if name != "hydra"]
     unknown = [name for name in names if name not in allowed]
     for name in names:
@@ -77,9 +152,9 @@ def unknown_keys(cfg: DictConfig, allowed: Collection[str], overrides: Sequence[
 
 
 def unchosen(cfg: DictConfig, groups: Collection[str], overrides: Sequence[str]) -> list[str]:
-    """Groups without an option of their own: Hydra merges the options of a list, and then none is chosen."""
+    """Return a line for each group that is assigned a list: Hydra merges the options, and records no choice."""
     if "hydra" not in cfg:
-        return []  # a job as Hydra hands it over; it was asked about when the sweep was opened
+        return []  # a job of a sweep, which was checked when the sweep started
     lines = {_key(line): line for line in overrides}
     return [
         f"{lines.get(group, group)} must be one option; to run several type -m {group}=ONE,OTHER"
@@ -89,7 +164,7 @@ def unchosen(cfg: DictConfig, groups: Collection[str], overrides: Sequence[str])
 
 
 def refuse_overrides(overrides: Sequence[str]) -> list[str]:
-    """Overrides that Hydra would obey, to no good."""
+    """Return a line for each override that Hydra would accept although it must not be set."""
     messages = []
     for line in overrides:
         key, value = _key(line), line.partition("=")[2]
@@ -104,30 +179,13 @@ def refuse_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def given_twice(overrides: Sequence[str]) -> list[str]:
-    """Hydra lets the last one win without a word. Only for what was typed at once: resume= types on top of a record."""
-    keys = [line.lstrip("+~").partition("=")[0] for line in overrides]  # GROUP@PLACE= is another choice than GROUP=
+    """Return a line for each repeated key, of which Hydra would silently use the last; not for recorded overrides."""
+    keys = [line.lstrip("+~").partition("=")[0] for line in overrides]  # GROUP@PACKAGE= is another choice than GROUP=
     return [
         f"{line}: {key} is given twice ({overrides[keys.index(key)]}); keep one"
         for position, (key, line) in enumerate(zip(keys, overrides, strict=True))
         if keys.index(key) < position
     ]
-
-
-def _parse(line: str, parser: OverridesParser) -> Override | None:
-    """None for what is no override by the grammar."""
-    try:
-        override = parser.parse_overrides([line])[0]
-    except HydraException:
-        return None
-    return override if override.key_or_group else None
-
-
-def _adds_folders(override: Override | None) -> bool:
-    """Whether it names folders of configuration, in a way that Hydra can follow."""
-    if override is None or override.key_or_group != "hydra.searchpath":
-        return False
-    folders = override.value()
-    return isinstance(folders, list) and all(isinstance(folder, str) for folder in folders)
 
 
 def _sweep_problem(override: Override, is_choice: bool) -> str:
@@ -138,55 +196,25 @@ def _sweep_problem(override: Override, is_choice: bool) -> str:
     return f"a sweep needs -m; for one list type {override.get_key_element()}=[{override.get_value_string()}]"
 
 
-def _grammar_problem(line: str, parser: OverridesParser, choices: Choices) -> str:
-    key, equals, value = line.partition("=")
-    if not key:
-        return "must be KEY=VALUE"
-    if not equals:
-        if choices.is_group(line):
-            return f"no value; type {line}=OPTION ({', '.join(choices.options(line))})"
-        of_group = [group for group in choices.groups() if line in choices.options(group)]
-        return f"no value; did you mean {of_group[0]}={line}?" if of_group else f"no value; type {line}=VALUE"
-    if any(value.count(left) != value.count(right) for left, right in ("[]", "{}")):
-        return "a bracket is not closed"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    whole = f'{key}="{escaped}"'
-    parts = f"{key}={_quote_parts(value)}"  # of a list or a mapping; else the same
-    for quoted in (parts, whole):
-        with contextlib.suppress(HydraException):
-            parser.parse_overrides([quoted])
-            what = "with = in it" if "=" in value else "with such characters"
-            return f"a value {what} must be quoted; type {shlex.quote(quoted)}"
-    return "must be KEY=VALUE"
-
-
 def _quote_parts(value: str) -> str:
-    """A list or a mapping with quotes around those of its values that Hydra does not take as they are."""
+    """Return a list or a mapping with quotes around the values that Hydra's grammar does not accept."""
     if not value.startswith(("[", "{")):
         return value
     return re.sub(r"[^][{}:,\s\"']*[^][{}:,\s\"'\w./%+*@?|$-][^][{}:,\s\"']*", r'"\g<0>"', value)
 
 
-def _file_problem(error: Exception, cfg: DictConfig) -> str:
-    """A chosen file that is itself wrong."""
-    context = error.__context__
-    file = re.match(r"In '([^']+)': ", str(error))
-    if file and isinstance(context, (ConfigKeyError, ConfigAttributeError)):
-        key = str(context.full_key)
-        return f"{file[1]}.yaml sets {key}, and there is no such key{near_key(key, key_names(cfg))}"
-    return _in_its_words(error, ())
+def _composition_problem(error: Exception) -> str:
+    """Return why the choices do not compose, with the nearest key if a file sets a missing one."""
+    missing = error.__context__
+    if not isinstance(missing, (ConfigKeyError, ConfigAttributeError)):
+        return _original_message(error, ())
+    return f"{one_line(error)}{near_key(str(missing.full_key), KEYS)}"
 
 
-def _in_its_words(error: Exception, overrides: Sequence[str]) -> str:
-    """The first lines of what Hydra, OmegaConf or the YAML reader says, as one."""
-    if isinstance(error, RecursionError):
-        return "a file's defaults lead back to it; one that starts from a built-in option needs another name"
+def _original_message(error: Exception, overrides: Sequence[str]) -> str:
+    """Return Hydra's message in one line, with the override that it is about."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(("object_type", "reference_type", "full_key"))]
-    end = next((n for n, line in enumerate(kept) if line.startswith(("Config search path", "See https"))), 3)
-    message = " ".join(kept[: min(end, 3)]) or type(error).__name__
-    key = str(getattr(cause, "full_key", None) or "")
+    key, message = str(getattr(cause, "full_key", None) or ""), one_line(cause)
     about = [line for line in overrides if _key(line) == key]
     return f"{about[-1]}: {message}" if about else f"{message} ({key})" if key else message
 

@@ -1,4 +1,4 @@
-"""Checks a node of the configuration against the constructor that its `_target_` names, before anything runs."""
+"""Checks of a configuration node against the signature of the constructor that its `_target_` names."""
 
 import inspect
 import types
@@ -7,70 +7,71 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from runner.config.diagnostics.import_target import locate_callable
-from runner.config.diagnostics.type_hints import as_typed, describe, fix, show_quoted, suits
+from runner.config.diagnostics.type_hints import as_typed, describe, fix, show, suits
 from runner.errors import did_you_mean
 
-# What the runner itself passes to a group's constructor, beside the options; to data, see `provided`.
+# Arguments that the runner itself passes to a group's constructor; for datasets see `provided`.
 PROVIDED = {
-    "loader": ("dataset", "sampler", "precision", "device", "memory_format", "cuts_empty"),
+    "loader": ("dataset", "sampler", "dtype", "device", "memory_format", "allow_empty"),
     "objective": ("loss",),
     "optimizer": ("params",),
 }
-# Groups whose object is called itself, with so many arguments: a function stands for it as a partial one.
+# Groups whose object is itself called, with so many arguments: a partial function can replace it.
 CALLED = {"loss": 2, "scheduler": 3}
-_MISSING = "???"  # OmegaConf's mark of a value that has to be given
+_MISSING = "???"  # OmegaConf's mark for a value that must be set
 _EMPTY = inspect.Parameter.empty
-_HYDRAS_OWN: dict[str, Any] = {
-    "_target_": str,
-    "_partial_": bool,
-    "_recursive_": bool,
-    "_args_": list,
-    "_convert_": Literal["none", "partial", "object", "all"],
-}
+_HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_args_", "_convert_")
 
 
 def check_options(
     key: str, node: Mapping[str, Any], provided: Collection[str] = (), described: Collection[str] = ()
 ) -> list[str]:
-    """One line per wrong option of `node`, a plain resolved container at `key`; nested nodes are checked too.
+    """Return one line per wrong option of a node and of the nodes in it.
 
-    provided: what the runner passes itself, which the node need not and may not hold.
-    described: what the runner reads from the node itself, allowed beside the constructor's own options.
+    Args:
+        key: the dotted key of the node.
+        node: a plain container without interpolations.
+        provided: arguments that the runner passes itself; the node need not and must not contain them.
+        described: keys that the runner reads from the node, allowed even if the constructor does not accept them.
     """
     messages = _check_call(key, node, provided, described) if "_target_" in node else []
-    # With _recursive_ off the constructor makes the nested nodes itself, and may pass what they lack.
-    completed_later = node.get("_recursive_") is False
+    # With `_recursive_: false` the constructor creates the nested objects itself, and may pass missing arguments.
+    is_completed_later = node.get("_recursive_") is False
     for name, value in node.items():
-        messages += _check_nested(f"{key}.{name}", value, completed_later)
+        messages += _check_nested(f"{key}.{name}", value, is_completed_later)
     return messages
 
 
-def accepted_options(target: str) -> list[str]:
-    """The options that the constructor's signature names. Raises ValueError where there is no such constructor."""
-    return _names(_parameters(locate_callable(target)) or {})
+def parameters_of(target: str) -> dict[str, inspect.Parameter]:
+    """Return the constructor's named parameters, annotations evaluated; none for a signature that Python cannot read.
+
+    Raise ValueError if the target cannot be imported or called.
+    """
+    parameters = _parameters(locate_callable(target)) or {}
+    return {name: parameters[name] for name in _names(parameters)}
 
 
 def accepts(target: str, option: str) -> bool:
-    """Whether the constructor takes the option, by name or by `**kwargs`. Raises ValueError as accepted_options."""
+    """Return True if the constructor accepts the option, by name or by `**kwargs`. Raise as parameters_of."""
     parameters = _parameters(locate_callable(target)) or {}
     return option in _names(parameters) or _has(parameters, inspect.Parameter.VAR_KEYWORD)
 
 
 def provided(group: str, node: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the runner itself passes to what the group's node names."""
+    """Return the arguments that the runner itself passes to the target of the group's node."""
     if group != "data":
         return PROVIDED.get(group, ())
     try:
         option = split_option(node["_target_"]) if "_target_" in node else None
-    except ValueError:  # there is no such constructor, which is told elsewhere
+    except ValueError:  # a missing constructor, which check_options reports
         return ()
     return (option,) if option else ()
 
 
 def split_option(target: str) -> str | None:
-    """How a data set is told which split to be: `train`, true or false, or `split`, a name; None: it is not told.
+    """Return the argument that selects a dataset's split: `train` (a bool), `split` (a name), or None without one.
 
-    One that takes both has a `split` of another kind (EMNIST's letters). Raises ValueError as accepted_options.
+    If a dataset accepts both, its `split` means something else (EMNIST's letters). Raise as parameters_of.
     """
     parameters = _parameters(locate_callable(target)) or {}
     named = [name for name in ("train", "split") if name in _names(parameters)]
@@ -80,21 +81,14 @@ def split_option(target: str) -> str | None:
 
 
 def literals(target: str, option: str) -> tuple[Any, ...]:
-    """The values that the option's annotation lists, none where it is no Literal. Raises as accepted_options."""
-    parameter = (_parameters(locate_callable(target)) or {}).get(option)
+    """Return the values of the option's Literal annotation; none for another annotation. Raise as parameters_of."""
+    parameter = parameters_of(target).get(option)
     annotation = parameter.annotation if parameter else None
     return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
 
 
 def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], described: Collection[str]) -> list[str]:
-    messages = [
-        f"{key}.{name}={show_quoted(node[name])} must be {describe(annotation)}{fix(annotation, node[name])}"
-        for name, annotation in _HYDRAS_OWN.items()
-        if name in node and not suits(annotation, node[name])
-    ]
-    if messages:
-        return messages
-    target = node["_target_"]
+    target, messages = str(node["_target_"]), []
     try:
         constructor = locate_callable(target)
     except ValueError as error:
@@ -107,46 +101,46 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
     positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     arguments = node.get("_args_", [])
     if len(arguments) > len(positional) and not _has(parameters, inspect.Parameter.VAR_POSITIONAL):
-        return [f"{key}._args_={show_quoted(arguments)}: {called} takes at most {len(positional)}; take some out"]
+        return [f"{key}._args_={show(arguments)}: {called} takes at most {len(positional)}; take some out"]
     given: dict[str, Any] = dict(zip(positional, arguments, strict=False))
 
     options = _names(parameters)
-    partial = node.get("_partial_") is True  # what it lacks is passed when it is called
+    is_partial = node.get("_partial_") is True  # the call passes what is missing
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [name for name, p in parameters.items() if p.default is _EMPTY and p.kind not in variadic]
-    choices = [name for name in options if name not in provided and not (partial and name in required)]
+    choices = [name for name in options if name not in provided and not (is_partial and name in required)]
     for name, value in node.items():
-        if name in _HYDRAS_OWN:
+        if name in _HYDRA_KEYS:
             continue
-        typed = f"{key}.{name}={show_quoted(value)}"
+        assignment = f"{key}.{name}={show(value)}"
         if name in provided:
-            messages.append(f"{typed}: the runner sets {name} itself; take it out")
+            messages.append(f"{assignment}: the runner sets {name} itself; take it out")
         elif name in options:
             given[name] = value
         elif name not in described and not _has(parameters, inspect.Parameter.VAR_KEYWORD):
             hint = did_you_mean(str(name), choices) or "; it takes none"
-            messages.append(f"{typed}: {called} has no option {name}{hint}")
+            messages.append(f"{assignment}: {called} has no option {name}{hint}")
 
-    lacking = [name for name in required if name not in given and name not in provided]
-    if inspect.isroutine(constructor) and not partial and len(lacking) == CALLED.get(key) and not messages:
+    missing = [name for name in required if name not in given and name not in provided]
+    if inspect.isroutine(constructor) and not is_partial and len(missing) == CALLED.get(key) and not messages:
         return [
-            f"{key}._target_={target} is a function of {', '.join(lacking)}; write `_partial_: true` into its file, "
-            "or it would be called before there are any"
+            f"{key}._target_={target} is a function of {', '.join(missing)}; write `_partial_: true` into its file, "
+            "or it would be called before they exist"
         ]
     for name, parameter in parameters.items():
         if name in given:
             messages += _check_value(f"{key}.{name}", given[name], parameter)
-        elif name in required and name not in provided and not partial:
+        elif name in required and name not in provided and not is_partial:
             messages += _check_value(f"{key}.{name}", _MISSING, parameter)
     return messages
 
 
-def _check_nested(key: str, value: Any, completed_later: bool) -> list[str]:
+def _check_nested(key: str, value: Any, is_completed_later: bool) -> list[str]:
     if isinstance(value, Mapping):
-        partial = completed_later and "_target_" in value
-        return check_options(key, {**value, "_partial_": True} if partial else value)
+        is_partial = is_completed_later and "_target_" in value
+        return check_options(key, {**value, "_partial_": True} if is_partial else value)
     items = enumerate(value) if isinstance(value, list) else ()
-    return [message for index, item in items for message in _check_nested(f"{key}.{index}", item, completed_later)]
+    return [message for index, item in items for message in _check_nested(f"{key}.{index}", item, is_completed_later)]
 
 
 def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> list[str]:
@@ -163,11 +157,11 @@ def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> list[st
         return [f"{path} must be given{rule}" + (f", for example {path}={example}" if example else "")]
     if suits(annotation, value):
         return []
-    return [f"{path}={show_quoted(value)} must be {describe(annotation)}{fix(annotation, value, default)}"]
+    return [f"{path}={show(value)} must be {describe(annotation)}{fix(annotation, value, default)}"]
 
 
 def _parameters(constructor: Any) -> dict[str, inspect.Parameter] | None:
-    """The parameters, annotations evaluated; None where Python cannot tell (a class written in C)."""
+    """Return all parameters, annotations evaluated; None if Python cannot read them (a class written in C)."""
     try:
         parameters = inspect.signature(constructor).parameters
     except (TypeError, ValueError):
@@ -180,7 +174,7 @@ def _parameters(constructor: Any) -> dict[str, inspect.Parameter] | None:
 
 
 def _evaluated(annotation: Any, namespace: dict[str, Any]) -> Any:
-    """Each by itself, so that one that names a type for type checkers only leaves the others checked."""
+    """Evaluate one annotation by itself: if it names a type for type checkers only, the others are still checked."""
     if annotation is _EMPTY:
         return annotation
     try:

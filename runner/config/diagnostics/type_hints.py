@@ -1,5 +1,6 @@
-"""Whether a value out of a file or a command line suits a type annotation, and the words to say that it doesn't."""
+"""Checks of values from a file or the command line against type annotations, and descriptions of annotations."""
 
+import inspect
 import os
 import re
 import types
@@ -10,37 +11,36 @@ from typing import Any, Union
 
 from runner.errors import nearest
 
-# type: one such value in words, several of them, and an example as typed
-_WORDS: dict[Any, tuple[str, str, str]] = {
-    int: ("an integer (int)", "integers", "1"),
-    float: ("a number (float)", "numbers", "0.1"),
-    bool: ("true or false (bool)", "true or false", "true"),
-    str: ("text (str)", "text", "name"),
-    type(None): ("null", "null", "null"),
+# type: description, and an example as on the command line
+_WORDS: dict[Any, tuple[str, str]] = {
+    int: ("an integer (int)", "1"),
+    float: ("a number (float)", "0.1"),
+    bool: ("true or false (bool)", "true"),
+    str: ("text (str)", "name"),
+    type(None): ("null", "null"),
 }
-_READ_AS_OTHERS = re.compile(r"|null|true|false|[-+]?\.?\d[\d._]*(e[-+]?\d+)?|\W.*", re.IGNORECASE)
 
 
 def suits(annotation: Any, value: Any) -> bool:
-    """An annotation that is not understood suits everything: it is no reason to refuse."""
+    """Return True if the value suits the annotation, or if the annotation cannot be checked."""
     annotation = _unaliased(annotation)
     if annotation is Any or (isinstance(value, Mapping) and "_target_" in value):
-        return True  # what a nested node makes is only known once it is made
+        return True  # the type of a nested node's object is unknown until it is created
     kind, arguments = _parts(annotation)
     if kind is Union:
         return any(suits(member, value) for member in arguments)
     if kind is typing.Literal:
         return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if kind in (int, float):  # True is an int to Python, and 1 a float to readers
+    if kind in (int, float):  # in Python True is an int, and in YAML 1 can be a float
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     try:
         return _suits_class(kind, arguments, value)
     except TypeError:
-        return True  # no class at all, or a Protocol or TypedDict, which cannot be asked
+        return True  # not a class, or a Protocol or TypedDict, which isinstance rejects
 
 
 def describe(annotation: Any) -> str:
-    """What a value must be, in words: `a number (float) or null`."""
+    """Return a description of the annotation: `a number (float) or null`."""
     annotation = _unaliased(annotation)
     kind, arguments = _parts(annotation)
     if kind is Union:
@@ -49,17 +49,14 @@ def describe(annotation: Any) -> str:
         return "one of " + ", ".join(map(show, choices))
     if kind in _WORDS:
         return _WORDS[kind][0]
-    name = re.sub(r"([A-Za-z_]\w*\.)+", "", str(annotation)) if arguments else getattr(kind, "__name__", str(kind))
-    if _is_list(kind):
-        count = f" of {len(arguments)}" if _is_fixed(kind, arguments) else " of"
-        return f"a list{count} {_several(arguments[0])} ({name})" if arguments else f"a list ({name})"
-    if _is_mapping(kind):
-        return f"a mapping ({name})"
-    return f"a path ({name})" if _is_path(kind) else f"a {name} (given as a node with a _target_)"
+    for is_kind, word in ((_is_list, "list"), (_is_mapping, "mapping"), (_is_path, "path")):
+        if is_kind(kind):
+            return f"a {word} ({type_name(annotation)})"
+    return f"a {type_name(annotation)} (given as a node with a _target_)"
 
 
 def fix(annotation: Any, value: Any, default: Any = None) -> str:
-    """The end of a message: how a value that does not suit becomes one that does."""
+    """Return the end of a message: a similar valid value, the quoted text, or an example."""
     kind, arguments = _parts(_unaliased(annotation))
     members = arguments if kind is Union else [annotation]
     if near := nearest(str(value), [show(choice) for member in members for choice in _choices(member)]):
@@ -72,7 +69,7 @@ def fix(annotation: Any, value: Any, default: Any = None) -> str:
 
 
 def as_typed(annotation: Any) -> str | None:
-    """An example of a value; None where only a node with a _target_ can give one."""
+    """Return an example of a value; None if only a node with a _target_ can create one."""
     annotation = _unaliased(annotation)
     kind, arguments = _parts(annotation)
     if kind is Union:
@@ -80,7 +77,7 @@ def as_typed(annotation: Any) -> str | None:
     if choices := _choices(annotation):
         return show(choices[0])
     if kind in _WORDS:
-        return _WORDS[kind][2]
+        return _WORDS[kind][1]
     if _is_list(kind):
         items = [as_typed(member) or "value" for member in arguments if member is not Ellipsis] or ["value"]
         return f"[{','.join(items if _is_fixed(kind, arguments) else items[:1] * 2)}]"
@@ -89,8 +86,20 @@ def as_typed(annotation: Any) -> str | None:
     return "folder/file" if _is_path(kind) else None
 
 
+def type_name(annotation: Any) -> str:
+    """Return the annotation as --help shows it: `int | null`, `relu | gelu`, `list[int]`; empty for Any."""
+    kind, arguments = _parts(_unaliased(annotation))
+    if kind is Union:
+        return " | ".join(filter(None, map(type_name, arguments)))
+    if choices := _choices(kind if not arguments else annotation):
+        return " | ".join(map(show, choices))
+    if kind in (Any, type(None)):
+        return "null" if kind is not Any else ""
+    return re.sub(r"([A-Za-z_]\w*\.)+", "", inspect.formatannotation(_unaliased(annotation)))
+
+
 def show(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Return the value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Enum):
@@ -102,16 +111,11 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def show_quoted(value: Any) -> str:
-    """As `show`; text that would be read as something else is in quotes, so that a message does not look absurd."""
-    return f"'{value}'" if isinstance(value, str) and _READ_AS_OTHERS.fullmatch(value) else show(value)
-
-
 def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
     if issubclass(kind, Enum):
         return isinstance(value, str) and value in kind.__members__
     if _is_path(kind):
-        return isinstance(value, str)  # the only way in which a file can hold a path
+        return isinstance(value, str)  # YAML has no paths
     if _is_list(kind):
         if not isinstance(value, (list, tuple)):
             return False
@@ -130,22 +134,16 @@ def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _unaliased(annotation: Any) -> Any:
-    """What is behind `type Name = ...` and NewType."""
+    """Return the type behind `type Name = ...` and NewType."""
     while (behind := getattr(annotation, "__value__", getattr(annotation, "__supertype__", None))) is not None:
         annotation = behind
     return annotation
 
 
 def _typeable(members: Sequence[Any]) -> Sequence[Any]:
-    """The members of a union that a user can type; all of them if null is the only one."""
+    """Return the members of a union that can be written in YAML; all members if only null can."""
     typeable = [member for member in members if as_typed(member) is not None]
     return members if typeable in ([], [type(None)]) else typeable
-
-
-def _several(annotation: Any) -> str:
-    kind, arguments = _parts(annotation)
-    members = _typeable(arguments) if kind is Union else [annotation]
-    return _WORDS[members[0]][1] if len(members) == 1 and members[0] in _WORDS else "values"
 
 
 def _choices(annotation: Any) -> list[Any]:
@@ -168,5 +166,5 @@ def _is_path(kind: Any) -> bool:
 
 
 def _is_fixed(kind: Any, arguments: Sequence[Any]) -> bool:
-    """A tuple with one annotation per item."""
+    """Return True for a tuple with one annotation per item."""
     return kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis

@@ -1,1 +1,1 @@
-"""The text of --help: what the files of the configuration and the source of the constructors say of themselves."""
+"""The text of --help, from the configuration files and their comments."""

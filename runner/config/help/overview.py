@@ -1,37 +1,42 @@
-"""What --help says when it is asked for nothing in particular: all that there is, in a screen and a half."""
+"""The text of --help without a topic, and the layout of its columns and lists."""
 
-from runner.config.help.folders import Folders
-from runner.config.help.layout import columns, listed
-from runner.config.help.rows import is_chosen
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from runner.config.help.config_tree import ConfigTree
+
+WIDTH = 110  # of the overview's lines
+_LONGEST = 64  # a longer cell does not widen its column
 
 _EXAMPLES = (
     ("{command}", "one run in this process"),
-    ("{command} model=toy data=toy epochs=3", "groups choose, key=value sets"),
+    ("{command} model=toy data=toy epochs=3", "GROUP=OPTION chooses, KEY=VALUE sets"),
     ("{torchrun} model=convnet parallel=ddp", "four processes"),
     ("{command} -m model=toy,convnet optimizer.lr=0.1,0.01", "a sweep"),
-    ("{command} --config-dir DIR model=mine", "your own DIR/model/mine.yaml"),
-    ("{command} --cfg job", "show the configuration, run nothing"),
+    ("{command} --config-dir DIR model=mine", "a custom option, DIR/model/mine.yaml"),
+    ("{command} --cfg job", "print the configuration, run nothing"),
     ("{command} resume=last", "resume the newest run"),
 )
 _TOPICS = (
-    ("--help parallel", "a group: its options, and their keys with type, default and meaning"),
+    ("--help parallel", "a group: its options, and their keys with default, type and meaning"),
     ("--help parallel=fsdp", "an option"),
-    ("--help checkpoint.keep", "a key; --help checkpoint: those that begin so"),
-    ("--help keys", "all keys of the top level, a line each"),
+    ("--help checkpoint.keep", "a key; --help checkpoint: all keys with this prefix"),
+    ("--help keys", "all top-level keys, one line each"),
     ("--help all", "everything"),
 )
 _FLAGS = (
-    ("-h, --help [TOPIC ...]", "this, or what is known of the topics"),
-    ("-m, --multirun", "a sweep: one job for each combination of the values typed with commas"),
-    ("--config-dir DIR", "your own options, which win over those of the same name; of several DIRs the later"),
-    ("", "wins; resume= and run= search those of the run too, before them"),
-    ("--cfg job", "print the configuration; --resolve fills in its references"),
-    ("--info defaults", "print which files it is made of"),
-    ("--hydra-help", "the other flags of Hydra, which reads all of this; see https://hydra.cc"),
+    ("-h, --help [TOPIC ...]", "show this overview, or help on the topics"),
+    ("-m, --multirun", "run a sweep: one job for each combination of comma-separated values"),
+    ("--config-dir DIR", "add custom options; they replace built-in options of the same name, and the last DIR"),
+    ("", "wins; resume= and run= also search the directories of that run, before DIR"),
+    ("--cfg job", "print the configuration; --resolve resolves its references"),
+    ("--info defaults", "print the files from which the configuration is composed"),
+    ("--hydra-help", "show Hydra's other flags; see https://hydra.cc"),
 )
 
 
-def overview(folders: Folders, command: str) -> list[str]:
+def overview(tree: ConfigTree, command: str) -> list[str]:
+    """Return the lines of the overview: usage, examples, groups, keys and flags."""
     torchrun = "torchrun --nproc-per-node 4 " + command.removeprefix("python ")
     examples = [(text.format(command=command, torchrun=torchrun), meaning) for text, meaning in _EXAMPLES]
     topics = [(f"{command} {text}", meaning) for text, meaning in _TOPICS]
@@ -40,17 +45,17 @@ def overview(folders: Folders, command: str) -> list[str]:
         "",
         *columns(examples, 2),
         "",
-        "MORE: type any of these words behind --help",
+        "TOPICS: every name below is a topic of --help",
         "",
         *columns(topics, 2),
         "",
-        "GROUPS: type GROUP=OPTION, and GROUP.KEY=VALUE for the keys of the option; below, each with its default",
+        "GROUPS: GROUP=OPTION chooses an option, GROUP.KEY=VALUE sets a key of it; shown with the default",
         "",
-        *listed([(_typed(folders, group), options) for group, options in folders.groups.items()], 2),
+        *listed([(_group_label(tree, group), options) for group, options in tree.groups.items()], 2),
         "",
-        "KEYS: type KEY=VALUE",
+        "KEYS: KEY=VALUE",
         "",
-        *listed(_parts(folders).items(), 2),
+        *listed(_headings(tree).items(), 2),
         "",
         "FLAGS",
         "",
@@ -58,19 +63,40 @@ def overview(folders: Folders, command: str) -> list[str]:
     ]
 
 
-def _typed(folders: Folders, group: str) -> str:
-    if not is_chosen(folders, group):
+def _group_label(tree: ConfigTree, group: str) -> str:
+    if not tree.is_chosen(group):
         return f"+{group}=OPTION"
-    default = folders.default(group)
+    default = tree.default(group)
     return f"{group}={default}" if default is not None else group
 
 
-def _parts(folders: Folders) -> dict[str, list[str]]:
-    """The top-level keys by the headings that they are under; those with keys of their own once, as `checkpoint.*`."""
-    parts: dict[str, list[str]] = {}
-    for key in folders.main.keys:
-        name, dot, _ = key.name.partition(".")
-        names = parts.setdefault(key.heading, [])
-        if name + dot.replace(".", ".*") not in names:
-            names.append(name + dot.replace(".", ".*"))
-    return parts
+def _headings(tree: ConfigTree) -> dict[str, list[str]]:
+    """Return the top-level keys by heading; a section is a single name, as `checkpoint.*`."""
+    headings: dict[str, list[str]] = {}
+    for key in tree.main.keys:
+        section, dot, _ = key.name.partition(".")
+        names = headings.setdefault(key.heading, [])
+        if (name := section + dot.replace(".", ".*")) not in names:
+            names.append(name)
+    return headings
+
+
+def columns(rows: Sequence[Sequence[str]], indent: int) -> list[str]:
+    """Return the rows as aligned columns without the empty ones; a very long cell exceeds its column."""
+    widths = [max((len(cell) for cell in each if len(cell) <= _LONGEST), default=0) for each in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True) if width or cell]
+        lines.append(f"{' ' * indent}{'  '.join(cells)}".rstrip())
+    return lines
+
+
+def listed(rows: Iterable[tuple[str, Sequence[str]]], indent: int) -> list[str]:
+    """Return each name with its words beside it, separated by commas and wrapped at WIDTH."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0) + 2
+    lines = []
+    for name, words in rows:
+        head = f"{' ' * indent}{name:<{width}}"
+        lines += textwrap.wrap(", ".join(words), WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    return lines

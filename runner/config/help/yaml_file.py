@@ -1,52 +1,66 @@
-"""What a file of the configuration says of itself: its keys, their values, and the comments. It is read, not composed.
+"""The contents of one configuration file for --help: its keys with values and types, and its comments.
 
-Its first comment is its description. `# example: WORDS` at its head or above a key is a command that uses the option or
-the key, where the one that --help would make up does not do. In the main file any other comment on a line of its own is
-the heading of the keys below it.
+The first comment is the file's description. `# example: ARGUMENTS` at the head or above a key is a command that uses
+the option or the key, and replaces the example that --help generates. A comment that begins with a type in parentheses,
+as in `key: null  # (int) ...`, states the type of a key whose value does not show it. In the main file any other
+comment on a line of its own is the heading of the keys below it.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, where it was built, is ten times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader, if it was built, is ten times as fast
 _EXAMPLE = "example:"
+_TYPES = {"int": "int", "float": "float", "bool": "bool", "str": "str", "seq": "list", "map": "mapping"}  # by YAML tag
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key that holds a value."""
+    """A key that has a value."""
 
     name: str  # dotted
-    value: str  # as it is typed
+    value: str  # as on the command line
+    type: str = ""
     comment: str = ""
     example: str = ""
     heading: str = ""
 
     @property
     def is_reference(self) -> bool:
-        """It follows another key. That is how files are wired together, and nobody types it."""
+        """True if the value interpolates another key, so that users need not set it."""
         return re.fullmatch(r"\$\{.*\}", self.value) is not None
+
+    @property
+    def arguments(self) -> str:
+        """Arguments of a command that sets the key."""
+        value = "VALUE" if self.value in ("null", "???") else shlex.quote(self.value)
+        return self.example or f"{self.name}={value}"
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return f"{self.name}={self.value}", self.type, self.comment
 
 
 @dataclass
 class File:
+    """A configuration file, read without composing it."""
+
     description: str = ""
     example: str = ""
-    notes: list[str] = field(default_factory=list)  # what else its head says
+    notes: list[str] = field(default_factory=list)  # the other comments at its head
     choices: dict[str, str] = field(default_factory=dict)  # its defaults list: group -> option
-    parents: list[str] = field(default_factory=list)  # the files of its own group that it starts from
+    parents: list[str] = field(default_factory=list)  # files of its own group in its defaults list
     keys: list[Key] = field(default_factory=list)
-    targets: dict[str, str] = field(
-        default_factory=dict
-    )  # dotted key of a node -> its `_target_`; "" is the file itself
+    targets: dict[str, str] = field(default_factory=dict)  # dotted key of a node -> its `_target_`; "" is the file
 
 
-def read(path: Path) -> File:
-    """Of a file that cannot be read the description says so."""
+def read_file(path: Path) -> File:
+    """Read a file; for an unreadable one only the description is set, and names the error."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_LOADER)
@@ -54,12 +68,13 @@ def read(path: Path) -> File:
         mark = getattr(error, "problem_mark", None)
         return File(description=f"cannot be read: {path}" + (f", line {mark.line + 1}" if mark else ""))
     lines = text.splitlines()
-    head = _head(lines)
-    told = [line for line in head if not line.startswith(("@package", _EXAMPLE))]
-    file = File("".join(told[:1]), _example(head), told[1:])
+    begin = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(("#", "---"))), None)
+    head = [line.lstrip("# ").rstrip() for line in lines[:begin] if line.startswith("#")]
+    shown = [line for line in head if not line.startswith(("@package", _EXAMPLE))]
+    file = File("".join(shown[:1]), _example(head), shown[1:])
     if not isinstance(root, yaml.MappingNode):
         return file
-    file.keys = _Keys(lines, file.targets).below(root)
+    file.keys = list(_keys(root, lines, file.targets))
     for key, value in root.value:
         if key.value == "defaults" and isinstance(value, yaml.SequenceNode):
             for item in value.value:
@@ -71,42 +86,34 @@ def read(path: Path) -> File:
     return file
 
 
-@dataclass
-class _Keys:
-    """Walks a file's nodes, and remembers the heading."""
+def _keys(root: yaml.MappingNode, lines: Sequence[str], targets: dict[str, str]) -> Iterator[Key]:
+    """Yield the keys in the order of the file, and collect the targets of the nodes."""
+    heading = ""
 
-    lines: Sequence[str]
-    targets: dict[str, str]
-    heading: str = ""
-
-    def below(self, node: yaml.MappingNode, prefix: str = "") -> list[Key]:
-        return list(self._walk(node, prefix))
-
-    def _walk(self, node: yaml.MappingNode, prefix: str) -> Iterator[Key]:
+    def walk(node: yaml.MappingNode, prefix: str) -> Iterator[Key]:
+        nonlocal heading
         for key, value in node.value:
             if key.value == "_target_":
-                self.targets[prefix.rstrip(".")] = value.value
+                targets[prefix.rstrip(".")] = value.value
             if key.value.startswith("_") or (not prefix and key.value in ("defaults", "hydra")):
                 continue
-            above = _comments_above(self.lines, key.start_mark.line)
-            self.heading = next((line for line in above if not line.startswith(_EXAMPLE)), self.heading)
+            above = _comments_above(lines, key.start_mark.line)
+            heading = next((line for line in above if not line.startswith(_EXAMPLE)), heading)
             if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
-                yield from self._walk(value, f"{prefix}{key.value}.")
-            else:
-                comment = _comment(key, value, self.lines)
-                yield Key(f"{prefix}{key.value}", _flow(value), comment, _example(above), self.heading)
+                yield from walk(value, f"{prefix}{key.value}.")
+                continue
+            comment, kind = _comment(key, value, lines), _TYPES.get(value.tag.rpartition(":")[2], "")
+            if stated := re.match(r"\(([\w\[\], |]+)\) ", comment):
+                comment, kind = comment[stated.end() :], stated[1]
+                if _flow(value) == "null":
+                    kind += " | null"
+            yield Key(f"{prefix}{key.value}", _flow(value), kind, comment, _example(above), heading)
 
-
-def _head(lines: Sequence[str]) -> list[str]:
-    """The comments before anything else."""
-    begin = next(
-        (number for number, line in enumerate(lines) if line.strip() and not line.startswith(("#", "---"))), None
-    )
-    return [line.lstrip("# ").rstrip() for line in lines[:begin] if line.startswith("#")]
+    return walk(root, "")
 
 
 def _comments_above(lines: Sequence[str], number: int) -> list[str]:
-    """Those on lines of their own right above a line; the head belongs to the file."""
+    """Return the comment lines directly above a line; those at the head of the file belong to the file."""
     found: list[str] = []
     for line in reversed(lines[:number]):
         if not line.lstrip().startswith("#"):
@@ -120,7 +127,7 @@ def _example(comments: Sequence[str]) -> str:
 
 
 def _flow(node: yaml.Node) -> str:
-    """The value in one line, as it is typed."""
+    """Return the value in one line, as on the command line."""
     if isinstance(node, yaml.SequenceNode):
         return f"[{', '.join(map(_flow, node.value))}]"
     if isinstance(node, yaml.MappingNode):
@@ -132,11 +139,11 @@ def _flow(node: yaml.Node) -> str:
 
 
 def _comment(key: yaml.ScalarNode, value: yaml.ScalarNode | yaml.CollectionNode, lines: Sequence[str]) -> str:
-    """What follows the # behind a value; of a value that begins on the next line, behind its key."""
+    """Return the comment behind a value, or behind its key if the value begins on the next line."""
     if isinstance(value, yaml.CollectionNode):
-        on_this_line = bool(value.flow_style)
+        is_on_this_line = bool(value.flow_style)
     else:
-        on_this_line = bool(value.value) and value.style not in ("|", ">")
-    mark = (value if on_this_line else key).end_mark
+        is_on_this_line = bool(value.value) and value.style not in ("|", ">")
+    mark = (value if is_on_this_line else key).end_mark
     found = re.match(r"\s*:?\s*#\s*(.*)", lines[mark.line][mark.column :])
     return found[1].rstrip() if found else ""

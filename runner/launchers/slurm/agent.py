@@ -1,53 +1,56 @@
-"""torchrun's command on one node of a Slurm job, without a traceback where a signal asked it to end.
+"""torch's elastic agent on one node of a Slurm job.
 
 usage: python -m runner.launchers.slurm.agent OPTIONS_OF_TORCHRUN, with RUNNER_DIRECTORY set
 """
 
-import logging
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
-from torch.distributed.run import main
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
+from torch.distributed.run import config_from_args, parse_args
 
-from runner.distributed.hung_rank import ENDED
-from runner.launchers.elastic_agent import counting_from_checkpoints
-from runner.launchers.restarts import Told, how_it_died
-from runner.launchers.slurm.requeue import TOLD
-
-PROCESSES = "torch.distributed.elastic.multiprocessing.api"
-RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+from runner.errors import JobFailed, Preempted
+from runner.launchers.elastic import Ranks, run_worlds
+from runner.launchers.node_rendezvous import Nodes
+from runner.launchers.slurm.requeue import STOPPED
+from runner.records.run_directory import Request
 
 
 def run() -> int:
-    """0 also after a signal, which the ranks had as well: what became of the run is in its directory.
+    """Run this node's ranks to the end of the job, and return the exit status.
 
-    Another status would let srun end the other nodes' agents, whose ranks may still be busy saving.
+    Exit with 0 even after a signal, because the ranks received it too; `result.json` has the outcome. Another status
+    would make srun terminate the other nodes' agents, whose ranks may still be saving.
     """
-    logging.getLogger(PROCESSES).setLevel(logging.CRITICAL)  # how a rank ended is told below, where none has told it
-    # At the end of a job, where the node of the rendezvous has ended first.
-    logging.getLogger(RENDEZVOUS).addFilter(lambda record: "failed to shutdown" not in record.getMessage())
+    config, command, args = config_from_args(parse_args(None))
     directory = os.environ["RUNNER_DIRECTORY"]
-    told = Told(lambda: directory)
-    try:
-        with counting_from_checkpoints(told):
-            main()
-    except SignalException:
-        # Ranks that were only starting died of it, and the batch script need not have had one.
-        (Path(directory) / TOLD).touch()
-    except ChildFailedError as error:
-        (rank, failure), why = error.get_first_failure(), told.failure()
-        if not why or (failure.exitcode < 0 and ENDED not in why):  # whom the others ended is not the cause
-            print(how_it_died(rank, failure.exitcode), file=sys.stderr)
-        return 1
-    except RendezvousClosedError:
-        return 1  # another node has given up, and says why
-    except RendezvousError as error:
-        print(f"the nodes found each other no more: {error or type(error).__name__}", file=sys.stderr)
-        return 1
+    with TemporaryDirectory() as folder:
+        os.environ["RUNNER_RESTART_FILE"] = str(Path(folder, "restart"))
+        try:
+            parameters = RendezvousParameters(
+                config.rdzv_backend,
+                config.rdzv_endpoint,
+                config.run_id,
+                config.min_nodes,
+                config.max_nodes,
+                config.local_addr,
+                **{"join_timeout": 600, "last_call_timeout": 30, **config.rdzv_configs},
+            )
+            ranks = Ranks(config.nproc_per_node, command, args, signals=config.signals_to_handle)
+            run_worlds(Nodes(parameters), ranks, Request(directory=directory), config.max_restarts, [])
+        except (SignalException, Preempted):
+            # Ranks that were only starting died of the signal, which the batch script may not have received.
+            (Path(directory) / STOPPED).touch()
+        except JobFailed:
+            return 1
+        except RendezvousClosedError:
+            return 1  # another node has given up, and reports why
+        except RendezvousError as error:
+            print(f"the nodes no longer found each other: {error or type(error).__name__}", file=sys.stderr)
+            return 1
     return 0
 
 

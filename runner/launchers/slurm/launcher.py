@@ -1,43 +1,48 @@
-"""Slurm: the run as a batch job, shown, submitted or waited for."""
+"""launcher=slurm: the run as a batch job of Slurm, printed, submitted or waited for."""
 
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from runner.config.schema import Config
-from runner.distributed.environment import RankInfo
-from runner.distributed.signals import INTERRUPTED, Stopped, interruptible
-from runner.errors import InputError, JobFailed
-from runner.launchers.env import checked_timeout
-from runner.launchers.slurm.queue import OVER, ended, state_of
-from runner.launchers.slurm.script import Code, Environment, Resources, Work, render
-from runner.runs.code_state import listed
-from runner.runs.frozen_code import freeze, remember, take_state
-from runner.runs.run_directory import Request, new_directory, read_result
+from runner.distributed.environment import PORTS, RankInfo
+from runner.distributed.failures.signals import Stopped, interruptible
+from runner.errors import InputError
+from runner.launchers.env import check_options
+from runner.launchers.protocol import Queue, SubmissionUnknown
+from runner.launchers.slurm import script
+from runner.launchers.slurm.queue import POLL_S, check_sbatch, find_ended, follow, last_job, leave_queued, submit
+from runner.records.code_state import shorten
+from runner.records.frozen_code import EXTRACTED, freeze, remember, take_state
+from runner.records.run_directory import Request, new_directory
 
-# What the launcher's own options say, or the script relies on.
-ASKED = {"account", "cpus-per-task", "exclusive", "gpus-per-node", "job-name", "nodes", "partition", "time"}
-OWN = ASKED | {"array", "chdir", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
-OWN |= {"parsable", "test-only", "wait"}
-JOB = Path("slurm") / "job"  # whose id is in this file of the run's directory
-POLL_S = 1.0
-SBATCH_TIMEOUT_S = 300.0
+# Options of sbatch that the launcher sets: from its own options, and because the script depends on them.
+OPTIONS = {"account", "cpus-per-task", "exclusive", "gpus-per-node", "job-name", "nodes", "partition", "time"}
+RESERVED = OPTIONS | {"array", "chdir", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
+RESERVED |= {"parsable", "test-only", "wait"}
+SbatchOption = str | int | bool | None  # True for an option without a value
 
 
-class Slurm:
-    """launcher=slurm; conf/launcher/slurm.yaml says what each option is for."""
+@dataclass(frozen=True)
+class Code:
+    """Which code the job runs."""
 
-    starts_processes = True
-    queues = True
-    started_on_each = False
+    archive: Path | None = None  # of the frozen code; None runs the code that exists when the job starts
+    sha256: str = ""  # of the archive
+    submitted: Path | None = None  # the file with the state of the code at submission, if there is no archive
+
+
+class Slurm(Queue):
+    """launcher=slurm; conf/launcher/slurm.yaml documents the options."""
 
     def __init__(
         self,
@@ -67,37 +72,31 @@ class Slurm:
     ):
         counts: dict[str, int | None] = {"nodes": nodes, "nproc_per_node": nproc_per_node, "signal_s": signal_s}
         counts |= {"parallel_jobs": parallel_jobs, "cpus_per_node": cpus_per_node, "gpus_per_node": gpus_per_node}
-        for key, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"launcher.{key}={value} must be at least 1")
-        if max_restarts < 0:
-            raise ValueError(f"launcher.max_restarts={max_restarts} must be at least 0")
+        check_options(join_timeout_s, max_restarts, **counts)
         if gpus_per_node is not None and gpus_per_node < nproc_per_node:
             raise ValueError(
                 f"launcher.nproc_per_node={nproc_per_node} needs a GPU each, and launcher.gpus_per_node="
-                f"{gpus_per_node}; make them equal"
+                f"{gpus_per_node} is less; use equal values"
             )
         if isinstance(time, int) and time >= 60:
             text = f"{time // 60}:{time % 60:02}:00"
             raise ValueError(
-                f"launcher.time={time} must be below 60 as a number of minutes; if those are meant, write '{text}' "
+                f"launcher.time={time} must be below 60 as a number of minutes; for so many minutes, write '{text}' "
                 "with its quotes (YAML reads an unquoted 8:00:00 as 28800)"
             )
         for key in sbatch or {}:
-            if key.replace("_", "-") in OWN:
-                raise ValueError(f"launcher.sbatch.{key}: the launcher sets it itself, see --help for its own options")
+            if key.replace("_", "-") in RESERVED:
+                raise ValueError(f"launcher.sbatch.{key}: the launcher sets this option; see --help launcher=slurm")
         if conda and venv:
-            raise ValueError(f"launcher.conda={conda} and launcher.venv={venv}: one environment at a time")
+            raise ValueError(f"launcher.conda={conda} and launcher.venv={venv} exclude each other; remove one")
         if code not in ("frozen", "live"):
             raise ValueError(
-                f"launcher.code={code} must be frozen (as it is when the job is submitted) or live (when it starts)"
+                f"launcher.code={code} must be frozen (the code at submission) or live (the code when the job starts)"
             )
-        self.nproc_per_node, self.code = nproc_per_node, code
-        self._submitted: list[str] = []
-        self.name, self.dry_run, self.wait = job_name, dry_run, wait
-        self.join_timeout_s = checked_timeout(join_timeout_s)
-        self.python = "python" if conda or venv or prefix else sys.executable
-        options: dict[str, Any] = {
+        self.name, self.code, self.dry_run, self.wait = job_name, code, dry_run, wait
+        self.world_size, self.join_timeout_s = nodes * nproc_per_node, join_timeout_s
+        self._submitted: list[str] = []  # the names of the sweep's jobs
+        self.options: dict[str, SbatchOption] = {
             "nodes": nodes,
             "ntasks-per-node": 1,
             "cpus-per-task": cpus_per_node or (None if exclusive else nproc_per_node),
@@ -108,171 +107,190 @@ class Slurm:
             "time": time,
             **{key.replace("_", "-"): value for key, value in (sbatch or {}).items()},
         }
-        self.resources = Resources(options, signal_s, parallel_jobs, math.ceil(join_timeout_s), max_restarts)
-        variables = {name: str(value) for name, value in (env or {}).items()}
-        self.environment = Environment(modules, conda, venv, setup, variables, prefix)
-
-    @property
-    def world_size(self) -> int:
-        return int(self.resources.options["nodes"]) * self.nproc_per_node
+        self.python = "python" if conda or venv or prefix else sys.executable
+        self.nproc_per_node, self.parallel_jobs, self.max_restarts = nproc_per_node, parallel_jobs, max_restarts
+        self.signal_s, self.modules, self.conda, self.venv, self.setup = signal_s, modules, conda, venv, setup
+        self.variables, self.prefix = {name: str(value) for name, value in (env or {}).items()}, prefix
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Show, submit or wait for the job. Returns the metrics of a job that was waited for."""
+        """Print the script, or submit the job. Return the metrics of the run if `wait`.
+
+        Raises InputError if the run is in the queue already or sbatch refuses it, SubmissionUnknown if sbatch times
+        out, and JobFailed if a job that was waited for has failed.
+        """
         directory = Path(request.directory) if request.directory else None
         if self.dry_run:
             directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
             print(self._script(config, directory, [(directory, request)], directory / "slurm" / "%j.log")[0], end="")
             return {}
-        _check_commands()
-        made = directory is None
+        check_sbatch()
         directory = directory or new_directory(config.outputs, config.name)
-        if (earlier := _job_of(directory)) and not ended([earlier]):
-            raise InputError(
-                f"{directory} is that of job {earlier}, which is in the queue; `scancel {earlier}` ends it"
-            )
+        previous = last_job(directory)
+        if previous and not find_ended([previous]):
+            fix = f"`scancel {previous}` ends it" if previous.isdigit() else "`squeue --me` lists its id for scancel"
+            raise InputError(f"{directory} belongs to job {previous}, which is in the queue; {fix}")
         try:
-            script, note = self._script(config, directory, [(directory, request)], directory / "slurm" / "%j.log")
-            job = submit(script, directory)
+            text, note = self._script(config, directory, [(directory, request)], directory / "slurm" / "%j.log")
+            job = submit(text, directory)
         except InputError:
-            if made:
+            if request.directory is None:
                 shutil.rmtree(directory)
             raise
         print(f"submitted job {job}\nrun directory: {directory}{note}", flush=True)
-        return follow(job, directory) if self.wait else {}
-
-    def max_jobs(self) -> int:
-        """The tasks that an array may have; 1,001 where Slurm is not there to be asked."""
-        said = ""
-        if shutil.which("scontrol"):
-            asked = ("scontrol", "show", "config")
-            with suppress(subprocess.TimeoutExpired):
-                said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
-        limits = [int(number) for number in re.findall(r"\b(?:MaxArraySize\s*|max_array_tasks)=\s*(\d+)", said)]
-        return max(min(limits, default=1001), 1)
+        return follow(job, directory, self.log_file(directory, job)) if self.wait else {}
 
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
-        """Show or submit the jobs of a sweep as one array. Returns their names in the queue; none of those shown."""
-        if self._submitted and self.resources.parallel_jobs:
-            # The limit is of one array: this one begins when the last has ended.
-            after = {"dependency": f"afterany:{self._submitted[-1].partition('_')[0]}"}
-            self.resources = replace(self.resources, options={**self.resources.options, **after})
-        works = [(Path(str(request.directory)), request) for _, request in jobs]
-        log = directory / "slurm" / ("%A_%a.log" if len(works) > 1 else "%j.log")
-        script, note = self._script(jobs[0][0], directory, works, log)
+        """Print or submit the jobs as one job array. Return their names in the queue; none of those printed."""
+        if self._submitted and self.parallel_jobs:
+            # The limit applies to one array, so this array starts when the previous one has ended.
+            self.options["dependency"] = f"afterany:{self._submitted[-1].partition('_')[0]}"
+        runs = [(Path(str(request.directory)), request) for _, request in jobs]
+        log = directory / "slurm" / ("%A_%a.log" if len(runs) > 1 else "%j.log")
+        text, note = self._script(jobs[0][0], directory, runs, log)
         if self.dry_run:
-            print(script, end="")
+            print(text, end="")
             return []
-        _check_commands()
-        job = submit(script, directory, name=f"jobs-{min(_number(work) for work, _ in works)}.sh")
-        print(f"submitted {len(works)} jobs as job {job}\nsweep directory: {directory}{note}", flush=True)
-        names = [f"{job}_{number}" for number in range(len(works))] if len(works) > 1 else [job]
+        check_sbatch()
+        first_number = min(int(run.name.partition("-")[0]) for run, _ in runs)
+        try:
+            job = submit(text, directory, name=f"jobs-{first_number}.sh")
+        except SubmissionUnknown as error:
+            raise SubmissionUnknown(str(error), error.names * len(runs)) from None
+        print(f"submitted {len(runs)} jobs as job {job}\nsweep directory: {directory}{note}", flush=True)
+        names = [f"{job}_{number}" for number in range(len(runs))] if len(runs) > 1 else [job]
         self._submitted += names
         return names
 
+    @classmethod
+    def find_ended(cls, names: Sequence[str]) -> set[str]:
+        return find_ended(names)
+
+    def max_jobs(self) -> int:
+        """Return how many tasks an array may have; Slurm's default limit if scontrol does not answer."""
+        output = ""
+        if shutil.which("scontrol"):
+            command = ("scontrol", "show", "config")
+            with suppress(subprocess.TimeoutExpired):
+                output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+        limits = [int(number) for number in re.findall(r"\b(?:MaxArraySize\s*|max_array_tasks)=\s*(\d+)", output)]
+        return max(min(limits, default=1001), 1)
+
     def wait_for_sweep(self) -> bool:
-        """With launcher.wait, return when every job of the sweep has ended. Returns whether that was waited for."""
+        """With launcher.wait, return when all jobs of the sweep have ended. Return whether they were waited for."""
         left = self._submitted
         try:
             with interruptible():
-                while self.wait and (left := sorted({*left} - ended(left))):
+                while self.wait and (left := sorted({*left} - find_ended(left))):
                     time.sleep(POLL_S)
         except (KeyboardInterrupt, Stopped):
-            _leave(*dict.fromkeys(job.partition("_")[0] for job in left))
+            leave_queued(*dict.fromkeys(job.partition("_")[0] for job in left))
         return self.wait
+
+    @classmethod
+    def log_file(cls, directory: Path, name: str) -> Path:
+        return directory / "slurm" / f"{name}.log"
 
     def _script(
         self, config: Config, directory: Path, runs: Sequence[tuple[Path, Request]], log: Path
     ) -> tuple[str, str]:
-        """The script that does the runs, and what to tell of their code, which is kept in the directory.
+        """Return the script of the runs, and a note on their code, of which `directory` keeps a copy or the state.
 
-        Raises InputError where it cannot be kept.
+        Raises InputError if the code cannot be copied.
         """
-        code, folders, note = Code(), list(runs[0][1].config_dirs), ""
+        code, config_dirs, note = Code(), list(runs[0][1].config_dirs), ""
         if self.code == "frozen":
-            frozen = freeze(directory, folders, write=not self.dry_run)
-            code, folders = Code(frozen=frozen.folder), frozen.config_dirs
+            frozen = freeze(directory, config_dirs, write=not self.dry_run)
+            code = Code(archive=frozen.path, sha256=frozen.sha256)
+            config_dirs = [str(EXTRACTED / path) for path in frozen.config_dirs]  # in the directory of each run
             if frozen.changed:
-                note = f"\ncode: as of {frozen.since}, since when these have changed: {listed(frozen.changed)}"
+                note = f"\ncode: as of {frozen.since}; these files have changed since: {shorten(frozen.changed)}"
         elif self.dry_run:
             code = Code(submitted=directory / "slurm" / "code.json")
         else:
-            code = Code(submitted=remember(directory, take_state(folders)))
-        options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.resources.options}
-        resources = replace(self.resources, options=options)
-        works = [_work(path, request, folders) for path, request in runs]
-        return render(resources, self.environment, works, log, self.python, self.nproc_per_node, code), note
+            code = Code(submitted=remember(directory, take_state(config_dirs)))
+        options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.options}
+        commands = [(path, _arguments(path, request, config_dirs)) for path, request in runs]
+        return _render(self, options, commands, log, code), note
 
 
-def _work(directory: Path, request: Request, config_dirs: Sequence[str]) -> Work:
-    """The words of the run inside the job, where runner.launch finds itself in the job and queues no other."""
-    kept = [word for word in request.overrides if not word.lstrip("+").startswith("launcher.dry_run=")]
-    return Work(directory, [*(f"--config-dir={folder}" for folder in config_dirs), *kept])
+def _arguments(directory: Path, request: Request, config_dirs: Sequence[str]) -> list[str]:
+    """Return the arguments of the run inside the job, where runner.launch detects the job and submits no other."""
+    kept = [override for override in request.overrides if not override.lstrip("+").startswith("launcher.dry_run=")]
+    return [*(f"--config-dir={directory / config_dir}" for config_dir in config_dirs), *kept]
 
 
-def _number(directory: Path) -> int:
-    """Of a job of a sweep, whose directory begins with it."""
-    return int(directory.name.partition("-")[0])
+def _render(
+    slurm: Slurm, options: Mapping[str, SbatchOption], runs: Sequence[tuple[Path, list[str]]], log: Path, code: Code
+) -> str:
+    """Return the script. Several runs are the tasks of a job array; the path of their log may contain %A and %a.
 
-
-def submit(script: str, directory: Path, name: str = "job.sh") -> str:
-    """Keep the script and hand it to sbatch. Returns the job's id. Raises InputError where sbatch refuses it."""
-    (directory / "slurm").mkdir(exist_ok=True)
-    path = directory / "slurm" / name
-    path.write_text(script)
-    words = ["sbatch", "--parsable", str(path)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            f"launcher=slurm: sbatch has not answered for {SBATCH_TIMEOUT_S:g} s; squeue tells if it has taken a job"
-        ) from None
-    if done.returncode:
-        raise InputError(f"launcher=slurm: sbatch says: {' '.join(done.stderr.split())}")
-    job = done.stdout.strip().split(";")[0]  # a federation adds the cluster
-    (directory / JOB).write_text(f"{job}\n")
-    return job
-
-
-def _job_of(directory: Path) -> str | None:
-    """That was last submitted for the directory."""
-    return (directory / JOB).read_text().strip() if (directory / JOB).exists() else None
-
-
-def follow(job: str, directory: Path) -> dict[str, float]:
-    """Print the job's log as it grows, until the job has ended. Returns the run's metrics.
-
-    Raises JobFailed where the job did not end well; a requeue is no end.
+    options: of sbatch. runs: the directory and the command-line arguments of each run.
     """
-    log, read = directory / "slurm" / f"{job}.log", 0
-    state, status = "PENDING", 1
-    try:
-        with interruptible():
-            while state not in OVER:
-                time.sleep(POLL_S)
-                state, status = state_of(job)
-                if log.exists():
-                    with log.open(errors="replace") as file:
-                        file.seek(read)
-                        print(file.read(), end="", flush=True)
-                        read = file.tell()
-    except (KeyboardInterrupt, Stopped):
-        _leave(job)
-    result = read_result(directory) or {}
-    if state == "COMPLETED" and result.get("state") == "finished":
-        return result["metrics"]
-    text = f"job {job} ended {state}, status {status}; its log is {log}"
-    print(text, file=sys.stderr, flush=True)
-    raise JobFailed(text, status or 1)
+    of_code = ("PYTHONPATH", "PYTHONSAFEPATH") if code.archive else ("RUNNER_SUBMITTED",)
+    names = ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *slurm.variables, *of_code)
+    variables = [f'{name}="${name}"' for name in names]
+    command = [*([slurm.prefix] if slurm.prefix else []), "env", *variables, script.VISIBLE]
+    functions = script.FUNCTIONS.format(
+        command=" ".join([*command, shlex.quote(slurm.python)]),
+        nproc=slurm.nproc_per_node,
+        join_s=math.ceil(slurm.join_timeout_s),
+        signals=script.SIGNALS,
+        restarts=slurm.max_restarts,
+    )
+    # Ranks that have not saved after the grace period are killed, and the job resumes from the last checkpoint.
+    grace_s = max(slurm.signal_s - 20, slurm.signal_s * 3 // 4)
+    run = script.RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=grace_s, select_code=_select_code(code))
+    lines = ["#!/bin/bash", *_directives(slurm, options, log, len(runs)), "", script.TRAP, *_select_run(runs)]
+    return "\n".join([*lines, functions, script.SETUP, *_prepare(slurm), run])
 
 
-def _leave(*jobs: str) -> NoReturn:
-    print(f"\njob {', '.join(jobs)} keeps running; `scancel {' '.join(jobs)}` ends it", file=sys.stderr, flush=True)
-    raise SystemExit(INTERRUPTED)
+def _directives(slurm: Slurm, options: Mapping[str, SbatchOption], log: Path, num_runs: int) -> list[str]:
+    options = {**options, "output": str(log), "open-mode": "append", "requeue": True}
+    options["signal"] = f"B:USR1@{slurm.signal_s}"  # only to the script
+    if num_runs > 1:
+        limit = f"%{slurm.parallel_jobs}" if slurm.parallel_jobs else ""
+        options["array"] = f"0-{num_runs - 1}{limit}"
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    return [
+        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}") for name, value in given.items()
+    ]
 
 
-def _check_commands() -> None:
-    if shutil.which("sbatch") is None:
-        raise InputError(
-            "launcher=slurm needs sbatch, which is not on this machine; launcher.dry_run=true shows the script, and "
-            "launcher=spawn runs here"
-        )
+def _prepare(slurm: Slurm) -> list[str]:
+    lines = []
+    for module in slurm.modules:
+        lines += _checked(f"module load {shlex.quote(module)}")
+    if slurm.conda:
+        lines += ['eval "$(conda shell.bash hook)"', *_checked(f"conda activate {shlex.quote(slurm.conda)}")]
+    if slurm.venv:
+        activate = Path(slurm.venv).expanduser() / "bin" / "activate"
+        lines += _checked(f"source {_expanded(str(activate))}")
+    lines += [f"export {name}={_expanded(value)}" for name, value in slurm.variables.items()]
+    return [*lines, *slurm.setup]
+
+
+def _checked(line: str) -> list[str]:
+    """Return the lines that run a command, and end the job with the command in its error if it fails."""
+    return [f"doing={shlex.quote(line)}", f"{line} || exit 1", "doing="]
+
+
+def _expanded(text: str) -> str:
+    """Return one word of bash in which the node's variables are expanded, such as $HOME and $SLURM_TMPDIR."""
+    return '"' + re.sub(r'(["`\\])', r"\\\1", text) + '"'
+
+
+def _select_code(code: Code) -> str:
+    if code.archive is None:
+        return f"export RUNNER_SUBMITTED={shlex.quote(str(code.submitted))}"
+    return script.FROZEN.format(archive=shlex.quote(str(code.archive)), sha256=code.sha256, extracted=EXTRACTED)
+
+
+def _select_run(runs: Sequence[tuple[Path, list[str]]]) -> list[str]:
+    selected = [
+        [f"export RUNNER_DIRECTORY={shlex.quote(str(directory))}", f"overrides=({shlex.join(arguments)})"]
+        for directory, arguments in runs
+    ]
+    if len(selected) == 1:
+        return selected[0]
+    cases = [line for number, lines in enumerate(selected) for line in (f"{number})", *lines, ";;")]
+    return ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]

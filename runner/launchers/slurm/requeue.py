@@ -1,72 +1,72 @@
-"""How a Slurm job ends, near the end of its script: whether a run that was told to stop goes back into the queue.
+"""The end of a Slurm job, called by its script: decides whether a run that was stopped is requeued.
 
 usage: python -m runner.launchers.slurm.requeue RUN_DIR STATUS SIGNAL [WHY]
 
-SIGNAL is empty if the script received none, and WHY says why the run was not started
+SIGNAL is empty if the script received no signal. WHY is the reason if the run was not started.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from runner.runs.attempts import ATTEMPTS, KILLED, read_attempts
-from runner.runs.ledger import DONE
-from runner.runs.run_directory import CHECKPOINTS, RESULT, read_result, write_whole
-from runner.runs.strict_json import dumps
-from runner.runs.train_state import available
+from runner.checkpoints.layout import list_checkpoints
+from runner.records.attempts import ATTEMPTS, KILLED, read_attempts
+from runner.records.ledger import DONE
+from runner.records.record_files import dumps, write_atomically
+from runner.records.result import RESULT, read_result
+from runner.records.run_directory import CHECKPOINTS
 
-STARTED = Path("slurm") / "started"  # touched by the script before each start
-TOLD = Path("slurm") / "told"  # by an agent, which a signal asked to end; the script removes it before each start
+STARTED = Path("slurm") / "started"  # the script touches it before each start
+STOPPED = Path("slurm") / "stopped"  # touched by an agent that received a signal, and removed before each start
 REQUEUED = Path("slurm") / "requeued.json"
-AGAIN = 143
+REQUEUE = 143
 
 
 def main() -> int:
-    """The job's exit status; AGAIN where it was told to stop and has got on since the last time."""
-    directory, status, signalled = Path(sys.argv[1]), int(sys.argv[2]), bool(sys.argv[3])
+    """Return the job's exit status: REQUEUE if the run was stopped and has made a step since the previous requeue."""
+    directory, status, signaled = Path(sys.argv[1]), int(sys.argv[2]), bool(sys.argv[3])
     if why := " ".join(sys.argv[4:]):
         return _fail(directory, why, status)
-    signalled = signalled or (directory / TOLD).exists()
+    signaled = signaled or (directory / STOPPED).exists()
     state = _state_of_this_start(directory)
     if state == "finished":
         return 0
-    if state == "running" and not signalled:
-        return _fail(directory, f"the job ended with status {status} before its run could say why", status)
+    if state == "running" and not signaled:
+        return _fail(directory, f"the job ended with status {status} before its run recorded an outcome", status)
     if state not in ("running", "preempted"):
         return status or 1
-    before, checkpoints = directory / REQUEUED, available(directory / CHECKPOINTS)
+    checkpoints, requeued = list_checkpoints(directory / CHECKPOINTS), directory / REQUEUED
     step = int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
-    last = json.loads(before.read_text())["step"] if before.exists() else -1
-    if step <= last:
-        text = f"requeued at step {last} and stopped again without one step more; give the job more time"
+    if requeued.exists() and step <= (previous := json.loads(requeued.read_text())["step"]):
+        text = f"requeued at step {previous} and stopped again before another step; give the job more time"
         return _fail(directory, text, 1)
-    write_whole(before, dumps({"step": step}) + "\n")
+    write_atomically(requeued, dumps({"step": step}) + "\n")
     print(f"stopped after step {step}", flush=True)
-    return AGAIN
+    return REQUEUE
 
 
 def _fail(directory: Path, error: str, status: int) -> int:
     print(error, flush=True)
     result = read_result(directory) or {}
-    if result.get("state") not in DONE:  # what a run that was resumed has come to is not undone by this start
-        write_whole(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
+    if result.get("state") not in DONE:  # a failed start does not change the outcome of a run that had finished
+        write_atomically(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
     return status or 1
 
 
 def _state_of_this_start(directory: Path) -> str:
-    """As the run has told; running where it has told nothing since this start."""
-    result, started = read_result(directory), _when(directory / STARTED)
-    told = max(_when(directory / RESULT), started)
-    ended = [attempt.state for attempt in read_attempts(directory)]
-    if ended and ended[-1] != KILLED and _when(directory / ATTEMPTS) >= told:
-        return ended[-1]  # one that came to no step leaves result.json as it was
-    if result is None or _when(directory / RESULT) < started:
+    """Return the state that the run has recorded since the script's last start; running if it has recorded none."""
+    result, started = read_result(directory), _modified(directory / STARTED)
+    attempts = [attempt.state for attempt in read_attempts(directory)]
+    last_record = max(_modified(directory / RESULT), started)
+    if attempts and attempts[-1] != KILLED and _modified(directory / ATTEMPTS) >= last_record:
+        return attempts[-1]  # an attempt without a step leaves result.json unchanged
+    if result is None or _modified(directory / RESULT) < started:
         return "running"
     return str(result["state"])
 
 
-def _when(path: Path) -> int:
-    """It was last written, in nanoseconds; 0 where it is not there."""
+def _modified(path: Path) -> int:
+    """Return the file's modification time in nanoseconds; 0 if it is missing."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 

@@ -1,32 +1,51 @@
-"""Per class: how often it was found, taken for another one, and missed."""
+"""Metrics of true positives, false positives and false negatives per class: F1 and intersection over union."""
+
+from typing import Literal
 
 import torch
 
-from runner.training.metrics.class_dim import ClassDim, ClassDimOption, check_tensors, counted
+from runner.training.metrics.shapes import (
+    ClassDim,
+    ClassDimOption,
+    IgnoreIndex,
+    check_tensors,
+    counted,
+    resolve_ignore_index,
+)
 
 
-class ClassCounts:
-    """Counts of classes that exclude each other, or of labels that do not (binary, multi-label), by the shapes.
+class _ClassCounts:
+    """Sums of true positives, false positives and false negatives, from which a metric computes a value per class.
 
-    threshold: of labels, the output above which one is predicted.
+    The shapes decide whether classes exclude each other, or are independent labels (binary, multi-label). A label is
+    predicted if its output is above `threshold`. With `per_class`, the value of each class is returned too.
     """
 
-    def __init__(self, name: str, threshold: float, ignore_index: int | None, class_dim: ClassDimOption):
-        self._name, self._threshold, self._ignored = name, threshold, ignore_index
-        self._classes = ClassDim(class_dim)
+    higher_is_better = True
 
-    def of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(3, C): true positives, false positives, false negatives.
+    def __init__(
+        self,
+        per_class: bool = False,
+        threshold: float = 0.0,
+        ignore_index: IgnoreIndex = None,
+        class_dim: ClassDimOption = None,
+    ):
+        self._per_class, self._threshold = per_class, threshold
+        self._ignored, self._classes = resolve_ignore_index(ignore_index), ClassDim(class_dim)
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return true positives, false positives and false negatives, (3, C).
 
         Classes: outputs (N, C), (N, C, ...) or (N, ..., C) and targets (N, ...) integers. Labels: outputs and targets
         (N) or (N, C, ...), 0 or 1; outputs (N, 1) also fit targets (N). Raises ValueError for other shapes.
         """
-        check_tensors(self._name, outputs, targets)
+        name = type(self).__name__.lower()
+        check_tensors(name, outputs, targets)
         if outputs.shape == (*targets.shape, 1):
             outputs = outputs.squeeze(-1)
         if outputs.shape == targets.shape:
             return self._of_labels(outputs, targets)
-        scores, classes = self._classes.last(self._name, outputs, targets)
+        scores, classes = self._classes.flatten(name, outputs, targets)
         counts, num_classes = counted(classes, self._ignored), scores.shape[-1]
         predicted, classes = scores.argmax(-1)[counts], classes[counts]
         found = torch.bincount(classes[predicted == classes], minlength=num_classes)
@@ -39,17 +58,60 @@ class ClassCounts:
         cells = (predicted & wanted, predicted & ~wanted, ~predicted & wanted)
         return torch.stack([(cell & counts).sum(dims).reshape(-1) for cell in cells])
 
+    def _with_classes(
+        self, name: str, mean: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return the mean, or with `per_class` a mapping with the mean and the value of each class."""
+        if not self._per_class:
+            return mean
+        return {name: mean} | {f"class_{number}": value for number, value in enumerate(values)}
 
-def mean_of_present(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The mean over the classes that were wanted or predicted at all; 0 where none was."""
+
+class IoU(_ClassCounts):
+    """Intersection over union, TP / (TP + FP + FN): the mean over the classes that occur in targets or predictions.
+
+    Source: Everingham et al., "The PASCAL Visual Object Classes Challenge", 2010, section 4.4 (segmentation accuracy).
+    """
+
+    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        found, false, missed = sums
+        values = found / (found + false + missed).clamp(min=1)
+        return self._with_classes("mean", _mean_of_present(values, sums), values)
+
+
+class F1(_ClassCounts):
+    """2 TP / (2 TP + FP + FN), the harmonic mean of precision and recall.
+
+    Args:
+        average: `macro` is the mean over the classes that occur in targets or predictions; `micro` uses the sum of the
+            counts of all classes.
+
+    Source: van Rijsbergen, "Information Retrieval", 1979, chapter 7; averages as in scikit-learn's f1_score.
+    """
+
+    def __init__(
+        self,
+        average: Literal["macro", "micro"] = "macro",
+        per_class: bool = False,
+        threshold: float = 0.0,
+        ignore_index: IgnoreIndex = None,
+        class_dim: ClassDimOption = None,
+    ):
+        super().__init__(per_class, threshold, ignore_index, class_dim)
+        self._average = average
+
+    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        values = _f1(sums)
+        mean = _f1(sums.sum(1)) if self._average == "micro" else _mean_of_present(values, sums)
+        return self._with_classes(self._average, mean, values)
+
+
+def _f1(counts: torch.Tensor) -> torch.Tensor:
+    found, false, missed = counts
+    return 2 * found / (2 * found + false + missed).clamp(min=1)
+
+
+def _mean_of_present(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the classes that occur in targets or predictions; 0 if none does."""
     present = counts.sum(0) > 0
     return (values * present).sum() / present.sum().clamp(min=1)
-
-
-def by_class(
-    mean: torch.Tensor, values: torch.Tensor, per_class: bool, name: str
-) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The mean, and on demand the values of all classes beside it."""
-    if not per_class:
-        return mean
-    return {name: mean} | {f"class_{number}": value for number, value in enumerate(values)}

@@ -1,22 +1,23 @@
-"""A metric of torchmetrics as one of ours: its states become sums and rows; it never talks to ranks itself."""
+"""Adapter for metrics of torchmetrics: their states become sums and rows, and they never use a process group."""
 
 import copy
 from typing import Any
 
 import torch
 
-from runner.training.metric import Rows, Sums, Value
+from runner.input.pytree import tensors
+from runner.training.metrics.contract import Rows, Sums, Value
 
 
 def is_torchmetric(metric: object) -> bool:
-    """Without importing torchmetrics: whoever made one has."""
+    """Return True for a metric of torchmetrics, without importing torchmetrics."""
     return any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(metric).__mro__)
 
 
 class TorchMetric:
-    """States reduced by sum are sums; lists that are concatenated, and states reduced by max or min, are rows.
+    """A metric of torchmetrics. States reduced by sum are sums; concatenated lists and maxima or minima are rows.
 
-    Raises ValueError for a metric with other states: what they are over several ranks is not known.
+    Raises ValueError for a metric with other states, whose reduction over ranks is unknown.
     """
 
     def __init__(self, metric: Any):
@@ -24,7 +25,7 @@ class TorchMetric:
 
         self.higher_is_better: bool | None = metric.higher_is_better
         self._metric = copy.deepcopy(metric)
-        self._metric.set_dtype(torch.float64)  # sums of float32 would depend on their order
+        self._metric.set_dtype(torch.float64)  # float32 sums would depend on their order
         for name, default in metric._defaults.items():
             if isinstance(default, torch.Tensor) and not default.is_floating_point():
                 self._metric._defaults[name] = default.clone()  # counts stay integers
@@ -38,15 +39,15 @@ class TorchMetric:
                 called = getattr(reduction, "__name__", reduction)
                 raise ValueError(
                     f"{type(metric).__name__} keeps its state {name} in a way (dist_reduce_fx={called}) that cannot be "
-                    "had from several ranks; a state must be reduced by sum, max or min, or be a list reduced by cat"
+                    "computed over ranks; a state must be reduced by sum, max or min, or be a list reduced by cat"
                 )
             self._kinds[name] = kind
         if not self._kinds:
-            raise ValueError(f"{type(metric).__name__} has no states of its own; name the metric that it holds")
+            raise ValueError(f"{type(metric).__name__} has no states; use the metric that it wraps")
 
     def update(self, outputs: Any, targets: Any) -> Sums:
-        """As torchmetrics's `update(preds, target)`: what one batch makes of the states."""
-        device = next((leaf.device for leaf in _tensors(outputs)), None)
+        """Return the states after `update(preds, target)` with only this batch."""
+        device = next((tensor.device for tensor in tensors(outputs)), None)
         if device is not None and device != self._metric.device:
             self._metric.to(device)
         self._metric.reset()
@@ -61,7 +62,7 @@ class TorchMetric:
         return sums
 
     def compute(self, sums: dict[str, torch.Tensor]) -> Value:
-        """By torchmetrics's own formula; a vector, as of average=none, is a number per place in it."""
+        """Return the value that torchmetrics computes; a vector, as with average=none, becomes a mapping by index."""
         self._metric.reset()
         for name, kind in self._kinds.items():
             default, state = self._metric._defaults[name], sums[name]
@@ -71,14 +72,8 @@ class TorchMetric:
             if kind != "sum":
                 state = (state.amax(0) if kind == "max" else state.amin(0)) if len(state) else default
             setattr(self._metric, name, state.to(default.dtype))
-        self._metric._update_count = 1  # otherwise it warns that there is nothing to compute from
+        self._metric._update_count = 1  # otherwise it warns that `update` was not called
         value = self._metric.compute()
         if isinstance(value, torch.Tensor) and value.dim() == 1:
-            return {str(place): number for place, number in enumerate(value)}
+            return {str(index): number for index, number in enumerate(value)}
         return value
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    from torch.utils._pytree import tree_leaves
-
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from runner.training.objective import Objective
+from runner import Objective
 
 
 class Rings:

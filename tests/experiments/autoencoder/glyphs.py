@@ -1,4 +1,4 @@
-"""A variational autoencoder: samples, model and what is minimised."""
+"""A variational autoencoder: samples, model and objectives."""
 
 import math
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from runner.training.objective import Objective
+from runner import Objective
 
 
 @dataclass
 class Glyph:
     image: Tensor  # (8, 8)
-    noise: Tensor  # (2,), by which its code is drawn: of the sample, so that it is the same on any number of ranks
+    noise: Tensor  # (2,), the noise of its code: part of the sample, and so equal on any number of ranks
 
 
 class Glyphs:
@@ -47,7 +47,7 @@ class Autoencoder(nn.Module):
 
 
 def divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Of the codes from a standard normal distribution, (N, 2), (N, 2) -> (); Kingma, Welling, 2013, appendix B."""
+    """Return the KL divergence from a standard normal, (N, 2), (N, 2) -> (); Kingma, Welling, 2013, appendix B."""
     return -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
 
 
@@ -81,7 +81,7 @@ class Gaussian(Objective, nn.Module):
 
 
 class InTurns(Bernoulli):
-    """The two terms of the bound in turn: the encoder is trained by both."""
+    """The two terms of the bound as two losses, both of which train the encoder."""
 
     losses: ClassVar = {"error": "", "closeness": "^encoder"}
 

@@ -25,7 +25,7 @@ class Finetuned(nn.Module):
 
     def __init__(self, num_outputs: int):
         super().__init__()
-        self.resnet = resnet18(weights=None)  # a user's own would be loaded here
+        self.resnet = resnet18(weights=None)  # pretrained weights would be loaded here
         self.resnet.requires_grad_(False)
         self.resnet.fc = nn.Linear(512, num_outputs)
 

@@ -1,4 +1,4 @@
-"""A class for each pixel: images with blobs whose border counts nothing, and a net of convolutions."""
+"""A class for each pixel: images with blobs whose border is ignored, and a convolutional network."""
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ class Blobs(TensorDataset):
 
 
 class Net(nn.Module):
-    """Down once, up again, and the fine features beside the coarse ones."""
+    """One downsampling and upsampling, whose result is concatenated with the fine features."""
 
     def __init__(self, num_outputs: int, channels: int = 4):
         super().__init__()

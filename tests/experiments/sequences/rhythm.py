@@ -1,4 +1,4 @@
-"""Sequences of tokens of any length, each with the class of what it repeats, and an LSTM that reads them."""
+"""Token sequences of different lengths, classified by their rhythm, and an LSTM."""
 
 import torch
 from torch import Tensor, nn

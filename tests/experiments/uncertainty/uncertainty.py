@@ -1,11 +1,11 @@
-"""A loss with a parameter of its own."""
+"""A loss with a trainable parameter."""
 
 import torch
 from torch import Tensor, nn
 
 
 class LearnedScale(nn.Module):
-    """The error of each output in units of its own, which are learned.
+    """The squared error of each output, in units that are learned for each output.
 
     Kendall, Gal, Cipolla, "Multi-Task Learning Using Uncertainty to Weigh Losses", 2018, section 3.2.
     """
@@ -19,7 +19,7 @@ class LearnedScale(nn.Module):
 
 
 class LearnedScaleOfSome(LearnedScale):
-    """Of samples whose first target is above a threshold; a micro-batch may have none of them."""
+    """Only of samples whose first target is above a threshold; a micro-batch may contain none of them."""
 
     def weight_of(self, targets: Tensor) -> Tensor:
         return (targets[:, 0] > 0.5).sum()

@@ -1,4 +1,4 @@
-"""What does not fit: samples, losses and objectives, each wrong in one way."""
+"""Samples, losses and objectives, each wrong in one way."""
 
 from typing import ClassVar
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.training.objective import Objective
+from runner import Objective
 
 
 class Points(TensorDataset):
@@ -43,7 +43,7 @@ class RaisingLater(Points):
 
 
 class Dropping(Points):
-    """Its collate leaves out the second sample, or those of which `least` are not there."""
+    """Its collate drops the last sample of batches of at least `least` samples."""
 
     def __init__(self, train: bool, least: int = 2):
         super().__init__(train)
@@ -56,7 +56,7 @@ class Dropping(Points):
 
 
 class UncutAhead(Points):
-    """Says that batches may be cut, and counts the rows of each."""
+    """Sets reads_ahead, although its batches contain the number of rows, which has no row per sample."""
 
     reads_ahead = True
 
@@ -87,7 +87,7 @@ class Square(Points):
 
 
 class Net(nn.Module):
-    """Two layers; what it returns is `kind`."""
+    """Two layers; `kind` selects what forward returns."""
 
     def __init__(self, kind: str = "tensor"):
         super().__init__()

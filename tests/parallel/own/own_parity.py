@@ -1,15 +1,15 @@
-"""Models, data, losses and objectives such as users have: what is not one tensor in and one out, on CPU in moments."""
+"""Models, data, losses and objectives as users write them, with other structures than one tensor in and one out."""
 
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from runner.training.objective import Objective
+from runner import Objective
 
 
 class Sentences:
-    """Tokens (L), each with the next one as its target (L); what is behind a sentence's end does not count."""
+    """Tokens (L), each with the next one as its target (L); targets after a sentence's end are ignored."""
 
     def __init__(self, train: bool, sample_shape: list[int], num_outputs: int, num_samples: int = 47):
         (length,) = sample_shape
@@ -27,7 +27,7 @@ class Sentences:
 
 
 class Figures:
-    """Mappings in, mappings out: points and a scale in, a class and a size out."""
+    """Samples whose inputs (points and a scale) and targets (a class and a size) are mappings."""
 
     def __init__(self, train: bool, num_samples: int = 47):
         generator = torch.Generator().manual_seed(int(train))
@@ -76,7 +76,7 @@ class TwoHeads(nn.Module):
 
 
 class Begin(nn.Sequential):
-    """The first stage, which is given what the model is."""
+    """The first stage, which has the model's arguments."""
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         join, *others = self
@@ -87,7 +87,7 @@ class Begin(nn.Sequential):
 
 
 class BothHeads(nn.Module):
-    """A mean over samples, with a parameter of its own that weighs the heads (Kendall, Gal, Cipolla 2018)."""
+    """A mean over samples, with a parameter that weights the heads (Kendall, Gal, Cipolla 2018)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class BothHeads(nn.Module):
 
 
 class LargeOnes(nn.Module):
-    """Of both heads, each sample counted by its target's size: a weight of one's own."""
+    """A loss of both heads with a custom weight: only samples with a large target count."""
 
     def weight_of(self, targets: dict[str, torch.Tensor]) -> torch.Tensor:
         return (targets["size"] > 1).sum()
@@ -112,7 +112,7 @@ class LargeOnes(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Only the head and a scale learn."""
+    """Only the head, a weight and the norm are trained."""
 
     def __init__(self, sample_shape: list[int], num_outputs: int, width: int = 8):
         super().__init__()
@@ -127,12 +127,7 @@ class Frozen(nn.Module):
         return self.head(self.norm(features))
 
     def stages(self) -> list[nn.Module]:
-        return [
-            nn.Sequential(self.flatten, self.backbone, nn.Tanh()),
-            self.middle,
-            self.norm,
-            self.head,
-        ]
+        return [nn.Sequential(self.flatten, self.backbone, nn.Tanh()), self.middle, self.norm, self.head]
 
     def tensor_plan(self) -> dict[str, str]:
         return {"backbone": "colwise", "middle": "rowwise"}
@@ -147,7 +142,7 @@ class Codes(nn.Module):
 
 
 class Reconstruction(Objective):
-    """An autoencoder that calls the parts of its model; large samples count more."""
+    """An autoencoder that calls the submodules of its model; samples are weighted by their scale."""
 
     def loss(self, model: Codes, batch: tuple[dict, dict]) -> tuple[torch.Tensor, torch.Tensor]:
         points, weight = batch[0]["points"], batch[0]["scale"]
@@ -157,7 +152,7 @@ class Reconstruction(Objective):
 
 
 class Adversarial(Objective):
-    """Adversarial codes (Makhzani et al. 2015), with the data's own scale in the place of noise."""
+    """Adversarial codes (Makhzani et al. 2015), with the data's scale instead of noise."""
 
     losses: ClassVar = {"critic": r"^critic\.", "coder": r"^(encoder|decoder)\."}
 

@@ -1,0 +1,86 @@
+"""The sweepers and the launcher of runner.sweeps, as classes that Hydra accepts only from this package."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+# The task function is a runner.sweeps.sweep.Sweep. `sweep` ignores its argument, the overrides of the first job,
+# with which Hydra composes its own configuration.
+
+
+class GridSweeper(BasicSweeper):
+    """hydra/sweeper=grid: every combination of the values, checked before the first job and recorded in a ledger."""
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None = None, zip: Any = None):
+        super().__init__(max_batch_size, params)
+        self.zip = zip
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.task = task_function
+
+    def sweep(self, arguments: list[str]) -> Any:
+        from runner.sweeps.jobs import combine, complete_overrides
+
+        assert self.hydra_context is not None and self.launcher is not None and self.config is not None
+        sweep, loader = self.task, self.hydra_context.config_loader
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(self._parse_config() + sweep.arguments)
+        swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
+        sweep.open(combine(overrides, self.zip), swept, self.config, loader, _check_of(self.launcher))
+        jobs = [complete_overrides(job.overrides) for job in sweep.jobs]
+        return self.launcher.launch(jobs, initial_job_idx=0) if jobs else []
+
+
+class OptunaSweeper(Sweeper):
+    """hydra/sweeper=optuna: trials that Optuna proposes; conf/hydra/sweeper/optuna.yaml has the options."""
+
+    def __init__(self, **options: Any):
+        self.options = options
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        self.task, self.loader, self.config = task_function, hydra_context.config_loader, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        from runner.sweeps.study import Options, run_study
+
+        assert self.launcher is not None and self.config is not None
+        check = _check_of(self.launcher)
+        run_study(self.task, Options(**self.options), self.launcher, check, self.config, self.loader)
+
+
+class SlotsLauncher(Launcher):
+    """hydra/launcher=slots: jobs in parallel, each on its own devices."""
+
+    def __init__(self, slots: Any):
+        self.slots = slots
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        self.task, self.loader, self.config = task_function, hydra_context.config_loader, config
+
+    def check(self, configs: Sequence[Any]) -> None:
+        """Raise InputError if the jobs cannot run on these slots."""
+        from runner.sweeps.slots import check_slots
+
+        check_slots(self.slots, configs)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from runner.sweeps.slots import run_in_slots
+
+        run_in_slots(self.task, job_overrides, initial_job_idx, self.slots, self.config, self.loader)
+        return []
+
+
+def _check_of(hydra_launcher: Launcher) -> Callable[[Sequence[Any]], None]:
+    """Return the launcher's check of the jobs, which Hydra's own launchers do not have."""
+    return getattr(hydra_launcher, "check", lambda configs: None)

@@ -1,0 +1,221 @@
+"""Runs on disk: `open_run`, `runs` and `table`. Custom code of a run is imported only for its model."""
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runner.checkpoints.layout import BEST, LAST, find_checkpoint
+from runner.config.custom_dirs import fresh_imports
+from runner.errors import InputError
+from runner.records.ledger import is_sweep
+from runner.records.monitor import Monitor
+from runner.records.record_files import read_mapping
+from runner.records.records import RunRecord, newest_training_run, read_metrics, read_run, varied_keys
+from runner.records.result import read_result
+from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
+
+if TYPE_CHECKING:
+    import torch
+    from pandas import DataFrame
+
+Column = np.ndarray[Any, Any]
+
+_STAMP = re.compile(r"(?:sweep-)?(\d{8})-(\d{6})(?:-(\d+))?")  # as runner.records.run_directory.new_directory makes it
+
+
+class Run:
+    """A run directory. Its properties are read from disk on each access, so those of a run in progress change."""
+
+    def __init__(self, path: str | Path, trust: bool = False):
+        self.path, self._trust = Path(path).absolute(), trust
+        self._loaded: tuple[tuple[Path, str], torch.nn.Module] | None = None
+
+    def __repr__(self) -> str:
+        monitor, metrics = self.monitor, self.result.get("metrics", {})
+        measured = f", {monitor.name} {metrics[monitor.name]:.4f}" if monitor and monitor.name in metrics else ""
+        return f"<Run {self.path}: {self.state}{measured}>"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """result.json: metrics, steps, speed, weights_sha256, versions, ...; empty before the run has started."""
+        return read_result(self.path) or {}
+
+    @property
+    def state(self) -> str:
+        """running, finished, failed, preempted or pruned. The state of a killed run remains running."""
+        return str(self.result.get("state", "not run"))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole resolved configuration, nested as in config.yaml."""
+        return read_mapping(self.path / CONFIG)
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """The metric by which runs are compared: name and direction (min or max); None if it was not measured."""
+        return read_run(self.path).monitor
+
+    @property
+    def metrics(self) -> dict[str, Column]:
+        """All logged values by column: step, epoch and each metric, which is nan in steps without a value."""
+        rows: dict[int, dict[str, Any]] = {}
+        for line in read_metrics(self.path):
+            rows.setdefault(int(line["step"]), {}).update(line)
+        steps = sorted(rows)
+        names = dict.fromkeys(name for step in steps for name, value in rows[step].items() if _is_number(value))
+        columns = {name: np.array([rows[step].get(name, np.nan) for step in steps]) for name in names}
+        for name in ("step", "epoch"):
+            columns[name] = np.array([rows[step].get(name, 0) for step in steps], dtype=np.int64)
+        return columns
+
+    def frame(self) -> "DataFrame":
+        """Return `metrics` as a data frame of pandas, which must be installed."""
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise InputError("a data frame needs pandas; pip install pandas, or use .metrics") from None
+        return DataFrame(self.metrics)
+
+    def model(self, checkpoint: str | None = None, device: "str | torch.device" = "cpu") -> "torch.nn.Module":
+        """Return the complete trained model, a plain module in evaluation mode, with the dtype of the run's parameters.
+
+        Raise InputError for a missing checkpoint, or if the model's class no longer fits it.
+
+        Args:
+            checkpoint: best, last or step_N; None selects the best one if it exists, else the last.
+            device: the device of the returned model.
+        """
+        from runner.jobs.trained_model import load_trained
+
+        name = self._checkpoint(checkpoint).name
+        with fresh_imports():
+            return load_trained(self.path, name, self._trust).to(device)
+
+    def predict(self, inputs: Any, checkpoint: str | None = None, device: "str | torch.device" = "cpu") -> Any:
+        """Return the model's outputs for a batch, in the run's precision and without gradients.
+
+        The first call loads the model, and later calls with the same checkpoint and device reuse it.
+
+        Args:
+            inputs: a tensor or an array, a tuple of them (`model(*inputs)`) or a dict (`model(**inputs)`).
+            checkpoint: as of `model`.
+            device: where the model computes; the outputs stay there.
+        """
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        from runner.input.batch import cast_floating
+        from runner.input.pytree import map_tensors, register_types
+        from runner.objectives.supervised import call_model
+        from runner.optimization.precision import Precision
+
+        key = (self._checkpoint(checkpoint), str(device))
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = key, self.model(key[0].name, device)
+        model, where = self._loaded[1], torch.device(device)
+        precision = Precision(self.config.get("precision", "fp32"), where)
+
+        given = tree_map_only(np.ndarray, torch.from_numpy, register_types(inputs))
+        dtype = precision.parameter_dtype
+        with torch.no_grad(), precision.autocast():
+            return call_model(model, map_tensors(lambda tensor: cast_floating(tensor.to(where), dtype), given))
+
+    def _checkpoint(self, name: str | None) -> Path:
+        folder = self.path / CHECKPOINTS
+        try:
+            return find_checkpoint(folder, name or (BEST if (folder / BEST).exists() else LAST))
+        except ValueError as error:
+            raise InputError(f"checkpoint={name or LAST}: {error}") from None
+
+
+def open_run(path: str | Path, trust: bool = False) -> Run:
+    """Return the run in a directory. Raise InputError if it contains none.
+
+    Args:
+        path: the run directory; "last" is the newest training run in outputs/run, as run=last on the command line.
+        trust: allow the model of another user's directory to import code that the directory names.
+    """
+    if str(path) == "last":
+        folder = Path("outputs", "run").absolute()
+        newest = newest_training_run(folder)
+        if newest is None:
+            raise InputError(f"open_run('last'): there is no run under {folder}; name the directory")
+        return Run(newest, trust)
+    where = Path(path)
+    if (where / OVERRIDES).is_file():
+        return Run(where, trust)
+    if is_sweep(where):
+        raise InputError(f"{path} is a sweep; runner.runs({str(path)!r}) lists its jobs")
+    what = f"no run directory (it has no {OVERRIDES})" if where.is_dir() else "no directory"
+    raise InputError(f"{path} is {what}; runner.runs('outputs') lists all runs")
+
+
+def runs(folder: str | Path = "outputs") -> list[Run]:
+    """Return all runs below a directory, including the jobs of sweeps, in the order in which they were started.
+
+    Raise InputError if there is no such directory.
+    """
+    if not Path(folder).is_dir():
+        raise InputError(f"{folder} is no directory; name one that contains runs, as outputs")
+    found = []
+    for where, folders, files in os.walk(folder):
+        if OVERRIDES in files:
+            found.append(Path(where))
+            folders.clear()  # a run contains no other runs
+    return [Run(path) for path in sorted(found, key=_started)]
+
+
+def table(chosen: Sequence[Run]) -> dict[str, Column]:
+    """Return the columns of a table with a row for each run: path, state, differing overrides, and final metrics.
+
+    A missing value is nan in a column of numbers, and empty in another one.
+    """
+    records = [read_run(run.path) for run in chosen]
+    columns: dict[str, list[Any]] = {
+        "path": [str(record.directory) for record in records],
+        "state": [record.state for record in records],
+    }
+    for key in varied_keys(records):
+        columns[key] = [_value(record, key) for record in records]
+    for name in dict.fromkeys(name for record in records for name in record.metrics):
+        columns[name] = [record.metrics.get(name, np.nan) for record in records]
+    return {name: _as_column(values) for name, values in columns.items()}
+
+
+def _value(record: RunRecord, key: str) -> Any:
+    """Return the value of the run's configuration, else the one of its overrides; empty without either."""
+    if key in record.settings:
+        return record.settings[key]
+    typed = record.value(key)
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(typed)
+    return typed
+
+
+def _as_column(values: list[Any]) -> Column:
+    present = [value for value in values if value != ""]
+    if present and all(map(_is_number, present)):
+        return np.array([np.nan if value == "" else value for value in values])
+    return np.array([value if isinstance(value, str) else str(value) for value in values], dtype=object)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _started(path: Path) -> tuple[Any, ...]:
+    """Return a sort key: the start of the run or its sweep, and the job's number; else the time of the last change."""
+    for where in (path, path.parent):
+        if match := _STAMP.fullmatch(where.name):
+            day, moment, again = match.groups()
+            number = path.name.partition("-")[0] if where is not path else ""
+            return day, moment, int(again or 0), int(number) if number.isdigit() else 0, str(path)
+    written = time.localtime((path / OVERRIDES).stat().st_mtime)
+    return time.strftime("%Y%m%d", written), time.strftime("%H%M%S", written), 0, 0, str(path)

@@ -1,0 +1,207 @@
+"""The files of a checkpoint `step_N`: their names, hashes and position in the run; readable without torch."""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from runner.records.record_files import parse_metrics
+
+log = logging.getLogger(__name__)
+
+MANIFEST, FACTS, PROGRESS = "manifest.json", "state.json", "progress.json"
+LAST, BEST = "last", "best"  # links next to the checkpoints, each to one of them
+STEP = re.compile(r"step_(\d+)")
+FORMAT = 2
+_FILE = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """A position between two steps of a run. Together with the seed it determines the order of the later samples."""
+
+    step: int  # optimizer steps done
+    epoch: int  # epochs done
+    step_in_epoch: int  # steps done of the current epoch
+    batch_size: int  # of the steps that step_in_epoch counts
+    skipped_steps: int = 0  # steps done without an update: see on_nonfinite
+    logged: dict[str, float] = field(default_factory=dict)  # the losses of the last step whose losses were logged
+
+    def after_step(self, steps_per_epoch: int) -> "TrainState":
+        """Return the position after one more optimizer step."""
+        in_epoch = self.step_in_epoch + 1
+        epoch = self.epoch + in_epoch // steps_per_epoch
+        return replace(self, step=self.step + 1, epoch=epoch, step_in_epoch=in_epoch % steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The hash and the size of a file as it was written."""
+
+    sha256: str
+    size: int  # bytes
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return the complete checkpoints in a run's checkpoint directory, oldest first."""
+    return sorted((path for path in directory.glob("step_*") if STEP.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the number of optimizer steps that were done when the checkpoint was saved."""
+    return int(path.name.removeprefix("step_"))
+
+
+def find_checkpoint(directory: Path, name: str) -> Path:
+    """Return the checkpoint last, best or step_N. Raise ValueError, which lists the existing ones, if it is missing."""
+    paths = list_checkpoints(directory)
+    if name == LAST and paths:
+        return paths[-1]
+    found = (directory / name).resolve()
+    if found in [path.resolve() for path in paths]:
+        return found
+    if not paths:
+        raise ValueError(f"{directory.parent} has no checkpoint yet")
+    existing = ", ".join(path.name for path in paths)
+    if name == BEST:
+        raise ValueError(
+            f"{directory.parent} has no best checkpoint, only {existing}: with checkpoint.keep_best=0, or before the "
+            "first evaluation that measures the monitor, none is kept"
+        )
+    raise ValueError(f"{directory.parent} has no checkpoint {name}, only {existing}")
+
+
+def choose_checkpoint(
+    directory: Path,
+    name: str = LAST,
+    paths: Sequence[Path] | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> Path:
+    """Return the verified checkpoint best or step_N; for last, return the newest undamaged one.
+
+    A damaged newest checkpoint is named in a warning, and the previous one is tried. Raise ValueError if the named
+    checkpoint is damaged or none is undamaged, because a run must not silently start again from step 0.
+
+    Args:
+        paths: the checkpoints to try, in this order; by default those that `candidates` returns.
+        check: raises ValueError for a damaged checkpoint; by default `verify`.
+    """
+    for path in candidates(directory, name) if paths is None else paths:
+        try:
+            (check or verify)(path)
+        except ValueError as error:
+            if name != LAST:
+                raise
+            log.warning("%s; trying the previous one", error)
+            continue
+        return path
+    raise ValueError(f"{directory} has no undamaged checkpoint")
+
+
+def candidates(directory: Path, name: str) -> list[Path]:
+    """Return the checkpoints that may be meant by a name: for last all of them, newest first."""
+    return list_checkpoints(directory)[::-1] if name == LAST else [find_checkpoint(directory, name)]
+
+
+def read_train_state(path: Path) -> TrainState:
+    """Read the position of one checkpoint. Raise OSError or ValueError if it cannot be read."""
+    found = json.loads((path / PROGRESS).read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"{PROGRESS} contains no mapping")
+    try:
+        state = TrainState(**found)
+    except TypeError as error:
+        raise ValueError(f"{PROGRESS} has other keys ({error})") from None
+    for name, value in asdict(state).items():
+        if name != "logged" and (type(value) is not int or value < 0):
+            raise ValueError(f"{PROGRESS} has {name}={value!r}, which is not a count")
+    return replace(state, logged=parse_metrics(state.logged))
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint stores besides tensors. Raise OSError or ValueError if it cannot be read."""
+    facts = json.loads((path / FACTS).read_text())
+    if not isinstance(facts, dict):
+        raise ValueError(f"{FACTS} contains no mapping")
+    return facts
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file with the tensors that a rank writes."""
+    return f"rank_{rank}.safetensors"
+
+
+def manifest_text(files: Mapping[str, FileRecord]) -> str:
+    """Return the content of manifest.json: the records of all other files, and a hash of that list itself."""
+    listed = {name: {"sha256": files[name].sha256, "size": files[name].size} for name in sorted(files)}
+    return json.dumps({"format": FORMAT, "files": listed, "sha256": _sha256_of_list(listed)}, indent=1) + "\n"
+
+
+def read_manifest(path: Path) -> dict[str, FileRecord]:
+    """Return the files of the checkpoint. Raise ValueError, which names the manifest, if it is not what was saved."""
+    file = path / MANIFEST
+    try:
+        text = file.read_text()
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read ({_reason(error)}); the checkpoint is damaged") from None
+    if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{file} has format {found['format']}, but must have format {FORMAT}; it may be damaged")
+    try:
+        files = {name: FileRecord(**record) for name, record in found["files"].items()}
+        is_as_saved = text == manifest_text(files)  # the hash of the list, too
+    except (TypeError, KeyError, AttributeError):
+        is_as_saved = False
+    if not is_as_saved:
+        raise ValueError(f"{file} is not what was saved; the checkpoint is damaged")
+    if missing := sorted({FACTS, PROGRESS} - files.keys()):
+        raise ValueError(f"{file} does not list {missing[0]}; the checkpoint is damaged")
+    if unknown := [name for name in files if not _FILE.fullmatch(name)]:
+        raise ValueError(f"{file} lists {unknown[0]}, which is not a file of a checkpoint; the checkpoint is damaged")
+    return files
+
+
+def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -> None:
+    """Raise ValueError, which names the file, if a file is missing or is not what was saved.
+
+    Neither torch nor the file system detects a flipped bit.
+
+    Args:
+        path: a directory step_N.
+        part, num_parts: hash only this part of the large files, because hashing takes as long as reading them.
+        shards: whether to hash the large files at all; otherwise only their sizes are compared.
+    """
+    files = read_manifest(path)
+    large = sorted(name for name in files if not name.endswith(".json"))
+    skipped = {*large} - {*large[part::num_parts]} if shards else {*large}
+    for name, record in files.items():
+        if not _matches(path / name, record, is_hashed=name not in skipped):
+            raise ValueError(f"{path / name} is not what was saved; the checkpoint is damaged")
+    try:
+        read_train_state(path)
+        read_facts(path)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({_reason(error)}); the checkpoint is damaged") from None
+
+
+def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size != record.size:
+                return False
+            return not is_hashed or hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+    except OSError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """Return the error's text without the file's name, which the message has already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _sha256_of_list(listed: Any) -> str:
+    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()

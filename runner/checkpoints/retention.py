@@ -1,0 +1,85 @@
+"""Links to checkpoints, and the removal of old ones and of what a crash has left."""
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from runner.checkpoints.layout import BEST, list_checkpoints, step_of
+
+PARTIAL, DELETING = ".tmp", ".deleting"  # suffixes of directories that are not complete checkpoints
+
+watchers: list[Callable[[str], None]] = []  # tests append functions that kill the process at a named point
+
+
+def reached(point: str) -> None:
+    """Call the watchers with the name of this point of a save or a removal."""
+    for watch in watchers:
+        watch(point)
+
+
+def set_link(directory: Path, name: str, path: Path | None) -> None:
+    """Atomically set the link directory/name to a checkpoint, or remove the link if `path` is None."""
+    link = directory / name
+    if path is None:
+        link.unlink(missing_ok=True)
+    elif not link.is_symlink() or os.readlink(link) != path.name:
+        new = directory / f"{name}.tmp"
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name)  # relative, so that a run directory can be moved
+        new.replace(link)
+    flush(directory)
+
+
+def retain(
+    directory: Path,
+    keep: int,
+    best: Sequence[int],
+    newest: int,
+    protected: Sequence[int] = (),
+    damaged: Collection[int] = (),
+) -> None:
+    """Remove all checkpoints except the newest ones and those of certain steps. Set the link `best`.
+
+    Args:
+        directory: the run's directory of checkpoints.
+        keep: the number of newest checkpoints to keep.
+        best: steps of the best checkpoints, the best one first.
+        newest: the step of the newest undamaged checkpoint. Later ones are damaged, and the run will replace them.
+        protected: more steps to keep.
+        damaged: steps of checkpoints that `keep` does not count, and that are removed once they are not the newest.
+    """
+    paths = [path for path in list_checkpoints(directory) if step_of(path) <= newest]
+    kept = {path for path in paths if step_of(path) in (*best, *protected)}
+    kept.update([path for path in paths if step_of(path) not in damaged][-keep:])
+    set_link(directory, BEST, directory / f"step_{best[0]}" if best else None)
+    for old in sorted(set(paths) - kept):
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, which is either complete or absent at any moment."""
+    leaving = path.with_name(path.name + DELETING)
+    shutil.rmtree(leaving, ignore_errors=True)
+    reached("remove: begin")
+    path.rename(leaving)
+    reached("remove: renamed")
+    flush(path.parent)
+    shutil.rmtree(leaving)
+    reached("remove: end")
+
+
+def remove_leftovers(directory: Path, keep: Path | None = None) -> None:
+    """Remove what crashed saves have left, except `keep`. Only one rank may call it, while no other save runs."""
+    for suffix in (PARTIAL, DELETING):
+        for leftover in {*directory.glob(f"step_*{suffix}")} - {keep}:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def flush(directory: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,205 @@
+"""The two sides of a checkpoint: LocalState, which a rank writes, and SavedState, from which it fills its tensors."""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from runner.checkpoints.layout import candidates, choose_checkpoint, read_facts, read_manifest, verify
+from runner.checkpoints.shard_file import LocalChunk, SavedTensor, open_shards
+from runner.distributed.world import World
+
+MODEL, AVERAGE = "model.", "average."  # prefixes of the names of weights, and of their averages
+LISTED = 5  # names in a message about weights that do not fit
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class LocalState:
+    """What this rank writes of a checkpoint. No two ranks write the same chunk; the facts of all ranks are merged."""
+
+    chunks: dict[str, LocalChunk] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # what JSON can represent
+    replica_hashes: dict[str, int] = field(default_factory=dict)  # of tensors that are equal on all ranks, by name
+
+    def __or__(self, other: "LocalState") -> "LocalState":
+        hashes = self.replica_hashes | other.replica_hashes
+        return LocalState(self.chunks | other.chunks, merge(self.facts, other.facts), hashes)
+
+    def under(self, prefix: str) -> "LocalState":
+        """Return the same state with all names below a prefix, such as turns.critic."""
+        facts = self.facts
+        for key in reversed(prefix.split(".")):
+            facts = {key: facts}
+        chunks = {f"{prefix}.{name}": chunk for name, chunk in self.chunks.items()}
+        return LocalState(chunks, facts, self.replica_hashes)
+
+
+def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a hash of each tensor that is not sharded: the exclusive or of its elements, computed on its device.
+
+    Any single flipped bit changes the hash.
+    """
+    whole = {name: tensor.detach() for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    real = {name: torch.view_as_real(tensor) if tensor.is_complex() else tensor for name, tensor in whole.items()}
+    return {name: int(torch.hash_tensor(tensor).view(torch.int64)) for name, tensor in real.items() if tensor.numel()}
+
+
+def merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested mappings; if both have a value, the first one wins."""
+    both = {key: merge(one[key], other[key]) for key in one if isinstance(one[key], Mapping) and key in other}
+    return {**other, **one, **both}
+
+
+class Weights(Mapping[str, Tensor]):
+    """Some tensors of a checkpoint by name. Each is read when it is accessed, and not cached."""
+
+    def __init__(self, tensors: Mapping[str, SavedTensor]):
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A checkpoint to read from. Each rank reads the tensors that it needs, without waiting for other ranks."""
+
+    path: Path
+    tensors: Mapping[str, SavedTensor]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> "SavedState":
+        """Open a verified checkpoint. Raise ValueError if it cannot be read."""
+        try:
+            return cls(path, open_shards([path / name for name in read_manifest(path)]), read_facts(path))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error}); the checkpoint is damaged") from None
+
+    def under(self, prefix: str) -> "SavedState":
+        """Return the part that LocalState.under has written with this prefix."""
+        facts: Any = self.facts
+        for key in prefix.split("."):
+            facts = facts.get(key, {})
+        return replace(self, tensors=_strip(self.tensors, f"{prefix}."), facts=facts)
+
+    def evaluated(self) -> "SavedState":
+        """Return the state with the averages (ema.decay) in place of their weights: what the run evaluated."""
+        averages = {MODEL + name: tensor for name, tensor in _strip(self.tensors, AVERAGE).items()}
+        return replace(self, tensors={**self.tensors, **averages})
+
+    def model(self) -> Weights:
+        """Return the model's state dict."""
+        return Weights(_strip(self.tensors, MODEL))
+
+    def average(self) -> Weights:
+        """Return the averages of the weights; empty without ema.decay."""
+        return Weights(_strip(self.tensors, AVERAGE))
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors, whose types may differ. Raise ValueError if one is missing or has another shape."""
+        check_fits(self, {name: tuple(target.shape) for name, target in targets.items()}, "the current state")
+        for name, target in targets.items():
+            self.tensors[name].fill(target)
+
+
+def open_checkpoint(path: Path) -> SavedState:
+    """Verify and open a checkpoint. Raise ValueError, which names the file, if it is damaged."""
+    verify(path)
+    return SavedState.open(path)
+
+
+def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
+    """Open the checkpoint that `choose_checkpoint` selects. Each rank hashes a part of its files.
+
+    All ranks must call it.
+    """
+
+    def check(path: Path) -> None:
+        messages: list[str] = []
+        try:
+            verify(path, part=world.rank, num_parts=world.world_size)
+        except ValueError as error:
+            messages.append(str(error))
+        if messages := world.consensus.first_error(f"sound/{path.name}", messages):
+            raise ValueError(messages[0])
+
+    listed = world.consensus.broadcast("checkpoints", lambda: json.dumps([str(p) for p in candidates(directory, name)]))
+    paths = [Path(path) for path in json.loads(listed)]
+    return SavedState.open(choose_checkpoint(directory, name, paths, check))
+
+
+def read_weights(saved: SavedState, weights: Mapping[str, Tensor], all_names: Mapping[str, Any] | None = None) -> None:
+    """Fill a model's tensors, by full names. Raise ValueError if the checkpoint has other tensors.
+
+    all_names: the names of the whole model, if `weights` is only a part of it.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    check_fits(saved, shapes, "the model", MODEL, (all_names or weights).keys())
+    saved.read({MODEL + name: tensor for name, tensor in weights.items()})
+
+
+def check_fits(
+    saved: SavedState,
+    shapes: Mapping[str, tuple[int, ...]],
+    subject: str,
+    prefix: str = "",
+    all_names: Collection[str] | None = None,
+    ignored: tuple[str, ...] = (),
+) -> None:
+    """Raise ValueError, with the first names, if the checkpoint lacks tensors of these names and shapes.
+
+    Args:
+        subject: what the tensors belong to, for the message.
+        prefix: of the names in the checkpoint.
+        all_names: if given, all expected names; then the checkpoint must have no other names with the prefix.
+        ignored: prefixes of names that the checkpoint may have in addition.
+    """
+    found = _strip(saved.tensors, prefix)
+    expected = shapes if all_names is None else all_names
+    extra = [name for name in found if all_names is not None and name not in expected and not name.startswith(ignored)]
+    missing = [name for name in expected if name not in found]
+    different = [
+        f"{name} {list(found[name].shape)} there and {list(shape)} here"
+        for name, shape in shapes.items()
+        if name in found and found[name].shape != shape
+    ]
+    for what, names in (("lacks", missing), ("also has", extra), ("has other shapes:", different)):
+        if names:
+            listed = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+            raise ValueError(
+                f"{subject} does not match the checkpoint {saved.path}, which {what} {listed}; use the code and "
+                "options of the run"
+            )
+
+
+def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
+    """Return one hash over the names, sorted, and the bytes of a full state dict. Tensors are read one at a time."""
+    digest = hashlib.sha256()
+    for name in sorted(model_state):
+        digest.update(name.encode())
+        value = model_state[name].detach().cpu().contiguous()
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _strip(tensors: Mapping[str, SavedTensor], prefix: str) -> dict[str, SavedTensor]:
+    """Return the tensors whose names have a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,204 @@
+"""One rank's file of a checkpoint: safetensors, written tensor by tensor, and read in boxes of tensors."""
+
+import hashlib
+import itertools
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from runner.checkpoints.layout import FileRecord
+
+# https://github.com/huggingface/safetensors#format
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+# Keys of a file's metadata, as torch.distributed.checkpoint's HuggingFaceStorageReader reads them.
+_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_SYNC = 2**26  # bytes, after which data are flushed to the disk, so that other ranks see the file grow
+_BLOCK = 2**22  # bytes that are written, hashed and if necessary copied at a time
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class LocalChunk:
+    """A box of a tensor that this rank stores: the whole tensor, or its part of a sharded one."""
+
+    tensor: Tensor  # this rank's memory, not a copy
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "LocalChunk":
+        """Return this rank's part of a tensor."""
+        if not isinstance(tensor, DTensor):
+            return cls(tensor.detach(), (0,) * tensor.dim())
+        (chunk,) = tensor.__create_chunk_list__()
+        return cls(tensor.to_local().detach(), tuple(chunk.offsets))
+
+
+@dataclass(frozen=True)
+class SavedChunk:
+    """A box of a tensor, which one file contains."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    read: Callable[[Slices], Tensor]  # slices within the box; returns a view of the file if possible
+
+    def fill(self, target: LocalChunk) -> None:
+        """Copy the elements that the target covers too."""
+        starts = [max(pair) for pair in zip(self.offsets, target.offsets, strict=True)]
+        sizes = zip(self.offsets, self.shape, target.offsets, target.tensor.shape, strict=True)
+        ends = [min(here + size, there + extent) for here, size, there, extent in sizes]
+        if any(start >= end for start, end in zip(starts, ends, strict=True)):
+            return
+
+        def box(offsets: tuple[int, ...]) -> Slices:
+            return tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, offsets, strict=True))
+
+        target.tensor[box(target.offsets)].copy_(self.read(box(self.offsets)))
+
+
+@dataclass
+class SavedTensor:
+    """A tensor of a checkpoint, which is read when it is needed."""
+
+    dtype: torch.dtype
+    chunks: list[SavedChunk] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, which the chunks cover without a hole."""
+        ends = [[o + n for o, n in zip(chunk.offsets, chunk.shape, strict=True)] for chunk in self.chunks]
+        return tuple(max(sizes) for sizes in zip(*ends, strict=True))
+
+    def read(self) -> Tensor:
+        """Return the whole tensor on the CPU; a view of the file if one file contains it."""
+        if len(self.chunks) == 1:
+            return self.chunks[0].read(tuple(slice(0, size) for size in self.chunks[0].shape))
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(whole)
+        return whole
+
+    @torch.no_grad()
+    def fill(self, target: Tensor) -> None:
+        """Fill a tensor of this shape; if it is sharded, this rank's part of it."""
+        local = LocalChunk.of(target)
+        for chunk in self.chunks:
+            chunk.fill(local)
+
+
+def write_shard(path: Path, chunks: Mapping[str, LocalChunk]) -> FileRecord:
+    """Write the chunks and flush them to the disk, without a second copy of the shard in memory.
+
+    torch.distributed.checkpoint's HuggingFaceStorageReader reads such files of several ranks as whole tensors, because
+    the metadata contain each chunk's offsets. torch's own writer of this format builds the whole file in memory first,
+    and torch's default format pickles its metadata. Raise ValueError for a dtype that safetensors does not support.
+    """
+    digest, size, synced = hashlib.sha256(), 0, 0
+    ordered = _ordered(chunks)
+    with path.open("wb", buffering=0) as file:
+        for block in itertools.chain([_header(ordered)], *(_blocks(chunk.tensor) for chunk in ordered.values())):
+            view = memoryview(block)
+            digest.update(view)
+            size += len(view)
+            while len(view):  # an unbuffered write may be partial
+                view = view[file.write(view) :]
+            if size - synced >= _SYNC:
+                os.fdatasync(file.fileno())
+                synced = size
+        os.fsync(file.fileno())
+    return FileRecord(digest.hexdigest(), size)
+
+
+def size_of(chunks: Mapping[str, LocalChunk]) -> int:
+    """Return the size of the file that write_shard writes, in bytes."""
+    return len(_header(_ordered(chunks))) + sum(chunk.tensor.nbytes for chunk in chunks.values())
+
+
+def open_shards(files: Iterable[Path]) -> dict[str, SavedTensor]:
+    """Return the tensors of the safetensors files among these, by name. Nothing but the headers is read."""
+    from safetensors import SafetensorError, safe_open  # 10 ms, which commands without checkpoints save
+    from safetensors.torch import _getdtype
+
+    tensors: dict[str, SavedTensor] = {}
+    for file in sorted(file for file in files if file.suffix == ".safetensors"):
+        try:
+            opened: Any = safe_open(str(file), framework="pt", device="cpu")
+            offsets = json.loads(opened.metadata()[_SHARDING])
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                part = opened.get_slice(name)
+                saved = tensors.setdefault(name, SavedTensor(_getdtype(part.get_dtype())))
+                shape, start = tuple(part.get_shape()), tuple(offsets[name][_OFFSETS])
+                if start not in [chunk.offsets for chunk in saved.chunks]:  # several ranks may have written it
+                    saved.chunks.append(SavedChunk(start, shape, _reader(opened, name)))
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); the checkpoint is damaged") from None
+    return tensors
+
+
+def _reader(file: Any, name: str) -> Callable[[Slices], Tensor]:
+    def read(slices: Slices) -> Tensor:
+        tensor: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+        return tensor
+
+    return read
+
+
+def _ordered(chunks: Mapping[str, LocalChunk]) -> dict[str, LocalChunk]:
+    """Sort by element size, large elements first, so that each tensor is aligned in the file."""
+    return dict(sorted(chunks.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])))
+
+
+def _header(chunks: Mapping[str, LocalChunk]) -> bytes:
+    listed: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            _SHARDING: json.dumps({name: {_OFFSETS: list(chunk.offsets)} for name, chunk in chunks.items()}),
+        }
+    }
+    start = 0
+    for name, chunk in chunks.items():
+        tensor = chunk.tensor
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which a checkpoint cannot store")
+        end = start + tensor.nbytes
+        listed[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(listed).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _blocks(tensor: Tensor) -> Iterator[Any]:
+    """Yield the bytes of a tensor in the order of its elements."""
+    if not tensor.numel():
+        return
+    if not tensor.is_contiguous():  # for example channels_last; a copy of one tensor
+        tensor = tensor.contiguous()
+    rows = tensor.reshape(-1).view(torch.uint8)
+    for start in range(0, len(rows), _BLOCK):
+        yield rows[start : start + _BLOCK].cpu().numpy()

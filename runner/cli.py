@@ -1,0 +1,158 @@
+"""The command line: arguments to one checked configuration or a sweep, which the launcher runs, and the exit status.
+
+torch is imported only when there is something to run, so that --help, --cfg and completion answer at once.
+"""
+
+import io
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser  # the flags of the installed version of Hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import setup_globals
+
+from runner.config.command import composing, prepare
+from runner.config.compose import compose
+from runner.config.custom_dirs import absolute_dirs, add_to_path
+from runner.config.help.topics import render_help
+from runner.config.resume import Arguments
+from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
+from runner.errors import InputError, Preempted, print_messages
+from runner.jobs.process_tuning import tune_process
+from runner.paths import CONF
+
+FINISHED, FAILED, REFUSED, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
+
+
+def main() -> int:
+    """Run the command of sys.argv and return the exit status."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # as `python -m` does for the console script
+    init = "env"
+    try:
+        args, local_rank = _read_flags()
+        init = _find_init(args.overrides)
+        if args.help:
+            add_to_path(args.config_dirs)
+            search_path = [*map(Path, reversed(args.config_dirs)), CONF]
+            print(render_help(search_path, args.overrides), end="", flush=True)
+            return FINISHED
+        rank_info = started_by_launch(find_rank_info(init), local_rank)
+        with composing(args.overrides, args.config_dirs, args.multirun) as arguments:
+            if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
+                return _run_hydra(args, arguments)
+            return _run(arguments, args.multirun, rank_info)
+    except InputError as error:
+        return _refuse_on_all_ranks(error.messages, init)
+    except Preempted:
+        return PREEMPTED
+    except KeyboardInterrupt:  # a second Ctrl-C, after the messages of the first one
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it exits
+        return FINISHED
+
+
+def _read_flags() -> tuple[Namespace, int | None]:
+    """Return the flags, and the --local-rank that torch.distributed.launch appends to every command.
+
+    Raise InputError for unknown flags, and for those of Hydra that have no effect here.
+    """
+    parser, dirs_parser = get_args_parser(), ArgumentParser(add_help=False, allow_abbrev=False)
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(f"{message}; --help lists the flags")
+
+    for each in (parser, dirs_parser):
+        each.error = refuse  # type: ignore[method-assign]  # argparse would print the usage in eight lines
+    # Hydra's own flag accepts one directory, which hides nothing: see runner.config.custom_dirs.
+    dirs_parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
+    dirs, sys.argv[1:] = dirs_parser.parse_known_args()
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=None)
+    args, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        raise InputError(f"{unknown[0]}: no such flag; " + (f"type {key}={value}" if value else "--help lists them"))
+    for name in ("config_name", "config_path", "experimental_rerun"):
+        if value := getattr(args, name):
+            flag = f"--{name.replace('_', '-')}={value}"
+            raise InputError(f"{flag}: the main configuration file is fixed; add your options by --config-dir=DIR")
+    for directory in dirs.config_dirs:
+        if not os.path.isdir(directory):
+            raise InputError(f"--config-dir={directory} is not a directory; name the one with your model/*.yaml")
+    args.config_dirs = absolute_dirs(dirs.config_dirs)
+    # Hydra also reads sys.argv; it accepts neither that flag nor overrides on both sides of a flag.
+    flags = [word for word in sys.argv[1:] if not word.startswith(("--local-rank", "--local_rank"))]
+    for word in args.overrides:
+        flags.remove(word)
+    sys.argv[1:] = [*args.overrides, *flags]
+    return args, args.local_rank
+
+
+def _run(arguments: Arguments, multirun: bool, rank_info: RankInfo) -> int:
+    if multirun:
+        from runner.sweeps.run_sweep import run_sweep
+
+        tune_process()
+        return run_sweep(arguments, rank_info, sys.orig_argv)[1]
+    config, request = prepare(arguments, rank_info, sys.orig_argv)
+    from runner.launchers.launch import launch_and_report
+
+    tune_process()
+    return launch_and_report(config, request, rank_info)
+
+
+def _run_hydra(args: Namespace, arguments: Arguments) -> int:
+    """Let Hydra answer --cfg, --info, --hydra-help and shell completion; it reads sys.argv."""
+    sys.argv[1 : 1 + len(args.overrides)] = arguments.overrides  # with those that resume= or run= adds
+    composer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    setup_globals()
+    stderr = io.StringIO()
+    try:
+        with redirect_stderr(stderr):
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()
+    except SystemExit:
+        if args.cfg and composer is not None:  # Hydra's report of an error is long and has exit status 1
+            GlobalHydra.instance().clear()
+            GlobalHydra.instance().initialize(composer)
+            compose(arguments.overrides)
+        sys.stderr.write(stderr.getvalue())
+        raise
+    sys.stderr.write(stderr.getvalue())
+    return FINISHED
+
+
+def _find_init(overrides: Sequence[str]) -> str:
+    """Return the value of backend.init, needed to report errors on all ranks before a configuration exists."""
+    found = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("backend.init=")]
+    return found[-1] if found else "env"
+
+
+def _refuse_on_all_ranks(messages: list[str], init: str) -> int:
+    """Print the messages once, on rank 0, before any rank exits."""
+    try:
+        rank_info = find_rank_info(init)
+        if rank_info.world_size > 1:
+            from runner.distributed.backend import Backend
+            from runner.distributed.rendezvous import join
+
+            world = join(rank_info, Backend(init=init))
+            agreed = world.consensus.first_error("composed", messages)
+            world.shutdown.report_before_exit(lambda: print_messages(agreed))
+            world.shutdown.close()
+            return REFUSED
+    except InputError as error:  # the environment describes no valid world
+        messages = error.messages
+    except Preempted:
+        return PREEMPTED
+    except TimeoutError:  # the other ranks have not joined
+        pass
+    print_messages(messages)
+    return REFUSED

@@ -1,0 +1,73 @@
+"""Checks of the options that select parameters by patterns of their names: init_from, freeze and optimizer.groups."""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from runner.config.diagnostics.signature import check_options
+from runner.config.diagnostics.type_hints import show
+from runner.config.schema import Config
+
+_MAP_EXAMPLE = "'[\"^module[.]->\"]'"
+_GROUPS_EXAMPLE = "[{match: bias$, weight_decay: 0}]"
+
+
+def check_patterns(config: Config) -> list[str]:
+    """Return one line per wrong value of init_from and freeze."""
+    messages = []
+    if config.init_from.path == "":
+        messages.append("init_from.path= must be the path of a file or a run directory, or null")
+    for index, entry in enumerate(config.init_from.map):
+        key = f"init_from.map.{index}={entry}"
+        if entry.count("->") != 1:
+            messages.append(f"{key} must be a PATTERN->REPLACEMENT; for example init_from.map={_MAP_EXAMPLE}")
+        elif message := _pattern_problem(entry.partition("->")[0]):
+            messages.append(f"{key}: the part before -> {message}")
+    for index, pattern in enumerate(config.freeze):
+        if message := _pattern_problem(pattern):
+            messages.append(f"freeze.{index}={pattern} {message}")
+    return messages
+
+
+def check_optimizer_groups(node: Mapping[str, Any], provided: Collection[str]) -> list[str]:
+    """Return one line per wrong entry, option or value of optimizer.groups; `node` is the optimizer's."""
+    optimizer = dict(node)
+    groups = optimizer.pop("groups", [])
+    if not isinstance(groups, list):
+        return [f"optimizer.groups={show(groups)} must be a list of parameter groups; for example {_GROUPS_EXAMPLE}"]
+    messages = []
+    for index, group in enumerate(groups):
+        key = f"optimizer.groups.{index}"
+        if not isinstance(group, Mapping) or "match" not in group:
+            messages.append(
+                f"{key}={show(group)} must be a mapping with match, a regular expression for names; for example "
+                f"{_GROUPS_EXAMPLE}"
+            )
+        elif message := _pattern_problem(group["match"]):
+            messages.append(f"{key}.match={show(group['match'])} {message}")
+        else:
+            messages += _check_group(key, optimizer, group, provided)
+    return messages
+
+
+def _pattern_problem(pattern: Any) -> str | None:
+    """Return the end of a message, after key and value, if the pattern is no regular expression."""
+    if not isinstance(pattern, str) or not pattern:
+        return "must be a regular expression, as text; for example bias$"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"must be a regular expression, but: {error}; write a literal dot or bracket as \\. or \\["
+    return None
+
+
+def _check_group(
+    key: str, optimizer: Mapping[str, Any], group: Mapping[str, Any], provided: Collection[str]
+) -> list[str]:
+    options = {name: value for name, value in group.items() if name != "match"}
+    if forbidden := [name for name in options if str(name).startswith("_") or name == "groups"]:
+        value = show(options[forbidden[0]])
+        return [f"{key}.{forbidden[0]}={value}: a group contains only options of its optimizer; take it out"]
+    # The group's options are checked together with the optimizer's, whose own problems are reported elsewhere.
+    begins = tuple(f"{key}.{name}{end}" for name in options for end in ("=", " ", "."))
+    return [message for message in check_options(key, {**optimizer, **options}, provided) if message.startswith(begins)]

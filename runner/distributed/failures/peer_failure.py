@@ -1,0 +1,144 @@
+"""The record of a job's first failure in the store, and how ranks find out which ranks have died or hang."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from runner.distributed.failures.hung_ranks import STACKS_S, Finding, died, examine_and_kill
+from runner.distributed.local.local_ranks import LocalRanks
+
+PEERS_TIMEOUT_S = 4.0  # for the ranks that wait for the same peer as this one to fail as well
+RECORD_TIMEOUT_S = PEERS_TIMEOUT_S + 2 * STACKS_S + 5.0  # for everything that `FirstFailure.record` does
+# Errors of gloo and RPC are plain RuntimeErrors, most of which name one of their source files.
+PEER_ERRORS = (
+    "gloo/",
+    "caused pair closure",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "tensorpipe/",
+    "RPC ran for more than set timeout",
+)
+
+
+class PeerMissing(RuntimeError):
+    """Another rank no longer responds."""
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Return True if the error is about a rank that no longer responds: the rank that raises it is not the cause."""
+    if isinstance(error, (dist.DistError, PeerMissing)):
+        return True
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_ERRORS):
+        return True
+    # A pipeline's schedule raises an error of its own.
+    return error.__cause__ is not None and is_peer_failure(error.__cause__)
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The record of a job's first failure, as one failing rank sees it.
+
+    Keys of the job's store: `failure` is the text of the first failure and the ranks that are missing, `failed/RANK`
+    the position of a rank that has failed, `silent` the ranks that do not respond, `examiner/RANK` the rank that
+    examines one of these, and `finding/RANK` the result.
+
+    stacks_dir: for the stacks of hung ranks; None if there is no run directory yet.
+    """
+
+    rank: int
+    world_size: int
+    store: dist.Store
+    local_ranks: LocalRanks
+    timeout_s: float
+    stacks_dir: Path | None = None
+
+    def record(self, text: str, position: str, is_peer_failure: bool) -> tuple[str, list[int]]:
+        """Record this rank's failure unless another rank was first.
+
+        Returns the text of the first failure, which caused the others, and the ranks that have exited or are killed. If
+        a peer failed, the text names the peer. position: of this rank.
+        """
+        store, missing = self.store, list[int]()
+        if store.check([f"examiner/{self.rank}"]):
+            # This rank hung until now and is about to be killed, so that its failure is not the cause.
+            _wait_until(lambda: store.check(["failure"]), time.monotonic() + 2 * STACKS_S)
+        elif is_peer_failure:
+            store.set(f"failed/{self.rank}", position)
+            silent, exited = self._wait_for_peers()
+            if not store.check(["failure"]):
+                missing = exited or silent
+                lines = [died(self.local_ranks.others[rank]) for rank in exited] or self._examine(silent)
+                text = "\n".join([text, *lines])
+        first, missing = json.loads(store.compare_set("failure", "", json.dumps([text, missing])))
+        # Not before `failure` is set: a rank that finds that all ranks have failed concludes that none is the cause.
+        store.set(f"failed/{self.rank}", position)
+        return first, sorted({*missing, *self._exited()})
+
+    def claim(self, rank: int) -> bool:
+        """Return True if this rank is the one that examines `rank`."""
+        return self.store.compare_set(f"examiner/{rank}", "", str(self.rank)).decode() == str(self.rank)
+
+    def _wait_for_peers(self) -> tuple[list[int], list[int]]:
+        """Return the ranks that have not failed although they had time to, and which of them have exited.
+
+        An exited rank is the cause, so that no other rank is waited for.
+        """
+        deadline = time.monotonic() + PEERS_TIMEOUT_S
+        while True:
+            exited = self._exited()
+            silent = [rank for rank in range(self.world_size) if not self._has_failed(rank)]
+            is_over = self.store.check(["failure"]) or self.store.check(["silent"]) or time.monotonic() > deadline
+            if exited or not silent or is_over:
+                return silent, exited
+            time.sleep(0.05)
+
+    def _exited(self) -> list[int]:
+        """Return the ranks on this machine that have exited without recording a failure."""
+        return [rank for rank in self.local_ranks.exited() if not self._has_failed(rank)]
+
+    def _has_failed(self, rank: int) -> bool:
+        return self.store.check([f"failed/{rank}"])
+
+    def _examine(self, silent: list[int]) -> list[str]:
+        """Return the stacks and positions of ranks that do not respond, which are killed. The causes come last.
+
+        A rank on the same machine examines a silent rank. If that has none, its own watchdog does.
+        """
+        self.store.set("silent", json.dumps(silent))
+        deadline = time.monotonic() + 2 * STACKS_S  # for all silent ranks together
+        for rank in silent:
+            process = self.local_ranks.find(rank)
+            if process is not None and self.local_ranks.is_local(process) and self.claim(rank):
+                self.store.set(f"finding/{rank}", examine_and_kill(process, self.timeout_s, self.stacks_dir).dump())
+        findings = {rank: self._finding(rank, deadline) for rank in silent}
+        causes = [rank for rank in silent if not findings[rank].is_waiting] or silent
+        stacks = [findings[rank].stacks for rank in causes if findings[rank].stacks]
+        lines = [findings[rank].line for rank in sorted(silent, key=causes.__contains__)]
+        return [*stacks, *self._waiting_lines(), *lines]
+
+    def _finding(self, rank: int, deadline: float) -> Finding:
+        _wait_until(lambda: self.store.check([f"finding/{rank}"]) or self.store.check(["failure"]), deadline)
+        if self.store.check([f"finding/{rank}"]):
+            return Finding.load(self.store.get(f"finding/{rank}"))
+        process = self.local_ranks.find(rank)
+        return Finding(f"no response from rank {rank} on {'an unknown host' if process is None else process.host}")
+
+    def _waiting_lines(self) -> list[str]:
+        """Return the positions of the ranks that have failed like this one; ranks at one position share a line."""
+        ranks_at: dict[str, list[str]] = {}
+        for rank in range(self.world_size):
+            if self._has_failed(rank) and (position := self.store.get(f"failed/{rank}").decode()):
+                ranks_at.setdefault(position, []).append(str(rank))
+        return [
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} waited for other ranks, {position}"
+            for position, ranks in ranks_at.items()
+        ]
+
+
+def _wait_until(condition: Callable[[], bool], deadline: float) -> None:
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)

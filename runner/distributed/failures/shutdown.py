@@ -1,0 +1,183 @@
+"""The end of a job on all ranks: the first failure is reported as the cause, once, before any rank exits."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from runner.distributed.environment import RankInfo
+from runner.distributed.failures.heartbeat import Heartbeat
+from runner.distributed.failures.hung_ranks import describe, died, kill_stopped
+from runner.distributed.failures.peer_failure import RECORD_TIMEOUT_S, FirstFailure
+from runner.distributed.failures.signals import PARENT_EXITED, received
+from runner.distributed.local.local_ranks import LocalRanks
+from runner.distributed.store_consensus import REPORT_TIMEOUT_S
+from runner.distributed.world_store import WorldStore
+
+PATIENCE_S = 5.0  # for a loop that waits for a failed rank to raise an error by itself
+
+
+class Shutdown:
+    """This rank's part in the end of a job and of its world.
+
+    Attributes:
+        failed: the job has failed on this rank.
+        is_reporter: this rank reports to the user. It is rank 0, or the lowest running rank if rank 0 died or hangs.
+        stacks_dir: for the stacks of hung ranks, once there is a run directory.
+        report_late: reports and records a failure in place of a loop that hangs, or of rank 0.
+        is_recorded: returns True if a rank has recorded the end of the job.
+        patience_s: from another rank's failure until the watchdog terminates this rank.
+    """
+
+    def __init__(self, rank_info: RankInfo, store: WorldStore, local_ranks: LocalRanks, heartbeat: Heartbeat):
+        self._rank_info, self._store, self._local_ranks, self._heartbeat = rank_info, store, local_ranks, heartbeat
+        self.begin_job(0.0)
+
+    def begin_job(self, timeout_s: float) -> None:
+        """Reset the state for a new job. timeout_s: of the backend."""
+        self.failed, self.is_reporter, self.timeout_s = False, self._rank_info.rank == 0, timeout_s
+        self._reporter, self._num_missing = 0, 0  # missing ranks were killed, or are on an unreachable machine
+        self._ending = threading.Lock()
+        self.stacks_dir: Path | None = None
+        self.patience_s = PATIENCE_S
+        self.report_late: Callable[[str], None] = lambda text: None
+        self.is_recorded: Callable[[], bool] = lambda: True
+
+    def first_failure(self) -> FirstFailure | None:
+        """Return the job's record of its first failure; None without a store."""
+        info, store = self._rank_info, self._store.job
+        if store is None:
+            return None
+        return FirstFailure(info.rank, info.world_size, store, self._local_ranks, self.timeout_s, self.stacks_dir)
+
+    def report_failure(self, text: str, is_peer_failure: bool = False, raised_at: str = "") -> str:
+        """Record why this rank fails. Return the text of the first failure of all ranks, which caused the others.
+
+        raised_at: where in the code this rank failed.
+        """
+        with self._ending:
+            self.failed = True
+        if self._rank_info.world_size == 1:
+            return text
+        position = f"{describe(*self._heartbeat.last())}, at {raised_at}" if raised_at else ""
+        recorded = None
+        if (first_failure := self.first_failure()) is not None:
+            recorded = self._store.call(lambda: first_failure.record(text, position, is_peer_failure), RECORD_TIMEOUT_S)
+        if recorded is None:
+            return self._failure_without_store(text)
+        text, missing = recorded
+        self._num_missing = len(missing)
+        self._reporter = min(set(range(self._rank_info.world_size)) - set(missing), default=0)
+        self.is_reporter = self._rank_info.rank == self._reporter and not self._is_reported()
+        return text
+
+    def take_over_from_loop(self) -> bool:
+        """Return True if the watchdog ends this rank: its loop has not failed, and from now on waits for the exit."""
+        self._ending.acquire()  # and never released, if the loop has not failed
+        if self.failed:
+            self._ending.release()
+            return False
+        self.is_reporter = self._rank_info.rank == 0 and not self._is_reported()
+        return True
+
+    def takes_over_report(self) -> bool:
+        """Return True if this rank must report the failure in place of one that has exited before it did, or hangs.
+
+        Call it outside the process group, whose end frees the ranks that wait. A rank that is being killed loses its
+        connections a moment before its process exits.
+        """
+        if self.is_reporter:
+            self._mark_reported()
+            return False
+        deadline = time.monotonic() + REPORT_TIMEOUT_S
+        while True:
+            is_late = time.monotonic() > deadline
+            exited = self._local_ranks.exited()  # before the check: the report of an exited rank is complete by then
+            if self._is_reported() or self.is_recorded():
+                return False
+            if is_late or self._reporter in exited:
+                self._reporter = self._local_ranks.lowest_running(excluding=self._reporter)
+                self.is_reporter = self._rank_info.rank == self._reporter
+                if self.is_reporter:
+                    self._mark_reported()
+                if self.is_reporter or is_late:
+                    return self.is_reporter
+            time.sleep(0.05)
+
+    def report_stop(self, reason: str) -> None:
+        """Let the other ranks know that a signal stops this rank at a point where they do not expect it."""
+        self.failed = True
+        self._store.call(lambda: self._store.announce_stop(reason))
+
+    def stop_reason(self) -> str | None:
+        """Return why a rank that this one misses was stopped; None if it was not stopped by a signal."""
+        reason = self._store.call(lambda: self._store.stop_reason() or "")
+        if reason is None:  # the store may have exited together with the process that started the ranks
+            return PARENT_EXITED if received() == PARENT_EXITED else None
+        return reason or None
+
+    def report_before_exit(self, report: Callable[[], None]) -> None:
+        """Call `report` on the reporting rank; the other ranks wait until it has, or for at most REPORT_TIMEOUT_S.
+
+        A launcher that sees one rank exit with an error terminates the others at once, also in the middle of a report.
+        """
+        if self.is_reporter:
+            report()
+        root = self._store.root
+        if root is None:
+            return
+        try:
+            if self.is_reporter:
+                root.set("exiting", "")
+                return
+            deadline = time.monotonic() + REPORT_TIMEOUT_S
+            # An agent may terminate the reporting rank as soon as that has reported.
+            while self._reporter not in self._local_ranks.exited() and not root.check(["exiting"]):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.02)
+        except RuntimeError:
+            pass
+
+    def close(self) -> None:
+        """Leave the store. The rank that serves it stays until the others have left, or for a bounded time."""
+        root = self._store.root
+        if root is None:
+            return
+        try:
+            root.add("closed", 1)
+            if self._rank_info.hosts_store:
+                deadline = time.monotonic() + REPORT_TIMEOUT_S
+                others = self._rank_info.world_size - self._num_missing
+                while root.add("closed", 0) < others and not self._is_last() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        except RuntimeError:
+            pass
+        self._store.disconnect()
+
+    def _failure_without_store(self, text: str) -> str:
+        """Return the failure with what this rank finds out by itself. A machine's lowest running rank reports it."""
+        info, exited = self._rank_info, self._local_ranks.exited()
+        self._reporter = self._local_ranks.lowest_running()
+        self.is_reporter = info.rank == self._reporter
+        lines = [text, *(died(self._local_ranks.others[rank]) for rank in exited)]
+        if self.is_reporter:  # one of the stopped ranks may serve the store
+            lines += [kill_stopped(process, self.timeout_s) for process in self._local_ranks.stopped()]
+        if not exited or info.world_size > 1 + len(self._local_ranks.others):
+            address = f"{info.master_addr}:{info.master_port}"
+            lines.append(f"the ranks' store at {address} does not respond: its machine is down or unreachable")
+        return "\n".join(lines)
+
+    def _is_reported(self) -> bool:
+        """Return True if a rank has reported the failure; False without a store."""
+        store = self._store.job
+        return store is not None and bool(self._store.call(lambda: store.check(["reported"])))
+
+    def _mark_reported(self) -> None:
+        store = self._store.job
+        if store is not None:
+            self._store.call(lambda: store.add("reported", 1))
+
+    def _is_last(self) -> bool:
+        num_others = self._rank_info.world_size - 1
+        return 0 < num_others == len(self._local_ranks.others) == len(self._local_ranks.exited())

@@ -1,0 +1,245 @@
+"""Signals that stop a run after it has saved, from a command's first line on, and the exit of a rank with its parent.
+
+Imports neither torch nor other modules of the runner: a signal that arrives while torch is imported ends the command.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+MAY_BE_IGNORED = (
+    signal.SIGHUP,
+    signal.SIGQUIT,
+)  # by nohup, and by shells for background jobs; the runner then does too
+PREEMPTED, INTERRUPTED = 143, 130  # exit statuses
+EXIT_DELAY_S = 1.5  # from a second Ctrl-C to the exit
+PARENT_GRACE_S = 30.0  # from the exit of the parent, for a step and a save
+PARENT_POLL_S = 0.5
+PARENT_EXITED = "the process that started this rank has exited"
+
+
+class Stopped(BaseException):
+    """A signal arrived where nothing has to be saved first. Not an Exception, which the interrupted code may catch."""
+
+
+def _note(reason: str) -> None:
+    pass
+
+
+def _exit_preempted(reason: str) -> None:
+    os._exit(PREEMPTED)
+
+
+def _raise_stopped(reason: str) -> None:
+    raise Stopped(reason)
+
+
+@dataclass
+class _State:
+    """The signals that this process has received, and what it does on the first one."""
+
+    reason: str | None = None  # the first signal's name, or `requested_reason`
+    received_at: float = 0.0  # monotonic seconds
+    on_first: Callable[[str], None] = _note
+    pid: int | None = None  # the process that installed the handlers; a forked one installs its own
+    num_interrupts: int = 0  # of SIGINT: a launcher may pass on a terminal's SIGINT as another signal
+    requested_reason: str | None = None  # of the next signal
+    parent: int | None = None  # at the command's first line
+    terminals: tuple[int, ...] = ()  # those of standard output and standard error that are terminals
+
+
+_state = _State()
+
+
+def received() -> str | None:
+    """Return the reason why this process has to stop, for example "SIGTERM"; None if it does not."""
+    return _state.reason
+
+
+def seconds_since_received() -> float:
+    return time.monotonic() - _state.received_at if _state.reason else 0.0
+
+
+def install_handlers() -> None:
+    """Handle signals from a command's first line on: one ends the command with status 143 until there is a run to save.
+
+    A rank of several notes the signal instead, and lets the other ranks know at their rendezvous.
+    """
+    is_rank = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    _install(_note if is_rank else _exit_preempted)
+    _state.parent = os.getppid()
+    _exit_at_second_interrupt()
+
+
+def install_rank_handlers() -> None:
+    """Handle signals in a rank that a launcher of the runner has started within `signals_blocked`."""
+    _install(_note)
+    _exit_at_second_interrupt()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def handling_signals() -> Iterator[None]:
+    """Note the first signal within the context; after it as well, in a process that has installed handlers before."""
+    if _state.pid == os.getpid():
+        _state.on_first = _note
+        yield
+        return
+    before = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
+    _install(_note)
+    _state.terminals = ()  # the caller needs them after the run
+    try:
+        yield
+    finally:
+        _state.pid, _state.reason = None, None
+        for number, handler in before:
+            if handler is not None:  # None: not installed by Python, which cannot restore it
+                signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise Stopped within the context at the first signal, also if that arrived earlier."""
+    before, _state.on_first = _state.on_first, _raise_stopped
+    try:
+        if _state.reason is not None:
+            raise Stopped(_state.reason)
+        yield
+    finally:
+        _state.on_first = before
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block signals within the context. A process started in it unblocks them with `install_rank_handlers`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """Ignore signals, in a process that another one needs until that has stopped."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def detach_terminal() -> None:
+    """Redirect output to /dev/null after SIGHUP, when the terminal is closed and writing to it would fail."""
+    for stream in _state.terminals:
+        with contextlib.suppress(OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream)
+            os.close(null)
+
+
+def exit_with_parent() -> None:
+    """From now on, stop this process when its parent exits, as a signal does, and exit after PARENT_GRACE_S."""
+    threading.Thread(target=_watch_parent, args=(_stop_and_exit,), daemon=True, name="parent").start()
+
+
+def exit_at_once_with_parent() -> None:
+    """From now on, exit when the parent exits, in a process that has nothing to save."""
+    threading.Thread(target=_watch_parent, args=(lambda: os._exit(1),), daemon=True, name="parent").start()
+
+
+class StopRequest:
+    """A context in which the first signal stops the loop after its step, or after an evaluation's batch.
+
+    A second Ctrl-C raises KeyboardInterrupt at once; other signals after the first have no effect.
+    """
+
+    def __init__(self) -> None:
+        self._context = contextlib.ExitStack()
+
+    @property
+    def received(self) -> str | None:
+        return received()
+
+    def __enter__(self) -> "StopRequest":
+        self._context.enter_context(handling_signals())
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._context.close()
+
+
+def _install(on_first: Callable[[str], None]) -> None:
+    _state.reason, _state.on_first, _state.pid, _state.num_interrupts = None, on_first, os.getpid(), 0
+    _state.terminals = tuple(stream for stream in (1, 2) if os.isatty(stream))
+    for number in STOP_SIGNALS:
+        if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _handle)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _state.pid:
+        return  # in a process that was just forked, and is about to install its own handlers
+    if number == signal.SIGHUP:
+        detach_terminal()
+    _state.num_interrupts += number == signal.SIGINT
+    if _state.reason is None:
+        _state.reason = _state.requested_reason or signal.Signals(number).name
+        _state.received_at = time.monotonic()
+        _state.on_first(_state.reason)
+    elif number == signal.SIGINT and _state.num_interrupts > 1:
+        raise KeyboardInterrupt
+
+
+def _exit_at_second_interrupt() -> None:
+    """Count Ctrl-C in a thread: Python's handlers run in the main thread, which may wait for a peer in C++."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_reset_wakeup)  # or a child's signals would be counted here
+    threading.Thread(target=_count_interrupts, args=(reader,), daemon=True, name="interrupts").start()
+
+
+def _count_interrupts(reader: int) -> None:
+    num_interrupts = 0
+    while num_interrupts < 2:
+        is_interrupt = os.read(reader, 1)[0] == signal.SIGINT
+        # A launcher handles the signal itself, to terminate its ranks first; a debugger has a Ctrl-C of its own.
+        num_interrupts += is_interrupt and signal.getsignal(signal.SIGINT) is _handle
+    _exit_interrupted()
+
+
+def _reset_wakeup() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+def _exit_interrupted() -> None:
+    time.sleep(EXIT_DELAY_S)
+    os._exit(INTERRUPTED)
+
+
+def _watch_parent(on_exit: Callable[[], None]) -> None:
+    import multiprocessing  # not needed at a command's first line
+    from multiprocessing.connection import wait
+
+    parent = multiprocessing.parent_process()
+    first = os.getppid() if parent is not None or _state.parent is None else _state.parent
+    # An orphan gets another parent. A process of a fork server does not when its parent exits, but has a pipe to it;
+    # and forked processes may share that pipe with others that keep it open.
+    while os.getppid() == first and not (parent is not None and wait([parent.sentinel], PARENT_POLL_S)):
+        if parent is None:
+            time.sleep(PARENT_POLL_S)
+    on_exit()
+
+
+def _stop_and_exit() -> None:
+    if received() == signal.SIGINT.name:  # the parent waits for this process, unless there was a second Ctrl-C
+        threading.Thread(target=_exit_interrupted, daemon=True, name="exit").start()
+    _state.requested_reason = PARENT_EXITED
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(PARENT_GRACE_S)
+    os._exit(1)

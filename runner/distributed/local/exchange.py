@@ -1,0 +1,221 @@
+"""Exchanges of small tensors between ranks of one machine, for which gloo's threads take many times as long."""
+
+import contextlib
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from runner.distributed.local.shared_memory import SharedMemory, new_file, size_for
+from runner.distributed.local.sockets import LARGEST, LocalSockets, Tag
+from runner.distributed.traffic import count
+
+DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+MAX_ALL_TO_ALL = 4  # ranks that send to each other directly; more of them would send too many messages
+Merge = Callable[[torch.Tensor, torch.Tensor], object]  # adds the second to the first, in place
+
+
+class LocalExchange:
+    """The exchanges of a group of ranks on one machine. All of them must call each, in the same order.
+
+    Sums are computed in the order of the ranks, so that the result is identical to the bit on all ranks and in each
+    run. Few ranks send to each other; of more, all send to the lowest, which sends them the result. Each method raises
+    PeerMissing if a rank does not respond.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], name: str, sockets: LocalSockets):
+        self._rank, self._sockets = rank, sockets
+        self._ranks = sorted(ranks)
+        self._others = [other for other in self._ranks if other != rank]
+        self._group = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        self._count = 0
+        self._memory: SharedMemory | None = None
+        self._has_requested_memory = False
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum a small tensor over the ranks, in place."""
+        self._merge(tensor, torch.Tensor.add_)
+
+    def max(self, tensor: torch.Tensor) -> None:
+        """Take the maximum of a small tensor over the ranks, in place."""
+        self._merge(tensor, lambda total, other: torch.maximum(total, other, out=total))
+
+    def sum_large(self, tensor: torch.Tensor) -> bool:
+        """Sum a CPU tensor of any size, in place. Return False, on all ranks, if there is no shared memory for it."""
+        if not _is_plain(tensor):
+            return False
+        if not tensor.numel():
+            return True
+        if not self._has_requested_memory:
+            self._memory, self._has_requested_memory = self._shared_memory(), True
+        if self._memory is None:
+            return False
+        count("all_reduce", tensor.nbytes)
+        with _profiled("all_reduce"):
+            flat = tensor.detach().contiguous().view(-1)
+            self._memory.sum(flat)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(flat.view(tensor.shape))
+        return True
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)"""
+        count("all_gather", tensor.nbytes * len(self._ranks))
+        with _profiled("all_gather"):
+            gathered = self._gather(_bytes(tensor.detach().contiguous()))
+        return _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
+
+    def any_of_async(self, flags: Iterable[bool]) -> Callable[[], list[bool]]:
+        """Send the flags now. Return a function that returns for each flag whether it is set on any rank."""
+        own = bytes(flags)
+        count("all_reduce", len(own))
+        tag, deadline = self._next_tag(), self._sockets.deadline()
+        for other in self._others:  # directly, so that no rank waits for one that is busy after this
+            self._sockets.send(other, tag, own, deadline)
+
+        def result() -> list[bool]:
+            with _profiled("all_reduce"):
+                deadline = self._sockets.deadline()
+                received = [self._receive(other, tag, len(own), deadline) for other in self._others]
+            return [any(votes) for votes in zip(own, *received, strict=True)]
+
+        return result
+
+    def share_file(self, create: Callable[[], int]) -> int | None:
+        """Return a descriptor of the file that `create` opens on the lowest rank, which the caller has to close.
+
+        Returns None on all ranks if `create` raises OSError, and on a rank that has too many open files.
+        """
+        root, *leaves = self._ranks
+        tag, deadline = self._next_tag(), self._sockets.deadline()
+        if self._rank != root:
+            return self._sockets.receive_file(root, tag, deadline)
+        file = None
+        with contextlib.suppress(OSError):  # no such memory, or too many open files
+            file = create()
+        for leaf in leaves:
+            self._sockets.send(leaf, tag, b"", deadline, file)
+        return file
+
+    def _merge(self, tensor: torch.Tensor, merge: Merge) -> None:
+        count("all_reduce", tensor.nbytes)
+        own = tensor.detach().contiguous()
+        with _profiled("all_reduce"):
+            gathered = self._gather(_bytes(own))
+        merged, *others = _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
+        for other in others:
+            merge(merged, other)
+        tensor.detach().copy_(merged)
+
+    def _gather(self, own: bytes | memoryview) -> bytearray:
+        """Return the data of all ranks in their order. Each rank has the same number of bytes."""
+        tag, deadline = self._next_tag(), self._sockets.deadline()
+        if len(self._ranks) <= MAX_ALL_TO_ALL:
+            for other in self._others:
+                self._sockets.send(other, tag, own, deadline)
+            received = {other: self._receive(other, tag, len(own), deadline) for other in self._others}
+            return bytearray().join(received.get(rank, own) for rank in self._ranks)
+        root, *leaves = self._ranks
+        if self._rank != root:
+            self._sockets.send(root, tag, own, deadline)
+            return self._receive(root, tag, len(own) * len(self._ranks), deadline)
+        gathered = bytearray().join([own, *(self._receive(leaf, tag, len(own), deadline) for leaf in leaves)])
+        for leaf in leaves:
+            self._sockets.send(leaf, tag, gathered, deadline)
+        return gathered
+
+    def _receive(self, rank: int, tag: Tag, size: int, deadline: float) -> bytearray:
+        data = self._sockets.receive(rank, tag, deadline)
+        if len(data) != size:
+            raise RuntimeError(f"rank {rank} exchanges {len(data)} bytes where this one exchanges {size}")
+        return data
+
+    def _next_tag(self) -> Tag:
+        self._count += 1
+        return self._group, self._count
+
+    def _wait_for_all(self, num_bytes: int) -> None:
+        sizes = struct.unpack(f"<{len(self._ranks)}q", self._gather(struct.pack("<q", num_bytes)))
+        for rank, size in zip(self._ranks, sizes, strict=True):
+            if size != num_bytes:
+                raise RuntimeError(f"rank {rank} sums {size} bytes where this one sums {num_bytes}")
+
+    def _shared_memory(self) -> SharedMemory | None:
+        """Return None on all ranks if one of them cannot map the memory."""
+        memory = None
+        if (file := self.share_file(lambda: new_file(size_for(len(self._ranks))))) is not None:
+            with contextlib.suppress(OSError):
+                memory = SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
+            os.close(file)
+        (is_missing,) = self.any_of_async([memory is None])()
+        return None if is_missing else memory
+
+
+class LocalExchanges:
+    """The exchanges of all groups whose ranks this rank's sockets reach, while the process group exists.
+
+    on_machine: that of all ranks of this machine; None if this rank is the only one.
+    """
+
+    def __init__(self, rank: int, sockets: LocalSockets):
+        self._rank, self._sockets = rank, sockets
+        self._reached = {rank, *sockets.ranks}
+        self._of_group: dict[str, LocalExchange | None] = {}
+        is_alone = self._reached == {rank}
+        self.on_machine = None if is_alone else LocalExchange(rank, sorted(self._reached), "machine", sockets)
+
+    def of(self, group: dist.ProcessGroup | None) -> LocalExchange | None:
+        """Return the exchange of a group, or of all ranks; None if this rank's sockets do not reach all of them."""
+        name = "" if group is None else group.group_name
+        if name not in self._of_group:
+            ranks = dist.get_process_group_ranks(group)
+            is_reached = len(ranks) > 1 and self._reached.issuperset(ranks)
+            self._of_group[name] = LocalExchange(self._rank, ranks, name, self._sockets) if is_reached else None
+        return self._of_group[name]
+
+
+def is_small(tensor: torch.Tensor, num_ranks: int) -> bool:
+    """Return True if such tensors of `num_ranks` ranks fit into one message together."""
+    return _is_plain(tensor) and tensor.dtype in DTYPES and tensor.nbytes * num_ranks <= LARGEST
+
+
+# A global, as torch's default process group is: a layer of a model knows its group, but not the world.
+_current: LocalExchanges | None = None
+
+
+def use(exchanges: LocalExchanges | None) -> None:
+    """Use these exchanges for the groups of this process from now on."""
+    global _current
+    _current = exchanges
+
+
+def exchange_of(group: dist.ProcessGroup | None = None) -> LocalExchange | None:
+    """Return the exchange of a group, or of all ranks; None if only the process group reaches all of them."""
+    return None if _current is None else _current.of(group)
+
+
+def exchange_on_machine() -> LocalExchange | None:
+    """Return the exchange of this machine's ranks; None if this rank is the only one, or nothing connects them."""
+    return None if _current is None else _current.on_machine
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def _profiled(name: str) -> AbstractContextManager[object]:
+    is_enabled = torch.autograd._profiler_enabled()
+    return torch.autograd.profiler.record_function(f"local:{name}") if is_enabled else nullcontext()

@@ -1,0 +1,94 @@
+"""Memory shared by the ranks of a group on one machine, in which they sum tensors that are too large for messages.
+
+The order of summation is that of gloo's ring, so that the result is identical to the bit with and without such memory.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+
+PIECE = 2**22  # bytes of each rank at a time, so that those of a few ranks fit into the caches of most processors
+_LINE = 64  # bytes of a cache line, into which only one rank writes
+_SEGMENT = 2**20  # bytes that gloo's ring sends at once (kMaxSegmentSize in gloo/allreduce.h)
+
+
+def new_file(num_bytes: int) -> int:
+    """Return a file in memory, without a name, that several processes may map. Raise OSError if that is impossible."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd_create")
+    file = os.memfd_create("runner")
+    try:
+        os.ftruncate(file, num_bytes)  # pages that are never written take no memory
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def size_for(num_ranks: int) -> int:
+    """Return the size in bytes of the file in which `num_ranks` ranks sum."""
+    return (num_ranks + 1) * PIECE
+
+
+class SharedMemory:
+    """An area of PIECE bytes for each rank, and one for their sum. Raises OSError if the file cannot be mapped.
+
+    position: this rank's among the ranks. wait_for_all: returns when all ranks have called it with that number.
+    """
+
+    def __init__(self, file: int, position: int, num_ranks: int, wait_for_all: Callable[[int], None]):
+        self._memory = mmap.mmap(file, size_for(num_ranks))
+        self._position, self._num_ranks, self._wait_for_all = position, num_ranks, wait_for_all
+
+    def sum(self, flat: torch.Tensor) -> None:
+        """Sum a tensor of shape (n) in place. Each rank sums its part of every piece, in the order of gloo's ring."""
+        areas = [self._area(number, flat.dtype) for number in range(self._num_ranks + 1)]
+        own, total = areas[self._position], areas[-1]
+        chunk = _chunk_of_ring(flat, self._num_ranks)
+        for count, piece in enumerate(flat.split(len(own))):
+            parts = list(self._parts(piece))
+            for position, part in enumerate(parts):
+                if position != self._position:
+                    own[part] = piece[part]
+            self._wait_for_all(flat.nbytes)
+            given = [piece if position == self._position else area for position, area in enumerate(areas[:-1])]
+            for number, part in _by_chunk(parts[self._position], count * len(own), chunk):
+                first, second, *others = (given[number - i][part] for i in range(1, self._num_ranks + 1))
+                torch.add(first, second, out=total[part])
+                for other in others:
+                    total[part] += other
+            self._wait_for_all(flat.nbytes)
+            piece.copy_(total[: len(piece)])
+
+    def _area(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=dtype, count=PIECE // dtype.itemsize, offset=number * PIECE)
+
+    def _parts(self, piece: torch.Tensor) -> Iterator[slice]:
+        """Yield the part of the piece that each rank sums. The last parts may be empty."""
+        line = _LINE // piece.itemsize
+        size = -(-len(piece) // (self._num_ranks * line)) * line
+        for start in range(0, self._num_ranks * size, size):
+            yield slice(min(start, len(piece)), min(start + size, len(piece)))
+
+
+def _chunk_of_ring(flat: torch.Tensor, num_ranks: int) -> int:
+    """Return the number of items that one rank of gloo's all-reduce sums (gloo/allreduce.cc).
+
+    gloo splits the tensor into one chunk per rank; the last ones are smaller or empty. Rank r's chunk starts at rank
+    r - 1 and passes the ring in falling order to r, and each rank on the way adds its own values.
+    """
+    largest = _SEGMENT // flat.itemsize * flat.itemsize
+    segments_of_rank = -(-max(-(-flat.nbytes // largest), 2 * num_ranks) // num_ranks)
+    return segments_of_rank * -(-len(flat) // (segments_of_rank * num_ranks))
+
+
+def _by_chunk(part: slice, begin: int, chunk: int) -> Iterator[tuple[int, slice]]:
+    """Split a part of the piece that starts at `begin` where chunks start. Yield each with its chunk's number."""
+    start = part.start
+    while start < part.stop:
+        number = (begin + start) // chunk
+        stop = min(part.stop, (number + 1) * chunk - begin)
+        yield number, slice(start, stop)
+        start = stop

@@ -1,0 +1,251 @@
+"""Sockets between the ranks of one machine, one for each pair of them, and their messages.
+
+The sockets are in Linux's abstract namespace: they need no file, no other machine reaches them, and the system reports
+for each connection which process made it.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+
+from runner.distributed.failures.heartbeat import RankProcess, state_of
+from runner.distributed.failures.peer_failure import PeerMissing
+
+LARGEST = 65_536  # bytes of a message, which must fit into the system's send buffer
+JOIN_S = 60.0  # until all ranks are connected
+TICK_S = 0.5  # after which a wait checks its deadline
+Tag = tuple[int, int]  # identifies a group of ranks, and one of its exchanges by their number
+_HEADER = struct.Struct("=QQ")
+_FILE = struct.Struct("@i")
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_TIME = struct.Struct("@ll")  # seconds, microseconds
+_open: "weakref.WeakSet[LocalSockets]" = weakref.WeakSet()
+
+
+class LocalSockets:
+    """This rank's sockets by the rank at the other end. One thread may use them at a time.
+
+    `send` and `receive` raise PeerMissing if the other rank has exited, or is not ready by the deadline. Then all
+    sockets are shut down, so that the ranks that wait for this one notice at once.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket], timeout_s: float):
+        self._sockets, self._timeout_s = dict(sockets), timeout_s
+        self._buffer = bytearray(_HEADER.size + LARGEST)
+        self._early: dict[tuple[int, Tag], bytearray] = {}  # messages that were received before they were requested
+        for each in self._sockets.values():
+            each.setblocking(True)
+            # Set on the socket, because Python's own timeout needs one more system call each time.
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                each.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(*divmod(int(TICK_S * 1e6), 1_000_000)))
+        _open.add(self)
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self._sockets)
+
+    def deadline(self) -> float:
+        """Return the end of the timeout of an exchange that starts now, on the monotonic clock."""
+        return time.monotonic() + self._timeout_s
+
+    def send(
+        self, rank: int, tag: Tag, data: bytes | bytearray | memoryview, deadline: float, file: int | None = None
+    ) -> None:
+        """Send at most LARGEST bytes, and an open file, without waiting until they are received."""
+        files = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(file))]
+        while True:
+            try:
+                self._sockets[rank].sendmsg([_HEADER.pack(*tag), data], files)
+                return
+            except BlockingIOError:
+                self._check_deadline(rank, "received", deadline)
+            except ConnectionError:
+                raise self._lost(rank) from None
+            except OSError:
+                self.shut_down()
+                raise
+
+    def receive(self, rank: int, tag: Tag, deadline: float) -> bytearray:
+        """Return what the rank sends with the tag."""
+        return self._receive(rank, tag, deadline, lambda connection: connection.recv_into(self._buffer))
+
+    def receive_file(self, rank: int, tag: Tag, deadline: float) -> int | None:
+        """Return the file that the rank sends with the tag, which the caller has to close; None if it sends none.
+
+        Everything that the rank sends before must have been received.
+        """
+        found: list[int] = []
+
+        def read(connection: socket.socket) -> int:
+            size, ancillary, *_ = connection.recvmsg_into([self._buffer], socket.CMSG_SPACE(_FILE.size))
+            found.extend(_FILE.unpack(data)[0] for level, kind, data in ancillary)
+            return size
+
+        self._receive(rank, tag, deadline, read)
+        return found[0] if found else None
+
+    def _receive(self, rank: int, tag: Tag, deadline: float, read: Callable[[socket.socket], int]) -> bytearray:
+        """Receive a message. read: stores a connection's next message in the buffer, and returns its size."""
+        while True:
+            if self._early and (early := self._early.pop((rank, tag), None)) is not None:
+                return early
+            try:
+                size = read(self._sockets[rank])
+            except BlockingIOError:
+                self._check_deadline(rank, "sent", deadline)
+                continue
+            except ConnectionError:  # the other end was closed with unread messages
+                size = 0
+            except OSError:
+                self.shut_down()
+                raise
+            if not size:
+                raise self._lost(rank)
+            found = _HEADER.unpack_from(self._buffer)
+            data = self._buffer[_HEADER.size : size]
+            if found == tag:
+                return data
+            self._early[rank, found] = data
+
+    def shut_down(self) -> None:
+        """End all waits at the other ends, and in other threads of this process."""
+        for each in self._sockets.values():
+            with contextlib.suppress(OSError):  # the other end is closed
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for each in self._sockets.values():
+            each.close()
+
+    def _check_deadline(self, rank: int, action: str, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            self.shut_down()
+            raise PeerMissing(f"rank {rank} has {action} nothing for {self._timeout_s:g} s")
+
+    def _lost(self, rank: int) -> PeerMissing:
+        self.shut_down()
+        return PeerMissing(f"rank {rank} has closed its connection to this one")
+
+
+class Listener:
+    """The socket to which the other ranks of the machine connect; closed by `close` or `join`.
+
+    It needs Linux, and a system that reports which process connects; see `ready`.
+    """
+
+    def __init__(self, own: RankProcess):
+        self._own, self._socket = own, None
+        if sys.platform == "linux" and own.network:
+            with contextlib.suppress(OSError):
+                self._socket = _listen(own)
+
+    @property
+    def ready(self) -> bool:
+        """True if this process listens."""
+        return self._socket is not None
+
+    def reaches(self, process: RankProcess) -> bool:
+        """Return True if the process can connect to this one."""
+        return (process.network, process.host) == (self._own.network, self._own.host)
+
+    def join(self, others: Mapping[int, RankProcess], timeout_s: float) -> LocalSockets:
+        """Connect to the lower ranks and wait for the others, once all of them listen. All of them must call it."""
+        assert self._socket is not None
+        joined: dict[int, socket.socket] = {}
+        try:
+            for rank in sorted(others):
+                if rank < self._own.rank:
+                    joined[rank] = _connect_to_rank(others[rank])
+            expected = {process.pid: rank for rank, process in others.items() if rank > self._own.rank}
+            deadline = time.monotonic() + min(timeout_s, JOIN_S)
+            while expected:
+                self._socket.settimeout(TICK_S)
+                try:
+                    connection, _ = self._socket.accept()
+                except TimeoutError:
+                    late = sorted(expected.values())
+                    if time.monotonic() > deadline or any(state_of(others[rank]) == "exited" for rank in late):
+                        ranks = ", ".join(map(str, late))
+                        raise PeerMissing(f"ranks {ranks} of this machine have not connected to this one") from None
+                    continue
+                if (pid := _process_of(connection)) in expected:
+                    joined[expected.pop(pid)] = connection
+                else:  # an unknown process
+                    connection.close()
+        except BaseException:
+            for each in joined.values():
+                each.close()
+            raise
+        finally:
+            self.close()
+        return LocalSockets(joined, timeout_s)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
+def _address(process: RankProcess) -> str:
+    return f"\0runner/{process.pid}/{process.started}"
+
+
+def _listen(own: RankProcess) -> socket.socket:
+    """Return a listening socket. Raise OSError if the system lacks a needed feature, or the address is taken."""
+    listener = _new()
+    try:
+        listener.bind(_address(own))
+        listener.listen(4096)  # the system uses its own limit if that is lower
+        with _connect(own) as there, listener.accept()[0] as here:
+            if _process_of(here) != own.pid or there.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * LARGEST:
+                raise OSError("the system reports another process, or does not accept messages of such a size")
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _connect(process: RankProcess) -> socket.socket:
+    """Return a connection to the process. Raise OSError if another process listens at its address."""
+    connection = _new()
+    try:
+        connection.connect(_address(process))
+        if _process_of(connection) != process.pid:
+            raise OSError(f"another process than that of rank {process.rank} listens at its address")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_to_rank(process: RankProcess) -> socket.socket:
+    """Return a connection to a process that was listening. Raise PeerMissing if it has exited."""
+    try:
+        return _connect(process)
+    except ConnectionError as error:
+        raise PeerMissing(f"rank {process.rank} of this machine does not respond ({error})") from None
+
+
+def _new() -> socket.socket:
+    # Unlike a stream, SOCK_SEQPACKET keeps messages apart: one system call sends or receives one message.
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _process_of(connection: socket.socket) -> int | None:
+    """Return the pid at the other end; None if another user runs it."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(data)
+    return pid if user == os.geteuid() else None
+
+
+def _close_in_child() -> None:
+    """Close the connections in a forked loader worker: it would keep them open after its rank has died."""
+    for each in _open:
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

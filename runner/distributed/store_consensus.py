@@ -1,0 +1,164 @@
+"""Agreement of the ranks through their store, before there is a process group."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from runner.distributed.environment import RankInfo
+from runner.distributed.world_store import WorldStore
+from runner.errors import Preempted
+
+REPORT_TIMEOUT_S = 15.0  # for which ranks wait for rank 0, in addition to the time that rank 0 waits for them
+_ACTIVITIES = {"composed": "composing its configuration", "refused": "building its model and data"}  # by topic
+
+
+class RanksMissing(TimeoutError):
+    """Ranks did not reach a point of agreement in time. is_reporter: this rank reports it, for all of them."""
+
+    def __init__(self, text: str, is_reporter: bool):
+        super().__init__(text)
+        self.is_reporter = is_reporter
+
+
+class StoreConsensus:
+    """Agreement of the ranks of a world. In a world of one rank, that rank decides."""
+
+    def __init__(self, rank_info: RankInfo, store: WorldStore, timeout_s: float):
+        self._rank_info, self._store, self.timeout_s = rank_info, store, timeout_s
+        self._kept: dict[str, str] = {}
+
+    def first_error(self, topic: str, messages: list[str]) -> list[str]:
+        """Return the messages of the lowest rank that has any, on every rank. All ranks must call it.
+
+        Raises RanksMissing if a rank does not call it in time, and Preempted if a signal stopped one.
+        """
+        store, rank = self._store.job, self._rank_info.rank
+        if store is None:
+            return messages
+        store.set(f"{topic}/{rank}", json.dumps(messages))
+        if rank == 0:
+            store.set(f"{topic}/all", json.dumps(self._collect(topic)))
+        result = json.loads(self._get(f"{topic}/all", topic))
+        if isinstance(result, str):
+            raise RanksMissing(result, is_reporter=rank == 0)
+        return result
+
+    def wait_for_all(self, topic: str) -> None:
+        """Return once all ranks have called it, after the timeout, or if the store is unreachable."""
+        if self._store.is_reachable():
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self.first_error(topic, [])
+
+    def broadcast(self, topic: str, make: Callable[[], str]) -> str:
+        """Return what `make` returns on rank 0, on every rank. All ranks must call it.
+
+        Raises ValueError on every rank if `make` raises ValueError or OSError.
+        """
+        value, errors = "", []
+        if self._rank_info.rank == 0:
+            try:
+                value = make()
+            except (ValueError, OSError) as error:
+                errors.append(str(error))
+            if self._store.job is not None:
+                self._store.job.set(topic, value)
+        if errors := self.first_error(f"{topic}/made", errors):
+            raise ValueError(errors[0])
+        return value if self._store.job is None else self._get(topic, topic)
+
+    def broadcast_once(self, topic: str, make: Callable[[], str]) -> str:
+        """As `broadcast`, but a world that its agent has restarted gets the value of the first one."""
+        before = self.before_restart(topic)
+        value = self.broadcast(topic, make if before is None else lambda: before)
+        self.keep_for_restart(topic, value)
+        return value
+
+    def keep_for_restart(self, topic: str, value: str) -> None:
+        """Keep a value for `before_restart`, in case the agents restart this world: each machine for its own agent."""
+        if (file := self._store.restart_file()) is not None:
+            if self._rank_info.local_rank == 0:
+                file.keep(topic, value)
+        elif self._rank_info.rank == 0 and (store := self._store.across_restarts()) is not None:
+            store.set(topic, value)
+
+    def load_kept(self) -> None:
+        """Load what the agent of any machine keeps of this job. All ranks must call it when the job starts.
+
+        A machine that joined at the restart has kept nothing, and may have rank 0.
+        """
+        if (file := self._store.restart_file()) is not None:
+            own = file.read()
+            found = self.first_error("recalled", [json.dumps(own)] if own else [])
+            self._kept = json.loads(found[0]) if found else {}
+
+    def before_restart(self, topic: str) -> str | None:
+        """Return the value kept under the topic before the agent restarted this world; None if there is none."""
+        if self._rank_info.restart_file is not None:
+            return self._kept.get(topic)
+        store = self._store.across_restarts()
+        if store is None or not self._rank_info.restart or not store.check([topic]):
+            return None
+        return store.get(topic).decode()
+
+    def run_in_order(self, topic: str, function: Callable[[], None]) -> None:
+        """Call `function` on rank 0, then on the first rank of each other machine, then on the rest.
+
+        A file that an earlier rank has downloaded into a shared directory exists for the later ones. All ranks must
+        call it, and `function` must not raise.
+        """
+        rank, local_rank = self._rank_info.rank, self._rank_info.local_rank
+        for number, is_own in enumerate((rank == 0, rank != 0 and local_rank == 0, local_rank != 0)):
+            if is_own:
+                function()
+            self.first_error(f"{topic}/turn{number}", [])
+
+    def gather_from_machine(self, topic: str, text: str) -> Iterator[str]:
+        """Return the texts of the other ranks on this machine; iteration waits for them. All ranks must call it."""
+        store, host = self._store.namespace(topic), socket.gethostname()
+        own = store.add(host, 1)  # not local_rank: users start several ranks with the same, each with its own GPU
+        store.set(f"{host}/{own}", text)
+        others = [number for number in range(1, self._rank_info.local_world_size + 1) if number != own]
+
+        def read() -> Iterator[str]:
+            yield from (text.decode() for text in store.multi_get([f"{host}/{other}" for other in others]))
+
+        return read()
+
+    def _collect(self, topic: str) -> list[str] | str:
+        """Return the messages of the lowest rank that has any, or a line about ranks that are missing."""
+        store, keys = self._store.job, [f"{topic}/{rank}" for rank in range(self._rank_info.world_size)]
+        assert store is not None
+        deadline = time.monotonic() + self.timeout_s
+        if not self._wait_for(keys, deadline):
+            missing = [rank for rank, key in enumerate(keys) if not self._wait_for([key], deadline)]
+            if missing:
+                return self._describe_missing(missing, topic)
+        messages = (json.loads(text) for text in store.multi_get(keys))
+        return next((each for each in messages if each), [])
+
+    def _get(self, key: str, topic: str) -> str:
+        store, own = self._store.job, str(self._rank_info.rank)
+        assert store is not None
+        # Rank 0 sets the key after it has waited for all ranks, so that a rank waits a little longer for rank 0.
+        if not self._wait_for([key], time.monotonic() + self.timeout_s + REPORT_TIMEOUT_S):
+            is_reporter = store.compare_set("absent", "", own).decode() == own
+            raise RanksMissing(self._describe_missing([0], topic), is_reporter)
+        return store.get(key).decode()
+
+    def _describe_missing(self, ranks: list[int], topic: str) -> str:
+        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        activity = f"did not finish {_ACTIVITIES[topic]}" if topic in _ACTIVITIES else f"did not respond ({topic})"
+        return f"{names} of {self._rank_info.world_size} {activity} within backend.timeout_s={self.timeout_s:g} s"
+
+    def _wait_for(self, keys: list[str], deadline: float) -> bool:
+        """Return True if all keys are set in time. Raise Preempted if a rank was stopped, which sets no more keys."""
+        store, pause_s = self._store.job, 0.001
+        assert store is not None
+        while not (found := store.check(keys)) and time.monotonic() < deadline:
+            if reason := self._store.stop_reason():
+                raise Preempted(reason)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        return found

@@ -1,0 +1,114 @@
+"""Augmentation: training samples are transformed anew in each epoch, depending only on seed, epoch and index."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from runner.config.instantiate import make_group
+from runner.config.schema import Config
+from runner.errors import InputError, failed_with
+from runner.input.pytree import register_types
+from runner.input.rng import TRANSFORMS, seeded
+from runner.input.source import Source
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """All transforms of a sample, in their order.
+
+    Of a pair (inputs, targets) the inputs are transformed, of another sample the whole. Inputs of three dimensions are
+    an image, (C, H, W). torch, NumPy and random are seeded with (seed, epoch, index), and keep their state.
+    """
+
+    transforms: Mapping[str, Callable[..., Any]]
+    seed: int
+    masks: bool = False  # the targets, (H, W), are a mask that moves with the image
+
+    def __call__(self, sample: Any, epoch: int, index: int) -> Any:
+        with seeded(self.seed, epoch, index, TRANSFORMS):
+            for transform in self.transforms.values():
+                sample = _apply(transform, sample, self.masks)
+        return sample
+
+
+def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
+    from torchvision.tv_tensors import Image, Mask, TVTensor  # takes seconds, which runs without transforms save
+
+    inputs = sample[0] if _is_pair(sample) else sample
+    if isinstance(inputs, np.ndarray):
+        inputs = torch.from_numpy(inputs)
+    if isinstance(inputs, torch.Tensor) and inputs.dim() == 3 and not isinstance(inputs, TVTensor):
+        inputs = Image(inputs)
+    if masks:
+        return _as_plain_tensors(tuple(transform(inputs, Mask(torch.as_tensor(sample[1])))))
+    inputs = _as_plain_tensors(transform(inputs))
+    return type(sample)((inputs, sample[1])) if _is_pair(sample) else inputs
+
+
+def augment(config: Config, source: Source) -> Source:
+    """Return the training data with the configured transforms; the same source if there are none.
+
+    Raise InputError if a transform refuses its options, is not callable or fails on the first sample.
+    """
+    transforms: dict[str, Callable[..., Any]] = {}
+    for name, node in config.transforms.items():
+        key = f"transforms.{name}"
+        transforms[name] = make_group({key: node["_target_"]}, key, node)
+        if not callable(transforms[name]):
+            raise InputError(f"{key}._target_={node['_target_']}: the object is not callable with a sample")
+    if not transforms:
+        return source
+    try:
+        sample = source[0]
+    except Exception as error:  # of the dataset
+        raise InputError(f"data: its first sample cannot be read{failed_with(error)}") from None
+    augmentation = Augmentation(transforms, config.seed, _are_masks(config.transform_targets, sample))
+    for number, name in enumerate(transforms, start=1):
+        first = replace(augmentation, transforms=dict(list(transforms.items())[:number]))
+        try:
+            transformed = first(sample, 0, 0)
+        except Exception as error:  # of the transform
+            raise InputError(f"transforms.{name} fails on the first training sample{failed_with(error)}") from None
+        if "sample_shape" in config.data and _shapes(transformed) != _shapes(sample):
+            raise InputError(
+                f"transforms.{name} returns tensors of shape {_shapes(transformed)} for those of {_shapes(sample)}, "
+                "but validation samples are not transformed; keep the shapes, or set data.sample_shape"
+            )
+    return replace(source, transform=augmentation)
+
+
+def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:
+    """Return True if the targets contain a class for each pixel of the image."""
+    tensors = [torch.as_tensor(item) for item in sample] if _is_pair(sample) and _are_arrays(sample) else []
+    fits = len(tensors) == 2 and tensors[0].dim() == 3 and tensors[0].shape[1:] == tensors[1].shape
+    if wanted is True and not fits:
+        found = _shapes(tensors) if tensors else "of another kind"
+        raise InputError(
+            "transform_targets=true needs images (C, H, W) with targets (H, W) of their size, but the data's are "
+            f"{found}; try transform_targets=auto"
+        )
+    return fits and (wanted is True or (wanted == "auto" and not tensors[1].is_floating_point()))
+
+
+def _shapes(sample: Any) -> str:
+    """Describe the shapes of the tensors and arrays."""
+    return " and ".join(str(list(leaf.shape)) for leaf in tree_leaves(register_types(sample)) if hasattr(leaf, "shape"))
+
+
+def _are_arrays(sample: Sequence[Any]) -> bool:
+    return all(isinstance(item, (torch.Tensor, np.ndarray, np.generic, int, float)) for item in sample)
+
+
+def _is_pair(sample: Any) -> bool:
+    return type(sample) in (tuple, list) and len(sample) == 2
+
+
+def _as_plain_tensors(tree: Any) -> Any:
+    """Replace torchvision's tensor classes by torch.Tensor."""
+    from torchvision.tv_tensors import TVTensor
+
+    return tree_map_only(TVTensor, lambda tensor: tensor.as_subclass(torch.Tensor), tree)

@@ -1,0 +1,55 @@
+"""The data of one optimizer step on one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, dtype
+
+from runner.input.pytree import num_rows
+
+
+def cast_floating(tensor: Tensor, to: dtype) -> Tensor:
+    """Return floating-point data in the parameters' dtype; integer tensors, such as class labels, are unchanged."""
+    return tensor.to(to) if tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's samples of one micro-batch, the local micro-batch.
+
+    If the rank has no samples, `data` contains one sample of the training data that is not counted, so that the model
+    can run on every rank. For a model with BatchNorm, whose statistics would include that sample, `data` has no rows.
+    """
+
+    data: Any  # a pytree of tensors, as the dataset collates it; by default (inputs, targets)
+    indices: Sequence[int]  # the dataset's indices of the samples that are counted
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples that are counted."""
+        return len(self.indices)
+
+    @property
+    def rows(self) -> int:
+        """The number of samples in `data`, including one that is not counted."""
+        return num_rows(self.data)
+
+    @property
+    def inputs(self) -> Any:
+        """The model's inputs, if samples are (inputs, targets)."""
+        return self.data[0]
+
+    @property
+    def targets(self) -> Any:
+        """The targets, if samples are (inputs, targets)."""
+        return self.data[1]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The data of one optimizer step on this rank."""
+
+    micro_batches: list[MicroBatch]
+    num_samples: int  # of the whole step, over all ranks and micro-batches
+    wait_s: float  # how long the step waited for its data

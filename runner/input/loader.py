@@ -1,0 +1,162 @@
+"""Batches of a dataset on this rank's device, step by step."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from runner.distributed.failures.signals import exit_at_once_with_parent, ignore_signals
+from runner.input.batch import MicroBatch, StepBatch, cast_floating
+from runner.input.loader_workers import shared, worker_death
+from runner.input.pytree import map_tensors, num_bytes, split
+from runner.input.sample_weights import read_weights
+from runner.input.sampler import Sampler
+from runner.input.source import Request, Source
+
+# Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
+MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
+
+
+class Loader:
+    """Reads the samples that the sampler selects, in this process or in workers, and moves them to the device.
+
+    Args:
+        dataset: a Source, or a dataset. If it `reads_ahead` and there are no workers, several local micro-batches are
+            read at once and then split.
+        allow_empty: whether a local micro-batch without samples has no rows; otherwise it has one that is not counted.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Sampler,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        prefetch: int | None = None,
+        weights: str | None = None,
+        allow_empty: bool = False,
+    ):
+        if num_workers < 0:
+            raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
+        if prefetch is not None and prefetch < 1:
+            raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
+        if weights is not None and not shuffle:
+            raise ValueError(f"loader.shuffle=false has no effect with loader.weights={weights}; leave one of them out")
+        self.dataset = source = dataset if isinstance(dataset, Source) else Source.of(dataset)
+        sampler = replace(
+            sampler,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            weights=None if weights is None else read_weights(weights, source),
+        )
+        if sampler.steps_per_epoch == 0:
+            raise ValueError(
+                f"loader.drop_last=true with batch_size={sampler.batch_size} leaves no step of the data's "
+                f"{sampler.num_samples} samples; try batch_size={sampler.num_samples}"
+            )
+        self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
+        self.allow_empty, self.seed = allow_empty, sampler.seed
+        self._position = (0, 0)
+        # Of each batch that was requested but is not read yet: the indices of its local micro-batches.
+        self._requested: deque[list[list[int]]] = deque()
+        self._reads_ahead = num_workers == 0 and source.reads_ahead
+        self._at_once: int | None = None  # local micro-batches; determined from the size of the first one
+        self._loader: DataLoader[Any] | None = DataLoader(
+            source,
+            batch_sampler=_Requests(self),  # any iterable is permitted
+            num_workers=num_workers,
+            collate_fn=shared,
+            pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
+            prefetch_factor=prefetch or 2 if num_workers else None,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_start_worker,
+            # DataLoader draws the base seed of its workers from here: the global stream is reserved for the model.
+            generator=torch.Generator().manual_seed(sampler.seed),
+        )
+
+    def steps(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
+        """Yield the steps of an epoch, starting with `first_step`."""
+        assert self._loader is not None, "closed"
+        self._position = (epoch, first_step)
+        self._requested.clear()
+        micro_batches = self._read(iter(self._loader))
+        for step in range(first_step, self.sampler.steps_per_epoch):
+            start = time.perf_counter()
+            of_step = list(itertools.islice(micro_batches, self.sampler.num_micro_batches(step)))
+            yield StepBatch(of_step, self.sampler.step_size(step), time.perf_counter() - start)
+
+    def use_sampler(self, sampler: Sampler) -> None:
+        """Replace the sampler, from the next call of `steps` on."""
+        self.sampler, self._at_once = sampler, None
+
+    def close(self) -> None:
+        """Stop the workers. They ignore the signal by which Python would stop them at exit, so that it would hang."""
+        # Explicitly: if a worker has failed, the iterator is in a reference cycle with the error, and the garbage
+        # collector might close its queues before it notifies the workers.
+        if self._loader is not None and (iterator := getattr(self._loader, "_iterator", None)) is not None:
+            iterator._shutdown_workers()
+        self._loader = None
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
+        """Yield local micro-batches on the device. Raise ValueError if a batch that was read ahead cannot be split."""
+        while True:
+            batch = map_tensors(self._place, self._next(batches))
+            requested = self._requested.popleft()
+            if self._reads_ahead and self._at_once is None and requested[0]:
+                largest = num_bytes(batch) * self.sampler.local_size // len(requested[0])  # the first may be smaller
+                self._at_once = max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, largest)))
+            if len(requested) == 1:
+                yield MicroBatch(batch, requested[0])
+                continue
+            for part, indices in zip(split(batch, [len(each) for each in requested]), requested, strict=True):
+                yield MicroBatch(part, indices)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch. Raise WorkerDied if its worker has exited."""
+        try:
+            return next(batches)
+        except (RuntimeError, OSError, EOFError) as error:  # torch's error, or a closed connection
+            if died := worker_death(error, getattr(batches, "_workers", ())):
+                raise died from None
+            raise
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = cast_floating(tensor.to(self.device, non_blocking=True), self.dtype)
+        return tensor.contiguous(memory_format=self.memory_format) if tensor.dim() == 4 else tensor
+
+
+class _Requests:
+    """What to read, starting at the loader's position; DataLoader iterates over it once per epoch.
+
+    DataLoader requests batches before they are needed, and returns them in the order of the requests.
+    """
+
+    def __init__(self, loader: Loader):
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, (epoch, first_step) = self._loader, self._loader._position
+        local_batches = loader.sampler.local_batches(epoch, first_step)
+        for first in local_batches:
+            together = [first, *itertools.islice(local_batches, (loader._at_once or 1) - 1)]
+            # An empty local micro-batch cannot be split from others.
+            for block in [together] if all(together) else [[indices] for indices in together]:
+                loader._requested.append(block)
+                indices = list(itertools.chain.from_iterable(block))
+                yield Request(indices, epoch, loader.seed, loader.allow_empty)
+
+
+def _start_worker(worker: int) -> None:
+    """Ignore signals: one to the whole process group requests a checkpoint, and workers have to finish the step."""
+    ignore_signals()
+    exit_at_once_with_parent()

@@ -1,0 +1,138 @@
+"""Samples that are read once on each machine, in memory that its ranks and their loader workers share."""
+
+import fcntl
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from runner.distributed.local.exchange import LocalExchange
+from runner.distributed.local.shared_memory import new_file
+from runner.input.pytree import describe, register_types
+from runner.input.rng import DrawDetector
+
+
+class CannotCache(ValueError):
+    """The samples of a dataset cannot be cached."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"keep_samples=true: {reason}; leave it out")
+
+
+class SampleCache:
+    """Samples of one shape, each of which is read when it is first needed, and copied from memory afterwards.
+
+    Args:
+        read: returns the sample at an index, as a batch of one with tensors in any structure.
+        num_samples: how many samples there are.
+        unpack: returns a batch of cached samples in the form that the dataset returns; None if that is the cached form.
+
+    Raises CannotCache if the first sample is not suitable or there is not enough memory.
+    """
+
+    def __init__(self, read: Callable[[int], Any], num_samples: int, unpack: Callable[[Any], Any] | None = None):
+        self._read_one, self._num_samples, self._unpack = read, num_samples, unpack
+        self._draws = DrawDetector()
+        self._close: Callable[[], object] = lambda: None
+        first = self._read(0)
+        leaves, self._structure = tree_flatten(register_types(first))
+        if not all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (1,) and leaf.numel() for leaf in leaves):
+            raise CannotCache(f"samples must be tensors and numbers, but the first one is {describe(first)}")
+        self._kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        sizes = (num_samples, *(num_samples * leaf.nbytes for leaf in leaves))
+        self._starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
+        try:
+            self._map(None)
+        except OSError as error:
+            raise CannotCache(
+                f"no memory for {self.num_bytes / 2**30:,.1f} GiB of samples ({error.strerror})"
+            ) from None
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that all samples will take."""
+        return self._starts[-1]
+
+    def share(self, exchange: LocalExchange | None) -> None:
+        """Use memory that the ranks of this machine share, all of which must call it; None for a single rank.
+
+        If that is not available, each rank keeps a cache of its own.
+        """
+        if exchange is None or (file := exchange.share_file(lambda: new_file(self.num_bytes))) is None:
+            return
+        with suppress(OSError):
+            self._map(file)
+            return
+        os.close(file)
+
+    def sample(self, index: int) -> Any:
+        """Return one sample. Raise CannotCache if it is not suitable."""
+        return tree_map_only(torch.Tensor, lambda tensor: tensor[0], register_types(self.batch([index])))
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return a batch. Raise CannotCache if a sample has another shape or draws random numbers."""
+        rows = torch.from_numpy(np.asarray(indices, np.int64))
+        with self._locked(fcntl.LOCK_SH):
+            is_cached = self._is_cached.index_select(0, rows)
+        for index in rows[is_cached == 0].unique().tolist():
+            self._store(index)
+        batch = tree_unflatten([leaf.index_select(0, rows) for leaf in self._leaves], self._structure)
+        return batch if self._unpack is None else self._unpack(batch)
+
+    def _map(self, file: int | None) -> None:
+        """Allocate an empty cache, which forked workers share. Pages that are never written take no memory."""
+        memory = mmap.mmap(-1 if file is None else file, self.num_bytes)
+        if file is None:  # an empty file for the lock alone
+            with tempfile.TemporaryFile() as empty:
+                file = os.dup(empty.fileno())
+        self._close()
+        self._file, self._close = file, weakref.finalize(self, os.close, file)
+        self._is_cached = torch.frombuffer(memory, dtype=torch.uint8, count=self._num_samples)
+        self._leaves = [
+            torch.frombuffer(memory, dtype=dtype, count=self._num_samples * shape.numel(), offset=start).view(
+                -1, *shape
+            )
+            for start, (shape, dtype) in zip(self._starts[1:-1], self._kinds, strict=True)
+        ]
+
+    def _store(self, index: int) -> None:
+        """Write a sample. If two processes do so at once, both write the same values."""
+        sample = self._read(index)
+        leaves, structure = tree_flatten(register_types(sample))
+        kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if structure != self._structure or kinds != self._kinds:
+            raise CannotCache(
+                f"samples must have the same shape, but sample {index} is {describe(sample)} and the first one "
+                f"{describe(self._read(0))}"
+            )
+        for target, leaf in zip(self._leaves, leaves, strict=True):
+            target[index] = leaf[0]
+        with self._locked(fcntl.LOCK_EX):
+            self._is_cached[index] = 1
+
+    @contextmanager
+    def _locked(self, mode: int) -> Iterator[None]:
+        """Lock the flags of cached samples against other processes.
+
+        Processors with weak memory ordering, such as ARM, may show the flag to another process before the sample that
+        was written first. Releasing and acquiring a lock orders both writes before both reads.
+        """
+        fcntl.lockf(self._file, mode)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def _read(self, index: int) -> Any:
+        batch = self._draws.call(lambda: self._read_one(index))
+        if self._draws:
+            raise CannotCache(f"sample {index} draws random numbers, which would be the same in all epochs")
+        return batch

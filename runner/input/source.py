@@ -1,0 +1,216 @@
+"""The samples of a split as a rank reads them: rows of a dataset, which may be cached and transformed."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from runner.input.loader_workers import collated
+from runner.input.pytree import collate, describe, join, map_tensors, tensors
+from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated
+from runner.input.sample_cache import CannotCache, SampleCache
+
+
+class Request(NamedTuple):
+    """Samples of one epoch that are read and collated together."""
+
+    indices: list[int]
+    epoch: int = 0
+    seed: int = 0
+    allow_empty: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class Source(Dataset[Any]):
+    """A dataset with its optional members (docs/data.md), and what the run adds to it.
+
+    Other attributes of the dataset, such as `classes`, are accessible as attributes of the source.
+    """
+
+    dataset: Any
+    rows: torch.Tensor | None = None  # (N,) int64, the samples of the dataset that belong to this split; None: all
+    cache: SampleCache | None = None
+    transform: Callable[[Any, int, int], Any] | None = None  # of a sample, in an epoch, at an index
+    returns_lists: bool = False  # `__getitems__` returns a list of samples, as torch's Subset does, not a batch
+    _epoch_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
+    _sample_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
+    _collate_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
+
+    @classmethod
+    def of(cls, dataset: Any) -> "Source":
+        """Return a source of all samples. Read the first one to find out what `__getitems__` returns."""
+        returns_lists = False
+        if hasattr(dataset, "__getitems__"):
+            with suppress(Exception), isolated():  # an error of the user's code is reported by the first real read
+                batch = dataset.__getitems__([0])
+                # A list may also be a batch of inputs and targets, but then its items differ from a sample.
+                is_list = isinstance(batch, list) and len(batch) == 1
+                returns_lists = is_list and describe(batch[0]) == describe(dataset[0])
+        return cls(dataset, returns_lists=returns_lists)
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self.rows is None else len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample of the first epoch."""
+        return self._sample(self._in_epoch(0, 0), 0, index)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # while it is unpickled, for example
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cache": self.cache is not None}  # another process fills its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, cache=None)
+        if state["cache"]:
+            self.cache_samples()
+
+    @property
+    def sample_weights(self) -> Any:
+        """The dataset's weights of these samples. Raise AttributeError if it has none."""
+        weights = self.dataset.sample_weights
+        return weights if self.rows is None else torch.as_tensor(weights)[self.rows]
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether several batches may be read at once and then split."""
+        if self.transform is not None:  # takes longer than reading ahead would save
+            return False
+        if self.cache is not None:
+            return True
+        return self._reads_batches(self.dataset) and bool(getattr(self.dataset, "reads_ahead", False))
+
+    @property
+    def collate_draws(self) -> bool:
+        """Whether `collate` has drawn random numbers, which depend on the samples that a batch contains."""
+        return bool(self._collate_draws)
+
+    def cache_samples(self) -> None:
+        """Keep each sample in memory once it is read. Raise CannotCache if the dataset does not permit that."""
+        if self.reads_ahead:
+            raise CannotCache("its samples are in memory already")
+        if hasattr(self.dataset, "in_epoch"):
+            raise CannotCache("its samples change from epoch to epoch (in_epoch)")
+        if hasattr(self.dataset, "collate"):
+            raise CannotCache("it collates batches itself (collate)")
+        unpack = self.dataset.unpacked if hasattr(self.dataset, "packed") else None
+        self.cache = SampleCache(self._read_packed, len(self), unpack)
+
+    def read(self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False) -> Any:
+        """Return a batch of the samples. Random numbers that reading a sample draws follow from seed, epoch and index.
+
+        For no indices, return a batch without rows if `allow_empty`, else one of the first sample without NaN.
+        """
+        if indices:
+            return self._read(indices, epoch, seed)
+        first = self._read([0], epoch, seed)
+        return map_tensors(lambda tensor: tensor[:0] if allow_empty else _without_nan(tensor), first)
+
+    def __getitems__(self, request: Request) -> Any:
+        """Return a batch, for DataLoader."""
+        return self.read(*request)
+
+    def _read(self, indices: Sequence[int], epoch: int, seed: int) -> Any:
+        dataset = self._in_epoch(epoch, seed)
+
+        def one_by_one(read: Callable[[int], Any]) -> list[Any]:
+            samples = []
+            for index in indices:
+                self._sample_draws.seed(seed, epoch, index, SAMPLE)
+                samples.append(read(index))
+            return samples
+
+        def read_batch() -> Any:
+            """Read at once, or one by one if that draws: numbers drawn at once would depend on the indices."""
+            if not self._sample_draws:
+                return self._batch(dataset, epoch, indices)
+            batches = one_by_one(lambda index: self._batch(dataset, epoch, [index]))
+            try:
+                return join(batches)
+            except ValueError as error:
+                raise ValueError(
+                    f"__getitems__ of {type(self.dataset).__name__} draws random numbers, and therefore gets one index "
+                    f"at a time, so that they do not depend on the batch; but {error}: draw in __getitem__ only"
+                ) from None
+
+        if self.cache is not None or self._reads_batches(dataset):
+            return self._sample_draws.call(read_batch)
+        samples = self._sample_draws.call(lambda: one_by_one(lambda index: self._sample(dataset, epoch, index)))
+        if not hasattr(dataset, "collate"):
+            return collated(samples, collate)
+
+        def collate_seeded() -> Any:
+            self._collate_draws.seed(seed, epoch, indices[0], COLLATE)
+            return dataset.collate(samples)
+
+        batch = self._collate_draws.call(collate_seeded)
+        lengths = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
+        if len(samples) not in lengths:
+            raise ValueError(
+                f"collate of {type(self.dataset).__name__} got {len(samples)} samples, but none of the tensors that it "
+                f"returned has as many rows: they have {lengths}; a batch must contain every sample"
+            )
+        return batch
+
+    def _in_epoch(self, epoch: int, seed: int) -> Any:
+        """Return the dataset of an epoch."""
+        if not hasattr(self.dataset, "in_epoch"):
+            return self.dataset
+
+        def read() -> Any:
+            self._epoch_draws.seed(seed, epoch, EPOCH)
+            return self.dataset.in_epoch(epoch)
+
+        return self._epoch_draws.call(read)
+
+    def _reads_batches(self, dataset: Any) -> bool:
+        """Return True if `__getitems__` is used: a list of samples is not, if the dataset collates them itself."""
+        return hasattr(dataset, "__getitems__") and not (self.returns_lists and hasattr(dataset, "collate"))
+
+    def _batch(self, dataset: Any, epoch: int, indices: Sequence[int]) -> Any:
+        """Return a batch of a dataset with `__getitems__`, or of cached samples."""
+        if self.cache is not None:
+            batch = self.cache.batch(indices)
+        else:
+            rows = indices if self.rows is None else self.rows[torch.as_tensor(indices)].tolist()
+            batch = dataset.__getitems__(rows)
+            batch = collate(batch) if self.returns_lists else batch
+        if self.transform is None:
+            return batch
+        if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(t, torch.Tensor) for t in batch):
+            samples = list(zip(*batch, strict=True))
+        else:  # a structure that only the dataset knows
+            samples = [self._untransformed(dataset, index) for index in indices]
+        samples = [self.transform(sample, epoch, index) for sample, index in zip(samples, indices, strict=True)]
+        return getattr(dataset, "collate", collate)(samples)
+
+    def _sample(self, dataset: Any, epoch: int, index: int) -> Any:
+        sample = self._untransformed(dataset, index)
+        return sample if self.transform is None else self.transform(sample, epoch, index)
+
+    def _untransformed(self, dataset: Any, index: int) -> Any:
+        return dataset[self._row(index)] if self.cache is None else self.cache.sample(index)
+
+    def _read_packed(self, index: int) -> Any:
+        """Return a sample in the form that is cached, as a batch of one."""
+        dataset, row = self.dataset, self._row(index)
+        if hasattr(dataset, "packed"):
+            return collate([dataset.packed(row)])
+        if self._reads_batches(dataset):
+            batch = dataset.__getitems__([row])
+            return collate(batch) if self.returns_lists else batch
+        return collate([dataset[row]])
+
+    def _row(self, index: int) -> int:
+        return index if self.rows is None else int(self.rows[index])
+
+
+def _without_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Replace NaN, which would reach the gradients of other samples: 0 * NaN is NaN."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor

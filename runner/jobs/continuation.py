@@ -1,0 +1,125 @@
+"""A job that resumes a run: checks of its directory, its lock, and the evaluations that the run has made so far."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoints.layout import TrainState, list_checkpoints, step_of
+from runner.config.recorded import changed_since
+from runner.config.schema import Config
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.records.loggers.dashboard import IDS
+from runner.records.monitor import Monitor
+from runner.records.record_files import dumps, read_mapping
+from runner.records.records import read_metrics
+from runner.records.result import RESULT
+from runner.records.run_directory import CHECKPOINTS, CONFIG, Request, RunDirectory
+from runner.records.run_lock import DEAD_AFTER_S
+from runner.training.build import Experiment
+
+
+def count_samples(experiment: Experiment | None) -> dict[str, int]:
+    """Return the number of samples of each split; empty without an experiment."""
+    if experiment is None:
+        return {}
+    loaders = {"train": experiment.train_loader, "val": experiment.val_loader}
+    return {split: loader.sampler.num_samples for split, loader in loaders.items()}
+
+
+def check_directory(directory: str | None, config: Config, experiment: Experiment | None) -> list[str]:
+    """Return why the job cannot resume the run in `directory`, one message. Rank 0 must call it.
+
+    `directory` is None for a new run.
+    """
+    if directory is None:
+        return []
+    path = Path(directory)
+    try:
+        before = read_mapping(path / RESULT) if (path / RESULT).exists() else {}
+        if (path / IDS).exists():
+            read_mapping(path / IDS)
+        for _ in read_metrics(path):
+            pass
+    except InputError as error:
+        return error.messages
+    recorded, now = before.get("samples"), count_samples(experiment).get("train")
+    then = recorded.get("train") if isinstance(recorded, dict) else None
+    has_changed = type(then) is int and now is not None and then != now
+    if not has_changed or config.resume_force or not list_checkpoints(path / CHECKPOINTS):
+        return []
+    return [
+        f"data: there are {now:,} training samples, and the run in {path} was made with {then:,}, on which its steps "
+        "depend; restore the data, or add resume_force=true"
+    ]
+
+
+@contextmanager
+def locked(directory: RunDirectory, config: Config, request: Request, world: World) -> Iterator[None]:
+    """Lock the run directory for this world. All ranks must call it.
+
+    Raise InputError if another world has locked it. A world that its agent has restarted takes over its own lock.
+    """
+
+    def lock() -> str:
+        before = world.consensus.before_restart("locked")
+        number = int(before) if before is not None else None
+        changed = _changes(directory.path, config)
+        directory.lock(number, world_size=world.world_size, parallel=request.choices["parallel"], changed=changed)
+        return str(directory.attempt.number)
+
+    timeout_s = world.consensus.timeout_s
+    world.consensus.timeout_s = max(timeout_s, 2 * DEAD_AFTER_S)  # for the heartbeat of an owner on another machine
+    try:
+        world.consensus.keep_for_restart("locked", world.consensus.broadcast("locked", lock))
+    except ValueError as error:
+        raise InputError(*str(error).splitlines()) from None
+    finally:
+        world.consensus.timeout_s = timeout_s
+    try:
+        yield
+    finally:
+        directory.release()
+
+
+def _changes(directory: Path, config: Config) -> dict[str, list[Any]]:
+    """Return the changed values by key; none if the run has recorded no configuration."""
+    try:
+        return changed_since(directory, config) if (directory / CONFIG).exists() else {}
+    except InputError:  # an earlier attempt left a damaged file, which is replaced
+        return {}
+
+
+@dataclass(frozen=True)
+class PastEvaluations:
+    """The evaluations of a resumed run, equal on all ranks; a new run has none.
+
+    Attributes:
+        values: the values of the monitor by step.
+        checkpoints: the steps of the checkpoints on disk.
+    """
+
+    values: dict[int, float]
+    checkpoints: list[int]
+
+    def is_evaluation_due(self, config: Config, state: TrainState) -> bool:
+        """Return True if the run stopped before an evaluation that was due."""
+        at_epoch_end = not state.step_in_epoch and state.epoch % config.eval_every == 0
+        at_step = config.eval_every_steps is not None and state.step % config.eval_every_steps == 0
+        return state.step > 0 and (at_epoch_end or at_step) and max(self.values, default=0) < state.step
+
+
+def read_past_evaluations(directory: RunDirectory, monitor: Monitor, world: World) -> PastEvaluations:
+    """Read the evaluations on rank 0 and send them to the others. All ranks must call it."""
+
+    def read() -> str:
+        checkpoints = [step_of(path) for path in list_checkpoints(directory.checkpoints)]
+        values = directory.evaluations(monitor.name) if checkpoints else {}
+        return dumps([list(values.items()), checkpoints])
+
+    values, checkpoints = json.loads(world.consensus.broadcast("past_evaluations", read))
+    return PastEvaluations({step: math.nan if value is None else value for step, value in values}, checkpoints)

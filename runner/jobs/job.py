@@ -1,0 +1,266 @@
+"""One job in one world: agree on the input, form the group, create the directory, run the task, record the outcome."""
+
+import logging
+import os
+import socket
+import traceback
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from runner.config.custom_dirs import describe_hidden
+from runner.config.schema import Config
+from runner.config.validate import AUTO, check_fit
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import run_in_progress
+from runner.distributed.failures.hung_ranks import raised_at
+from runner.distributed.failures.peer_failure import PeerMissing, is_peer_failure
+from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
+from runner.distributed.machine import choose_devices, set_cores_and_threads
+from runner.distributed.store_consensus import RanksMissing
+from runner.distributed.world import World
+from runner.errors import InputError, JobFailed, Preempted, print_messages
+from runner.jobs.continuation import check_directory, count_samples, locked
+from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
+from runner.jobs.process_state import reset_process
+from runner.jobs.task import JobTask, check_size, make_job_task
+from runner.records.code_state import describe_code
+from runner.records.console import LOGS, logging_to
+from runner.records.result import report_failure, watch_outcome
+from runner.records.run_directory import Request, RunDirectory, new_directory
+from runner.training.build import Experiment, build, check_compiler
+from runner.training.model.initial_weights import find_initial_weights
+
+log = logging.getLogger(__name__)
+
+
+def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
+    """Run one job on this rank, repeatedly until its micro-batches fit into memory. All ranks must call it.
+
+    Return its metrics. Raise InputError if nothing was written, Preempted if a signal stopped the job after saving, or
+    JobFailed.
+    """
+    with run_in_progress(), handling_signals():
+        if config.micro_batches != AUTO:
+            return _run_once(config, request, world)
+        return run_until_it_fits(_run_once, config, request, world)
+
+
+def _run_once(config: Config, request: Request, world: World, may_double: bool = False) -> dict[str, float]:
+    """Run the job once. Raises as run_job does, and TooLarge if `may_double` and smaller micro-batches may fit.
+
+    The exception refers to no frame, and so to no model: a live DDP module would outlast its group (see
+    runner.distributed.process_group).
+    """
+    world.begin_job(as_backend(config.backend))
+    raised: Exception
+    try:
+        return _run(config, request, world, may_double)
+    except (InputError, Preempted, JobFailed) as error:
+        raised = error.with_traceback(None)
+        raised.__context__ = raised.__cause__ = None
+    except Stopped as error:
+        raised = Preempted(str(error))
+    except RanksMissing as error:  # a rank hangs or has died before the run directory exists
+        world.shutdown.failed, world.shutdown.is_reporter = True, error.is_reporter
+        if error.is_reporter:
+            print_messages([str(error)])
+        raised = JobFailed(str(error))
+    finally:
+        world.group.leave(went_well=not world.shutdown.failed)
+    if isinstance(raised, JobFailed) and not isinstance(raised, TooLarge) and world.shutdown.takes_over_report():
+        world.shutdown.report_late(str(raised))
+    raise raised
+
+
+def _run(config: Config, request: Request, world: World, may_double: bool) -> dict[str, float]:
+    world.consensus.load_kept()
+    task, experiment, crashed = _agree_on_input(config, request, world)
+    directory = RunDirectory(_agree_on_directory(config, request, world), writes=world.rank == 0)
+    world.shutdown.stacks_dir = directory.path / LOGS
+    world.shutdown.report_late = partial(report_failure, directory.path)
+    world.shutdown.is_recorded = watch_outcome(directory.path)
+    if may_double:
+        world.shutdown.patience_s = world.backend.timeout_s  # the ranks begin again: none may exit
+    with locked(directory, config, request, world), logging_to(world.rank, directory.path) as console:
+        directory.prepare(
+            config,
+            request,
+            **{group: request.choices[group] for group in ("task", "model", "data", "parallel")},
+            world_size=world.world_size,
+            seed=config.seed,
+            samples=count_samples(experiment),
+            monitor=asdict(experiment.monitor) if experiment is not None else None,
+        )
+        if not directory.is_resumed or (task is not None and not task.trains):
+            directory.commit()  # the task commits a resumed run once it has loaded the checkpoint
+        if line := describe_hidden(request.config_dirs, request.choices):
+            log.info("%s", line)
+        if (code := directory.result.code) and (line := describe_code(code)):
+            log.log(logging.WARNING if code["changed"] else logging.INFO, "%s", line)
+        end, is_repeated = _End("finished"), False
+        try:
+            if crashed or task is None:
+                raise JobFailed(crashed)
+            if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
+                world.group.form(world.backend, world.device)
+                world.watchdog.start()
+                if experiment is not None:
+                    experiment.share_samples()
+            with interruptible():
+                metrics = task.run(config, experiment, world, directory, console)
+            directory.result.metrics = metrics
+            if directory.pruned:
+                end.state = "pruned"
+            return metrics
+        except BaseException as error:
+            end = _end_of(error, world)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        finally:
+            world.watchdog.stop()
+            if experiment is not None:
+                experiment.train_loader.close()
+                experiment.val_loader.close()
+            _agree_on_end(end, world)
+            if may_double and experiment is not None and end.state == "failed":
+                is_repeated = may_halve(config, experiment, end.text)
+            _record_end(end, config, world, directory, task, is_repeated)
+        if end.stopped:
+            raise Preempted(end.stopped)
+        raise TooLarge(end.text, str(directory.path)) if is_repeated else JobFailed(end.text)
+
+
+def _agree_on_input(config: Config, request: Request, world: World) -> tuple[JobTask | None, Experiment | None, str]:
+    """Return the task, its experiment, and the first traceback of a rank that crashed while it built them.
+
+    Raises InputError on all ranks if any of them refuses the input.
+    """
+    task, experiment, refused, crashed = None, None, list[str](), list[str]()
+    try:
+        with interruptible():
+            task, experiment = _build(config, request, world)
+    except Stopped as error:
+        world.shutdown.report_stop(str(error))
+        raise
+    except InputError as error:
+        refused = error.messages
+    except (Preempted, RanksMissing):  # raised for another rank
+        raise
+    except (Exception, SystemExit) as error:
+        crashed = [_traceback(error)]
+    if world.rank == 0:
+        refused += check_directory(request.directory or world.consensus.before_restart("directory"), config, experiment)
+    if refused := world.consensus.first_error("refused", refused):
+        raise InputError(*refused)
+    crashed = world.consensus.first_error("crashed", crashed)
+    return task, experiment, crashed[0] if crashed else ""
+
+
+def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Experiment | None]:
+    init_from = find_initial_weights(config, request.directory, world)
+    messages = choose_devices(world)
+    set_cores_and_threads(world, config.threads)  # of the NUMA node of the device
+    reset_process(config.seed)
+    task = make_job_task(config)
+    messages += check_fit(config, world.device.type) + check_compiler(config, world.device)
+    if messages := messages + check_size(config, request.choices, task, world.world_size):
+        raise InputError(*messages)
+    return task, build(config, request.choices, world, init_from) if task.needs_experiment else None
+
+
+def _agree_on_directory(config: Config, request: Request, world: World) -> Path:
+    """Return the run directory, which rank 0 creates for a new run."""
+
+    def create() -> str:
+        directory = request.directory or str(new_directory(config.outputs, config.name))
+        os.makedirs(directory, exist_ok=True)
+        return directory
+
+    try:
+        path = world.consensus.broadcast_once("directory", create)
+    except ValueError as error:
+        message = f"outputs={config.outputs}: cannot create a run directory there ({error}); name another directory"
+        raise InputError(message) from None
+    if world.rank_info.local_rank == 0 and request.directory_file is not None:
+        Path(request.directory_file).write_text(path)  # for the launcher of each machine
+    return Path(path)
+
+
+@dataclass
+class _End:
+    """The end of the job on one rank."""
+
+    state: str = "failed"  # as in result.json
+    text: str = ""  # the failure; from `_agree_on_end` on, that of the rank that failed first
+    stopped: str | None = None  # why the job was stopped, for example by a signal
+    follows: bool = False  # the failure of another rank may be the cause
+    raised_at: str = ""  # where in the code this rank failed
+    kind: str = ":"  # ends the first line of the report
+
+
+def _end_of(error: BaseException, world: World) -> _End:
+    """Return the end of a job that has raised this. It refers to no frame, and so to no model."""
+    if isinstance(error, Stopped) and world.local_ranks.exited():
+        # A launcher sends this signal after it has lost a rank; a rank stopped by a user has reported it.
+        error = PeerMissing(f"ended by {error}")
+    if isinstance(error, Stopped):
+        world.shutdown.report_stop(str(error))
+    if isinstance(error, (Preempted, Stopped)):
+        return _End("preempted", stopped=str(error))
+    if isinstance(error, JobFailed):
+        return _End(text=str(error), follows=error.follows)
+    if isinstance(error, KeyboardInterrupt):
+        return _End(text="interrupted")
+    kind = f" {RAN_OUT}" if is_out_of_memory(error) else ":"
+    return _End("failed", _traceback(error), None, is_peer_failure(error), raised_at(error.__traceback__), kind)
+
+
+def _agree_on_end(end: _End, world: World) -> None:
+    """Replace the failure of this rank by its cause: a signal to another rank, or the first failure of all ranks."""
+    if end.follows:
+        end.stopped = world.shutdown.stop_reason()
+    if end.stopped:
+        end.state = "preempted"
+    elif end.state == "failed":
+        where = f"rank {world.rank} on {socket.gethostname()}{end.kind}"
+        end.text = world.shutdown.report_failure(f"{where}\n{end.text}", end.follows, end.raised_at)
+
+
+def _record_end(
+    end: _End, config: Config, world: World, directory: RunDirectory, task: JobTask | None, is_repeated: bool
+) -> None:
+    """Write the end to the log and to the run directory. is_repeated: the job is tried with more micro-batches."""
+    count, is_reporter = config.micro_batches, world.shutdown.is_reporter
+    if end.stopped:
+        log.warning("%s: %s", end.stopped, _stopped_where(directory, task))
+    elif is_repeated and world.rank == 0:
+        log.warning("micro_batches=auto: out of memory with %d, trying %d", count, 2 * count)
+    elif end.state == "failed" and not is_repeated:
+        if is_reporter or world.rank > 0:  # if rank 0 is late, another rank reports it
+            log.error("%s", end.text.rstrip())
+        if is_reporter and world.rank > 0:
+            report_failure(directory.path, end.text)
+    try:
+        directory.end(end.state, None if end.stopped else end.text or None)
+    except OSError as error:  # a full disk; the reason of a failed job has been reported already
+        if end.state in ("finished", "pruned"):
+            text = f"{directory.path}: its result could not be written: {error.strerror or error}"
+            log.error("%s", text)
+            raise JobFailed(text) from None
+
+
+def _stopped_where(directory: RunDirectory, task: JobTask | None) -> str:
+    step = directory.result.step
+    if task is None or not task.trains:
+        return f"stopped; its directory is {directory.path}"
+    where = f"saved after step {step}" if step else "stopped before the first step"
+    return f"{where}; continue with resume={directory.path}"
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback with the notes at the top: tables of jobs show the last line, which names the error."""
+    notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
+    if notes:
+        error.__notes__.clear()
+    return "".join([*notes, *traceback.format_exception(error)])

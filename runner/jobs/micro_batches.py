@@ -1,0 +1,69 @@
+"""micro_batches=auto: a job that runs out of memory is repeated with twice as many micro-batches, until they fit."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from runner.config.schema import Config
+from runner.config.validate import check_batch
+from runner.distributed.world import World
+from runner.errors import InputError, JobFailed
+from runner.records.run_directory import Request
+from runner.training.build import Experiment
+from runner.training.components import make_parallel
+from runner.training.mode import builtin_modes, fits_world
+
+RAN_OUT = "ran out of memory:"  # in the first line of a rank's failure report, which all ranks receive
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in the RuntimeError that torch raises on the CPU
+
+
+class TooLarge(JobFailed):
+    """A rank ran out of memory, and smaller micro-batches may fit. `directory` is the run directory."""
+
+    def __init__(self, text: str, directory: str):
+        super().__init__(text, directory=directory)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+def may_halve(config: Config, experiment: Experiment, text: str) -> bool:
+    """Return True if the job is repeated with twice as many micro-batches; the same on all ranks."""
+    if RAN_OUT not in text.partition("\n")[0]:
+        return False
+    twice = replace(config, micro_batches=2 * config.micro_batches)
+    return not check_batch(twice, experiment.axes.data_ranks, experiment.axes.micro_batches)
+
+
+def run_until_it_fits(
+    run_once: Callable[[Config, Request, World, bool], dict[str, float]], config: Config, request: Request, world: World
+) -> dict[str, float]:
+    """Run the job in one run directory, from its last checkpoint if it has one. All ranks must call it.
+
+    The run records the found number instead of auto, for a resume or a rerun. Raises InputError, before anything is
+    written, for a mode that cannot begin again on several ranks.
+    """
+    mode = request.choices["parallel"]
+    if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:
+        others = builtin_modes(lambda other: other.fails_at_once and fits_world(other, world.world_size))
+        raise InputError(
+            f"micro_batches=auto: under parallel={mode} ranks would wait for one that is out of memory; try a number, "
+            f"or choose among {others}"
+        )
+    count = 1
+    while True:
+        kept = [text for text in request.overrides if text.lstrip("+").partition("=")[0] != "micro_batches"]
+        settled = replace(request, overrides=(*kept, f"micro_batches={count}"))
+        try:
+            return run_once(replace(config, micro_batches=count), settled, world, True)
+        except TooLarge as error:
+            request = replace(request, directory=error.directory)
+        count *= 2
+        gc.collect()  # autograd graphs of the failed steps
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,69 @@
+"""Garbage collection and memory allocation of the runner's own processes; a caller's process keeps its settings.
+
+The garbage collector is off during imports and never traverses the imported objects, which stay until the exit: that
+saves 1.1 s of a start of 4.4 s. glibc keeps freed memory: by default it returns the top of its heap and every large
+block to the system, which hands them out again page by page. Depending on the layout of the heap that costs 12,000 page
+faults and a third of the time of a ConvNet's step, or nothing.
+"""
+
+import atexit
+import ctypes
+import gc
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+
+# https://man7.org/linux/man-pages/man3/mallopt.3.html
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_NEVER = -1
+_LARGEST = 2**25  # bytes: the largest threshold that glibc accepts; larger blocks are returned to the system
+
+
+def begin_imports() -> None:
+    """Turn the garbage collector off, from a process's first line until `end_imports`."""
+    gc.disable()
+
+
+def end_imports() -> None:
+    """Exclude the imported objects from garbage collection and turn it on again, if `begin_imports` was called."""
+    if not gc.isenabled():
+        freeze_objects()
+        gc.enable()
+
+
+def tune_process() -> None:
+    """End the imports of one of the runner's own processes, and let it keep the memory that it frees."""
+    end_imports()
+    keep_freed_memory()
+
+
+def freeze_objects() -> None:
+    """Exclude all objects that exist now from garbage collection."""
+    gc.freeze()
+    atexit.register(_unfreeze)
+
+
+def _unfreeze() -> None:
+    gc.unfreeze()  # some objects warn if they are never collected
+    gc.disable()  # Python collects once when it clears the modules; it would also collect before that
+
+
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Let glibc keep freed memory for the next allocation. Return True if it does from now on.
+
+    Settings of glibc's allocator in the environment take precedence, and other C libraries are left unchanged.
+    """
+    chosen = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+    mallopt = None if chosen else _libc_function("mallopt")
+    return mallopt is not None and all([mallopt(_MMAP_THRESHOLD, _LARGEST), mallopt(_TRIM_THRESHOLD, _NEVER)])
+
+
+def return_freed_memory() -> None:
+    """Return the memory that an earlier job of this process has freed to the system, once."""
+    if trim := _libc_function("malloc_trim"):
+        trim(0)
+
+
+@cache
+def _libc_function(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None)

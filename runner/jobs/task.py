@@ -1,0 +1,104 @@
+"""The contract of a task: one that all ranks of a job run together, or one that launches jobs itself."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from runner.config.diagnostics.import_target import locate
+from runner.config.instantiate import check_contract, make_group
+from runner.config.schema import Config
+from runner.distributed.environment import RankInfo
+from runner.distributed.world import World
+from runner.records.run_directory import Request, RunDirectory
+
+
+class Task(Protocol):
+    """What every task declares; one file of runner/tasks and one YAML file of conf/task.
+
+    A task derives from `JobTask` or `LaunchingTask` and overrides only the attributes that differ.
+
+    Attributes:
+        reads_run: The task reads an earlier run, which `run=` names.
+        reads_checkpoint: That run must have a checkpoint.
+        needs_experiment: Model, data and the other groups are built for the task.
+        trains: `profile=` and `debug=` have an effect.
+        picks_split: `split=` has an effect.
+        section: The top-level key whose keys only this task reads.
+    """
+
+    reads_run: bool = False
+    reads_checkpoint: bool = False
+    needs_experiment: bool
+    trains: bool = False
+    picks_split: bool = False
+    section: str | None = None
+
+
+class JobTask(Task, Protocol):
+    """A task that all ranks of a job run together. Worlds smaller than `min_world_size` are refused."""
+
+    needs_experiment: bool = True
+    min_world_size: int = 1
+
+    def check(self, config: Config, world_size: int) -> list[str]:
+        """Return why the task cannot run in a world of this size, one message each."""
+        return []
+
+    @abstractmethod
+    def run(
+        self, config: Config, experiment: Any, world: World, directory: RunDirectory, console: Console
+    ) -> dict[str, float]:
+        """Run the task on this rank and return the metrics that result.json stores. All ranks must call it.
+
+        `experiment` is the runner.training.build.Experiment if the task declares `needs_experiment`, else None.
+        """
+
+
+class LaunchingTask(Task, Protocol):
+    """A task that launches jobs of its own, or none."""
+
+    needs_experiment: bool = False
+
+    @abstractmethod
+    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+        """Run the task in every process in which the command was started. Return its metrics.
+
+        Raises InputError, Preempted or JobFailed, as runner.jobs.job.run_job does.
+        """
+
+
+def launches_jobs(config: Config) -> bool:
+    """Return True if the chosen task is a LaunchingTask, without constructing it."""
+    return hasattr(locate(config.task["_target_"]), "launch_jobs")
+
+
+def make_launching_task(config: Config) -> LaunchingTask:
+    """Construct the task. Raise InputError for a refused option or a class that does not implement the contract."""
+    task: LaunchingTask = make_group({}, "task", config.task)
+    check_contract(task, LaunchingTask, "task")
+    return task
+
+
+def make_job_task(config: Config) -> JobTask:
+    """Construct the task. Raise InputError for a refused option or a class that does not implement the contract."""
+    task: JobTask = make_group({}, "task", config.task)
+    check_contract(task, JobTask, "task")
+    return task
+
+
+def check_size(config: Config, choices: Mapping[str, str], task: JobTask, world_size: int) -> list[str]:
+    """Return why the task cannot run in a world of this size, one message each."""
+    messages = task.check(config, world_size)
+    if config.debug and world_size > 1:
+        messages = [
+            f"debug=true is for one process, but the world has {world_size}; start it by `python -m runner debug=true`",
+            *messages,
+        ]
+    if world_size < task.min_world_size:
+        messages.append(
+            f"task={choices['task']} needs at least {task.min_world_size} ranks, and this world has "
+            f"{world_size}; try launcher=spawn"
+        )
+    return messages

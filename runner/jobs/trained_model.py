@@ -1,0 +1,93 @@
+"""The full trained model of a run in this process, for any world and mode of the training."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from runner.checkpoints.layout import LAST, TrainState, choose_checkpoint, read_train_state
+from runner.checkpoints.saved_state import MODEL, SavedState, check_fits
+from runner.config.custom_dirs import add_to_path
+from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.signature import check_options, provided
+from runner.config.instantiate import make_group
+from runner.config.recorded import read_choices, read_config
+from runner.config.resume import read_overrides
+from runner.config.schema import Config
+from runner.config.trust import check_targets
+from runner.errors import InputError
+from runner.optimization.precision import Precision
+from runner.records.run_directory import CHECKPOINTS
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model on the CPU, in evaluation mode, and the checkpoint of its weights."""
+
+    model: nn.Module
+    checkpoint: Path
+    progress: TrainState
+
+
+def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False) -> nn.Module:
+    """Return the model of a run with the weights that the run evaluated, on the CPU, in evaluation mode.
+
+    The class and options of the model are those that the run recorded, and its custom directories (--config-dir) are
+    added to sys.path. The dtype is that of the run's parameters: float64 for precision=fp64, else float32. Raises
+    InputError if the run or the checkpoint does not exist, if the checkpoint does not fit the model, or if the
+    directory belongs to another user, names custom code, and is not trusted.
+
+    checkpoint: last, best or step_N.
+    """
+    config = read_config(run)
+    _, config_dirs = read_overrides(run, f"run={run}", trust)
+    check_targets(run, config, trust)
+    if missing := [directory for directory in config_dirs if not Path(directory).is_dir()]:
+        raise InputError(f"run={run}: its --config-dir={missing[0]} no longer exists; restore it")
+    add_to_path(config_dirs)
+    if messages := check_options("model", config.model, provided("model", config.model)):
+        raise InputError(*(f"{run}: {message}" for message in messages))
+    try:
+        return restore_model(config, read_choices(run), run, checkpoint).model
+    except ValueError as error:
+        raise InputError(*str(error).splitlines()) from None
+
+
+def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpoint: str = LAST) -> Trained:
+    """As load_trained, for the model of this configuration. The run's custom directories must be on sys.path.
+
+    Raises ValueError if the checkpoint is missing or damaged, or does not fit the model.
+    """
+    path = choose_checkpoint(run / CHECKPOINTS, checkpoint)
+    model = make_model(config, choices)
+    saved = SavedState.open(path)
+    if config.ema.decay is not None:  # as task=evaluate
+        saved = saved.evaluated()
+    weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    shapes = {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in weights.items()}
+    # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.
+    ignored = ("loss.", "objective.")
+    named = f"model={choices.get('model', config.model['_target_'])}"
+    check_fits(saved, shapes, named, MODEL, shapes.keys(), ignored)
+    saved.read(weights)
+    return Trained(model.eval(), path, read_train_state(path))
+
+
+def make_model(config: Config, choices: Mapping[str, str]) -> nn.Module:
+    """Return the model with initial weights on the CPU, in the dtype of the run's parameters.
+
+    Random values of the constructor, such as a buffer that is not saved, equal the run's; torch's random state is kept.
+    """
+    node = dict(config.model)
+    if hasattr(locate(node["_target_"]), "place") and node.get("devices") is not None:
+        node["devices"] = None  # the devices of the machine that trained it
+    random_state = torch.get_rng_state()
+    torch.default_generator.manual_seed(config.seed)
+    try:
+        model: nn.Module = make_group(choices, "model", node)
+    finally:
+        torch.set_rng_state(random_state)
+    cpu = torch.device("cpu")
+    return model.to(device=cpu, dtype=Precision(config.precision, cpu).parameter_dtype)

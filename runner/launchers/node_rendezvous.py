@@ -1,0 +1,165 @@
+"""The rendezvous of the elastic agents: for a single machine, and for several."""
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from runner.distributed.rendezvous import serve_store
+from runner.distributed.world_store import set_tcp_timeouts
+
+END_TIMEOUT_S = 15.0  # for the ranks of this machine to exit by themselves after those of another one have failed
+CLOSED = "closed"
+
+
+class OneMachine(StaticTCPRendezvous):
+    """The rendezvous of worlds on one machine, or of this machine's ranks if `address` says where rank 0's store is.
+
+    As the rendezvous of a job, it has the members `is_first`, `join`, `leave` and `close`, as `Nodes` has.
+    """
+
+    is_first = True
+
+    def __init__(self, join_timeout_s: float, address: tuple[str, int] | None = None):
+        host, port = address or ("localhost", 0)
+        super().__init__(host, port, rank=0, world_size=1, run_id="runner", timeout=0)
+        self._join_timeout_s, self._serves_store = join_timeout_s, address is None
+        self._ranks_store: dist.TCPStore | None = None
+
+    def join(self) -> RendezvousHandler:
+        """Return the rendezvous of the next world, for whose ranks this process serves a store on one machine."""
+        if self._serves_store:
+            self._ranks_store = serve_store("localhost", 0, loopback=True, timeout_s=self._join_timeout_s)
+            self.master_port = self._ranks_store.port
+        return self
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        address = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)
+
+    def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._ranks_store = None
+
+
+class Attempt(DynamicRendezvousHandler):
+    """The rendezvous of one world over several machines; it is over when a rank fails or a machine joins."""
+
+    number = 0
+    group_rank: int | None = None
+    _closed_at = float("inf")  # monotonic seconds
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the other machines. Raise RendezvousClosedError when torch's agent calls it for another round."""
+        if self.group_rank is not None:
+            raise RendezvousClosedError
+        info = super().next_rendezvous()
+        self.group_rank = info.rank
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many machines wait to join; at least 1 if another machine's ranks have failed some time ago.
+
+        torch's agent then stops its ranks, if they have not noticed the failure themselves.
+        """
+        waiting, now = super().num_nodes_waiting(), time.monotonic()
+        if self.is_closed():
+            self._closed_at = min(self._closed_at, now)
+        return max(waiting, int(now - self._closed_at > END_TIMEOUT_S))
+
+
+class Nodes:
+    """The rendezvous of a job over several machines: one `Attempt` after another.
+
+    The machines agree on the attempt by a key of the store at the rendezvous's endpoint. torch's own handler could form
+    several worlds, but keeps the first one's store for the ranks: that is lost with the machine that serves it, and
+    contains the keys of the earlier ranks.
+
+    Raises RendezvousConnectionError if the endpoint cannot be reached, and if it does not respond for `timeout_s`
+    seconds; None waits until TCP gives up.
+    """
+
+    def __init__(self, parameters: RendezvousParameters, timeout_s: float | None = None):
+        _, self._store = create_backend(parameters)
+        if timeout_s is not None:
+            set_tcp_timeouts(self._store, timeout_s)
+        self._parameters, self._key = parameters, f"runner.attempt.{parameters.run_id}"
+        self._attempts: list[Attempt] = []
+        self._had_world = False
+
+    @property
+    def is_first(self) -> bool:
+        """Return True if this machine has rank 0."""
+        return self._attempts[-1].group_rank == 0
+
+    @property
+    def had_world(self) -> bool:
+        """Return True if the machines have found each other at least once."""
+        return self._had_world or any(attempt.group_rank is not None for attempt in self._attempts)
+
+    def join(self) -> Attempt:
+        """Return the current attempt. Raise RendezvousClosedError if the job is over."""
+        number = self._exchange("", "0")
+        if number == CLOSED:
+            raise RendezvousClosedError
+        attempt = self._attempt(int(number))
+        # The store of an earlier attempt is served until all of its ranks have exited.
+        self._attempts = [*self._attempts[-1:], attempt]
+        return attempt
+
+    def leave(self) -> None:
+        """Let all machines continue with the next attempt, once this one has failed or a machine joins."""
+        self._had_world, attempt = self.had_world, self._attempts[-1]
+        attempt.shutdown()
+        self._exchange(str(attempt.number), str(attempt.number + 1))
+
+    def close(self) -> None:
+        """End the job on all machines."""
+        with suppress(RendezvousError):
+            number = self._exchange("", CLOSED)
+            if number != CLOSED:
+                self._exchange(number, CLOSED)
+                self._attempt(int(number)).set_closed()  # other machines may wait there already
+            for attempt in self._attempts:
+                attempt.shutdown()
+
+    def _attempt(self, number: int) -> Attempt:
+        parameters = self._parameters
+        run_id = f"{parameters.run_id}.{number}"
+        join_s, last_call_s = (float(parameters.get(f"{name}_timeout")) for name in ("join", "last_call"))
+        attempt = Attempt.from_backend(
+            run_id,
+            self._store,
+            C10dRendezvousBackend(self._store, run_id),
+            parameters.min_nodes,
+            parameters.max_nodes,
+            parameters.local_addr,
+            RendezvousTimeout(join=timedelta(seconds=join_s), last_call=timedelta(seconds=last_call_s)),
+        )
+        attempt.number = number
+        return attempt
+
+    def _exchange(self, expected: str, desired: str) -> str:
+        """Replace the key's value if it is the expected one. Return the value after that."""
+        try:
+            return self._store.compare_set(self._key, expected, desired).decode()
+        except RuntimeError as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+
+Rendezvous = OneMachine | Nodes  # of the worlds of a job, one after another

@@ -1,0 +1,59 @@
+"""`freeze`: parameters that are not trained, and normalization layers with frozen statistics."""
+
+import functools
+import re
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from runner.errors import InputError
+from runner.optimization.parameter_patterns import counted, names_of, near
+
+_LISTED = 8
+
+
+def freeze(patterns: Sequence[str], module: nn.Module) -> list[str]:
+    """Freeze the parameters whose full name matches a pattern (re.search), and return a log line.
+
+    A tied parameter has several names. A normalization layer with running statistics stays in evaluation mode if all
+    its parameters are frozen, or if it has no parameters and all its buffers match. Raises InputError for a pattern
+    that matches nothing, and if no parameter remains to be trained.
+    """
+    names = names_of(list(module.named_parameters(remove_duplicate=False)))
+    known = [name for aliases in names.values() for name in aliases]
+    # The names by which the statistics of a normalization layer are frozen: its parameters, or else its buffers.
+    keys_of = {
+        layer: [f"{name}.{key}" for key, _ in [*layer.named_parameters()] or layer.named_buffers()]
+        for name, layer in module.named_modules()
+        if isinstance(layer, _NormBase) and [*layer.buffers()]
+    }
+    for index, pattern in enumerate(patterns):
+        if not _matches([pattern], [*known, *chain.from_iterable(keys_of.values())]):
+            raise InputError(f"freeze.{index}={pattern} matches no parameter's name; {near(pattern, known)}")
+    frozen = {parameter: aliases for parameter, aliases in names.items() if _matches(patterns, aliases)}
+    if patterns and not any(p.requires_grad and p not in frozen for p in names):
+        raise InputError(f"freeze={list(patterns)} leaves no parameter to train; leave at least one unmatched")
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    frozen_layers = [layer for layer, keys in keys_of.items() if all(_matches(patterns, [key]) for key in keys)]
+    for layer in frozen_layers:
+        # An attribute of the instance survives a change of its class, as by fully_shard and SyncBatchNorm. A partial
+        # is copied with its layer, unlike a closure.
+        layer.train = functools.partial(_stay_in_evaluation_mode, layer)  # type: ignore[method-assign, assignment]
+        layer.train()
+    if not frozen:
+        return []
+    statistics = f" and the statistics of {len(frozen_layers)} normalization layers" if frozen_layers else ""
+    listed = counted([aliases[0] for aliases in frozen.values()], _LISTED)
+    return [f"frozen   {len(frozen):,} of {len(names):,} parameters{statistics}: {listed}"]
+
+
+def _matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
+
+
+def _stay_in_evaluation_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Ignore `train()`: the layer stays in evaluation mode."""
+    return nn.Module.train(layer, False)

@@ -1,0 +1,81 @@
+"""Objectives with several losses: within a step, each one in order updates its own parameters by its own optimizer."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from torch.distributed.tensor import DTensor
+
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
+from runner.objectives.objective import LossGroup, loss_groups
+from runner.training.mode import ParallelModel, Recipe, Stepper
+
+
+class SteppingModel(ParallelModel, Stepper, Protocol):
+    """A parallel model that is also the stepper of one loss."""
+
+
+def prepare_loss_groups(recipe: Recipe, prepare_group: Callable[[LossGroup], SteppingModel]) -> ParallelModel:
+    """Prepare the model for each loss of the recipe's objective. All ranks must call it."""
+    models: dict[str, SteppingModel] = {}
+    for loss_group in loss_groups(recipe.objective, recipe.module):
+        with training_only(loss_group):
+            models[loss_group.name] = prepare_group(loss_group)
+    return AlternatingModel(models) if len(models) > 1 else next(iter(models.values()))
+
+
+@contextmanager
+def training_only(loss_group: LossGroup) -> Iterator[None]:
+    """Let only the parameters that this loss trains require gradients.
+
+    Shards are an exception, because FSDP decides what requires a gradient when it shards: their gradients are dropped
+    afterwards.
+    """
+    whole = [parameter for parameter in loss_group.other_parameters if not isinstance(parameter, DTensor)]
+    for parameter in whole:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in whole:
+            parameter.requires_grad_(True)
+        for parameter in loss_group.other_parameters:
+            parameter.grad = None
+
+
+class AlternatingModel:
+    """A parallel model of an objective with several losses: one parallel model for each, over the same module."""
+
+    def __init__(self, models: Mapping[str, SteppingModel]):
+        self.steppers = models
+        self._first = first = next(iter(models.values()))
+        # All models have the same module, so that any one can do what concerns only the module.
+        self.predict, self.weights, self.load_weights = first.predict, first.weights, first.load_weights
+        self.local_parameters, self.parameters_written = first.local_parameters, first.parameters_written
+
+    @property
+    def learning_rate(self) -> float:
+        return self._first.learning_rate
+
+    def state(self) -> LocalState:
+        """Return the state of all losses: everything but the model is below `turns.NAME`. All ranks must call it."""
+        together = LocalState()
+        for name, model in self.steppers.items():
+            state = model.state()
+            common = LocalState(
+                {key: piece for key, piece in state.chunks.items() if key.startswith(MODEL)},
+                {key: fact for key, fact in state.facts.items() if key == "scaler"},
+            )
+            of_group = LocalState(
+                {key: piece for key, piece in state.chunks.items() if key not in common.chunks},
+                {key: fact for key, fact in state.facts.items() if key not in common.facts},
+            )
+            together = together | common | of_group.under(f"turns.{name}")
+        return together
+
+    def load_state(self, saved: SavedState) -> None:
+        common = {key: tensor for key, tensor in saved.tensors.items() if not key.startswith("turns.")}
+        for name, model in self.steppers.items():
+            own = saved.under(f"turns.{name}")
+            model.load_state(replace(saved, tensors={**common, **own.tensors}, facts={**saved.facts, **own.facts}))

@@ -1,0 +1,224 @@
+"""A parallel model whose layers are spread over the ranks of a pipeline, run by torch's schedules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
+from runner.checkpoints.shard_file import LocalChunk
+from runner.distributed.collectives import sum_over
+from runner.input.batch import MicroBatch, StepBatch
+from runner.input.rng import derive_seed, seed_step
+from runner.objectives.objective import LossGroup, Prediction
+from runner.objectives.supervised import Supervised, call_model
+from runner.parallel.optimizer_state import optimizer_state
+from runner.parallel.parameter_update import norm_of_gradients, scale_gradients, sum_gradients, weight_factor
+from runner.parallel.pipeline_partition import Chain
+from runner.parallel.pipeline_stage import Stage, StageModule, StageOutput
+from runner.parallel.pipeline_ties import TiedParameters
+from runner.parallel.replica import Replica
+from runner.training.mode import Recipe
+from runner.training.model.submodules import attached_loss
+
+
+class PipelineReplica(Replica):
+    """This rank's stages of one replica of the model.
+
+    `layers` has this rank's stages by number, and `owners` the pipeline's rank that has each stage. The group
+    `replicas` has the ranks with the same stages; the group `pipeline` has the ranks that read the same samples.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layers: dict[int, Chain],
+        owners: list[int],
+        outputs: list[StageOutput],
+        *,
+        make_schedule: Callable[[Sequence[PipelineStage], Callable[..., torch.Tensor]], Any],
+        num_micro_batches: int,
+        sum_over: Callable[[torch.Tensor], torch.Tensor],
+        replicas: dist.ProcessGroup,
+        pipeline: dist.ProcessGroup,
+        tied: TiedParameters,
+    ):
+        assert isinstance(recipe.objective, Supervised)
+        self._recipe, self._supervised = recipe, recipe.objective
+        self._owners, self._outputs, self._last = owners, outputs, len(owners) - 1
+        self._replicas, self._pipeline, self._tied = replicas, pipeline, tied
+        self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
+        self._micro_batches: list[MicroBatch] = []  # of the present call of the schedule
+        self._stages = {
+            number: StageModule(
+                chain,
+                number == 0,
+                self._micro_batches,
+                recipe.precision,
+                outputs[number] if number < len(outputs) else None,
+                self._compute_loss,
+            )
+            for number, chain in layers.items()
+        }
+        if (loss := attached_loss(recipe.module)) is not None and self._last in self._stages:
+            self._stages[self._last].loss = loss  # trained with the last stage
+        self._schedule: Any = None
+        self._num_samples = 0  # of the step, over all ranks and micro-batches
+        self._local_loss = torch.zeros(())
+        self._weight = torch.zeros((), dtype=torch.float64)
+        own = {id(t) for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers())}
+        tensors = recipe.module.state_dict(keep_vars=True)
+        self._local_tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in own}
+        self._all_names = list(tensors)
+        parameters = list(dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters()))
+        loss_group, optimizer = LossGroup("loss", parameters, []), recipe.make_optimizer(parameters)
+        super().__init__(recipe, optimizer, loss_group, sum_over=sum_over, total_norm=self._norm_over_stages)
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        """Add up the gradients of a step. Return this replica's part of the global batch's mean loss, detached, ().
+
+        It is zero on ranks without the last stage. All ranks must call it.
+        """
+        rank, count = dist.get_rank(self._pipeline), self._num_micro_batches
+        if rank > 0:  # otherwise, the dropout of all stages would draw the same random numbers
+            seed_step(derive_seed(torch.initial_seed(), rank), self._recipe.device)
+        self._local_loss = torch.zeros((), dtype=self.precision.parameter_dtype, device=self._recipe.device)
+        self._weight = torch.zeros((), dtype=torch.float64, device=self._recipe.device)
+        self._num_samples = batch.num_samples
+        self._fit_schedule(max(1, *(m.rows for m in batch.micro_batches)))
+        # The schedule only passes on the numbers of micro-batches; StageModule looks up inputs and targets.
+        numbers = torch.arange(count)
+        for start in range(0, len(batch.micro_batches), count):
+            self._micro_batches[:] = batch.micro_batches[start : start + count]
+            for stage in self._stages.values():
+                stage.position = 0
+            inputs = (numbers.to(self._recipe.device),) if 0 in self._stages else ()
+            target = numbers if self._last in self._stages else None
+            self._schedule.step(*inputs, target=target, return_outputs=False)
+        self._micro_batches.clear()
+        self._sum_gradients()
+        if not self.objective.weighted_by_samples:
+            factor = weight_factor(batch.num_samples, self._weight, self._sum_over)
+            scale_gradients(self.loss_group.parameters, factor)
+            self._local_loss *= factor
+        return self._local_loss
+
+    def _fit_schedule(self, num_samples: int) -> None:
+        """Create the schedule, unless the present one fits micro-batches of this size. All ranks must call it."""
+        if self._schedule is not None and num_samples <= next(iter(self._stages.values())).num_samples:
+            return
+        stages = []
+        for number, stage in self._stages.items():
+            stage.num_samples = num_samples
+            # With shapes given, torch does not infer them by a forward, which BatchNorm would count.
+            received = torch.empty(1, dtype=torch.int64, device="meta")
+            if number > 0:
+                received = self._outputs[number - 1].empty(num_samples, "meta").requires_grad_()
+            if number < self._last:
+                returned = self._outputs[number].empty(num_samples, "meta")
+            else:
+                returned = torch.empty((), dtype=self.precision.parameter_dtype, device="meta")
+            stages.append(
+                Stage(
+                    stage,
+                    number,
+                    len(self._owners),
+                    self._recipe.device,
+                    input_args=received,
+                    output_args=returned.requires_grad_(),
+                    group=self._pipeline,
+                )
+            )
+        self._schedule = self._make_schedule(stages, lambda local_loss, number: local_loss)
+
+    def _compute_loss(self, outputs: Any, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return this micro-batch's part of the global batch's mean loss, ()."""
+        loss = self._supervised.local_loss(outputs, micro_batch)
+        local_loss = loss.divided_by(self._num_samples)
+        self._local_loss += local_loss.detach()
+        self._weight += loss.weight
+        # torch 2.11 checks the dtype, and the loss of no samples has another one.
+        return local_loss.to(self.precision.parameter_dtype)
+
+    def _sum_gradients(self) -> None:
+        """Sum the gradients over the replicas, each of which has its part of the mean, then over tied copies."""
+        if dist.get_world_size(self._replicas) > 1:
+            sum_gradients(self.loss_group.parameters, lambda flat: dist.all_reduce(flat, group=self._replicas))
+        self._tied.sum_gradients()
+
+    def _norm_over_stages(self, groups: list[list[nn.Parameter]]) -> torch.Tensor:
+        """Return the norm over the stages of all ranks of the pipeline, (). All its ranks must call it."""
+        counted = (p for p in self.loss_group.parameters if p not in self._tied.on_lower_ranks)
+        squares = norm_of_gradients(counted).to(self._recipe.device) ** 2
+        sum_over(self._pipeline, squares)
+        return squares.sqrt()
+
+    def predict(self, micro_batch: MicroBatch) -> Prediction | None:
+        """Run the model in evaluation mode. Return None on ranks without the last stage. All ranks must call it.
+
+        A rank can receive the next inputs as soon as it has sent its outputs, so that the ranks overlap. Nothing is
+        sent for a micro-batch without samples.
+        """
+        rank = dist.get_rank(self._pipeline)
+        features: Any = None
+        for number, stage in self._stages.items():
+            stage.eval()
+            if number > 0 and self._owners[number - 1] != rank:
+                features = self._outputs[number - 1].empty(micro_batch.rows, self._recipe.device)
+                if micro_batch.rows:
+                    dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
+            with torch.no_grad(), self.precision.autocast():
+                features = call_model(stage.layers, micro_batch.inputs) if number == 0 else stage.layers(features)
+            if number < self._last and self._owners[number + 1] != rank and micro_batch.rows:
+                self._outputs[number].check(features)
+                dist.send(features.contiguous(), group_dst=self._owners[number + 1], group=self._pipeline)
+            stage.train()
+        if self._last not in self._stages:
+            return None
+        with torch.no_grad(), self.precision.autocast():
+            return self._supervised.prediction(features, micro_batch)
+
+    def state(self) -> LocalState:
+        """Return what this rank writes: its stages, if it is in the first replica."""
+        hashes = tensor_hashes(self.local_parameters())
+        if not self._is_first_replica:
+            return LocalState(replica_hashes=hashes)
+        model = {
+            MODEL + name: LocalChunk.of(tensor)
+            for name, tensor in self._local_tensors.items()
+            if tensor not in self._tied.on_lower_ranks
+        }
+        # An optimizer of all stages' parameters, which has no states but knows the groups of all parameters.
+        options = {group["group"]: group for group in self.optimizer.param_groups}
+        whole = self._recipe.make_optimizer(self.module.parameters())
+        for group in whole.param_groups:
+            group |= {key: value for key, value in options[group["group"]].items() if key != "params"}
+        optimizer = optimizer_state(
+            self.module,
+            self.optimizer,
+            lambda parameter, tensor: parameter not in self._tied.on_lower_ranks,
+            groups_of=whole,
+        )
+        return LocalState(model, {"scaler": self.precision.scaler.state_dict()}, hashes) | optimizer
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
+        local = {name: tensor.detach().cpu() for name, tensor in self._local_tensors.items()}
+        gathered: list[Any] = [local]
+        if self._is_first_replica:
+            on_rank_0 = dist.get_rank() == 0
+            gathered = [None] * dist.get_world_size(self._pipeline) if on_rank_0 else [local]
+            dist.gather_object(local, gathered if on_rank_0 else None, group_dst=0, group=self._pipeline)
+        model = {name: tensor for tensors in gathered for name, tensor in tensors.items()}
+        return {name: model[name] for name in self._all_names if name in model}
+
+    @property
+    def _is_first_replica(self) -> bool:
+        return 0 in dist.get_process_group_ranks(self._pipeline)
+
+    def load_weights(self, saved: SavedState) -> None:
+        """Load only this rank's stages of the model of a checkpoint."""
+        read_weights(saved, self._local_tensors, dict.fromkeys(self._all_names))

@@ -1,0 +1,99 @@
+"""The attempts to run a run, in `attempts.jsonl`: who started each, what was changed, and how it ended."""
+
+import getpass
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runner.records.record_files import append_json_lines
+
+ATTEMPTS = "attempts.jsonl"
+KILLED = "killed"  # the state of an attempt that could not record its end
+
+
+@dataclass
+class Attempt:
+    """One start of the run, written as a line when it has ended. A killed attempt's line is written by the next one."""
+
+    number: int
+    host: str
+    user: str
+    pid: int  # of the rank that writes
+    started: str  # in UTC, as 2026-11-22T06:18:30+00:00
+    ended: str | None = None  # of a killed attempt, the last sign of life
+    state: str = "running"  # finished, failed, preempted or pruned, as in result.json, or killed
+    world_size: int = 1
+    parallel: str = ""
+    first_step: int | None = None  # the step after which it continued; None if it did not start to train
+    step: int | None = None  # the last step
+    changed: dict[str, list[Any]] = field(default_factory=dict)  # by key: the run's initial value, and this attempt's
+    error: str | None = None  # the last line
+
+
+def new_attempt(number: int, **facts: Any) -> Attempt:
+    """Return the attempt of this process, starting now. `facts` are further fields."""
+    return Attempt(number, socket.gethostname(), _user(), os.getpid(), utc_now(), **facts)
+
+
+def read_attempts(directory: Path) -> Iterator[Attempt]:
+    """Yield the attempts that have ended, in order. Damaged lines are skipped."""
+    try:
+        lines = (directory / ATTEMPTS).read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            attempt = parse_attempt(json.loads(line))
+        except (ValueError, RecursionError):
+            continue
+        if attempt is not None:
+            yield attempt
+
+
+def parse_attempt(facts: Any) -> Attempt | None:
+    """Return the attempt with these fields, or None if they are not those of an attempt."""
+    try:
+        attempt = Attempt(**facts)
+    except TypeError:
+        return None
+    changed = attempt.changed.values() if isinstance(attempt.changed, dict) else [None]
+    are_pairs = all(isinstance(values, list) and len(values) == 2 for values in changed)
+    return attempt if type(attempt.number) is int and are_pairs else None
+
+
+def append_attempt(directory: Path, attempt: Attempt) -> None:
+    """Append the attempt's line."""
+    append_json_lines(directory / ATTEMPTS, asdict(attempt))
+
+
+def initial_values(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with the values that the run started with for the keys that were changed in later attempts.
+
+    config: the configuration of the last attempt that trained, by dotted key.
+    """
+    first: dict[str, Any] = {}
+    for attempt in read_attempts(directory):
+        for key, (before, _) in attempt.changed.items():
+            first.setdefault(key, before)
+    return {**config, **first}
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def last_line(text: str) -> str | None:
+    """Return the last line of an error message, or None if the message is empty."""
+    return text.strip().splitlines()[-1] if text.strip() else None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the user has no name, as in some containers
+        return str(os.getuid())

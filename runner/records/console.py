@@ -1,0 +1,119 @@
+"""The log of a run: rank 0's on the terminal and in log.txt, the warnings of other ranks in logs/."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from rich.console import Console
+
+LOG, LOGS = "log.txt", "logs"  # the log of rank 0, and the directory for those of other ranks
+LOGGER = logging.getLogger("runner")
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints lines above the progress bar."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+
+class _FailSafeStream:
+    """A stream that ignores writes after an error, as from a closed terminal or pipe, so that the run continues."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._has_failed = stream, False
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            if not self._has_failed:
+                call()
+        except OSError:
+            self._has_failed = True
+
+
+@contextmanager
+def logging_to(rank: int, directory: Path) -> Iterator[Console]:
+    """Log messages and warnings of a job for the duration of the context.
+
+    Rank 0 logs to the terminal and to log.txt. Another rank logs warnings and errors to logs/rank_R.txt, which is
+    created with the first of them.
+    """
+    console = Console(
+        file=cast(IO[str], _FailSafeStream(sys.stdout)), force_terminal=is_terminal(), force_jupyter=False
+    )
+    handlers: list[logging.Handler]
+    if rank == 0:
+        handlers = [logging.FileHandler(directory / LOG)]
+        if not any(isinstance(handler, _ConsoleHandler) for handler in LOGGER.handlers):  # a job within task=compare
+            handlers.append(_ConsoleHandler(console))
+    else:
+        handlers = [_LazyFileHandler(directory / LOGS / f"rank_{rank}.txt")]
+        handlers[0].setLevel(logging.WARNING)
+    loggers = [LOGGER, logging.getLogger("py.warnings")]
+    for handler in handlers:
+        handler.setFormatter(_Formatter())
+        for logger in loggers:
+            logger.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    for logger in loggers:
+        logger.propagate = False
+    show = warnings.showwarning
+    is_captured = getattr(show, "__module__", "") == "logging"  # by the caller
+    if not is_captured:
+        logging.captureWarnings(True)
+    try:
+        yield console
+    finally:
+        if not is_captured:
+            logging.captureWarnings(False)
+        warnings.showwarning = show
+        for handler in handlers:
+            for logger in loggers:
+                logger.removeHandler(handler)
+            handler.close()
+
+
+class _Formatter(logging.Formatter):
+    """Formats the message, after the level if it is a warning or an error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+class _LazyFileHandler(logging.FileHandler):
+    """Creates the file and its directory with the first record."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, delay=True)
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+def is_terminal() -> bool:
+    """Return True if stdout is a terminal.
+
+    A notebook's stdout claims to be one, but would show each state of a progress bar as a new line.
+    """
+    stdout = sys.__stdout__
+    return stdout is not None and sys.stdout is stdout and stdout.isatty()

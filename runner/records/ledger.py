@@ -1,0 +1,170 @@
+"""The ledger of a sweep: its jobs and their outcomes, readable even if the sweep was killed.
+
+`ledger.jsonl` in the sweep's directory has one JSON object per line and is only appended to; a line that a crash has
+truncated is skipped. Later lines add to earlier ones:
+
+    {"sweep": {"typed": ["optimizer.lr=0.1,0.01"], "config_dirs": [], "command": [...], "shared": {"epochs": 10, ...}}}
+    {"number": 0, "label": "0-lr-0.1", "overrides": ["optimizer.lr=0.1"]}
+    {"number": 0, "state": "running", "at": 1795212345.1}
+    {"number": 0, "state": "finished", "at": 1795212351.7, "metrics": {"val/loss": 0.1}, "error": null}
+
+The state of a job is waiting, running, finished, failed, refused (its configuration is invalid; nothing was written),
+preempted, pruned, or queued. A queued job was submitted to the `queue` of this class under the name `queued_as`, and
+its outcome is in the files of the run. A waiting job has no state line. Times are in seconds since 1970. A `running`
+line may have the device `slots` of the job, and the first line of a job the number of its study's `trial`.
+"""
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.errors import InputError
+from runner.records.record_files import append_json_lines, parse_metrics, read_json_lines
+from runner.records.result import RESULT, read_result
+
+LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
+DONE = ("finished", "pruned")
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_locks: dict[Path, int] = {}  # by sweep of this process, the descriptor of its lock file
+
+
+@dataclass
+class JobRecord:
+    """One job of a sweep."""
+
+    number: int
+    label: str
+    overrides: list[str]  # of this job, without ranges
+    directory: Path  # created when the job starts for the first time
+    trial: int | None = None
+    state: str = "waiting"
+    num_starts: int = 0
+    start: float | None = None  # of the last start, in seconds since 1970
+    end: float | None = None  # None if the ledger does not have it
+    slots: list[int] = field(default_factory=list)
+    queued_as: str | None = None
+    queue: str = ""  # the class of the queue, as `_target_` names it
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass
+class SweepRecord:
+    """What the jobs of a sweep have in common. The fields are the keys in the ledger."""
+
+    typed: list[str]  # the overrides of the command, with ranges
+    config_dirs: list[str]
+    command: list[str]
+    shared: dict[str, Any]  # configuration values that are equal in all jobs, by dotted key
+
+
+def is_sweep(directory: Path) -> bool:
+    return (directory / LEDGER).is_file()
+
+
+def read_ledger(directory: Path) -> list[JobRecord]:
+    """Return the jobs, sorted by number. Raises OSError if the ledger is missing and InputError if it is damaged.
+
+    A run's result.json takes precedence if the run is finished or pruned: a kill may have prevented the line in the
+    ledger, or the job was resumed as a single run.
+    """
+    jobs: dict[int, JobRecord] = {}
+    for line in _read_lines(directory):
+        if "label" in line:
+            path = directory / line["label"]
+            jobs[line["number"]] = JobRecord(line["number"], line["label"], line["overrides"], path, line.get("trial"))
+        elif "state" in line and line["number"] in jobs:
+            _update(jobs[line["number"]], line)
+    for job in jobs.values():
+        if job.state not in DONE and job.num_starts and (result := read_result(job.directory)):
+            if result["state"] in DONE:
+                job.state, job.metrics, job.error, job.end = result["state"], result["metrics"], None, None
+            elif job.state == "queued":
+                if (job.directory / RESULT).stat().st_mtime >= (job.start or 0):  # not of an earlier start
+                    job.state, job.error = result["state"], result["error"]
+            elif job.error is None:
+                job.error = result["error"]
+    return sorted(jobs.values(), key=lambda job: job.number)
+
+
+def read_sweep(directory: Path) -> SweepRecord:
+    """Return the record of the sweep as a whole. Raises OSError or InputError if it is missing."""
+    found = [line["sweep"] for line in _read_lines(directory) if "sweep" in line]
+    if not found:
+        raise InputError(f"{directory / LEDGER} has no line for the sweep; restore the file, or start a new sweep")
+    return SweepRecord(**found[-1])
+
+
+def write_lines(directory: Path, *lines: dict[str, Any]) -> None:
+    """Append lines; if the machine crashes meanwhile, possibly only the first of them."""
+    if lines:
+        append_json_lines(directory / LEDGER, *lines)
+
+
+def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
+    """Record the state of a job."""
+    write_lines(directory, {"number": number, "state": state, "at": round(time.time(), 3), **facts})
+
+
+def lock_sweep(directory: Path) -> None:
+    """Lock the sweep for this process until `unlock_sweep`, or until the process exits.
+
+    Raises InputError that names the lock owner if another process has locked it.
+    """
+    # The file stays open: closing any descriptor of it would release the lock.
+    file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by data loader workers, which may outlive us
+    except (BlockingIOError, PermissionError):
+        owner = os.read(file, 200).decode().strip() or "another process"
+        os.close(file)
+        raise InputError(f"resume={directory}: {owner} runs this sweep; wait for it, or end it first") from None
+    except OSError:
+        pass  # a file system without locks
+    os.ftruncate(file, 0)
+    os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _locks[directory] = file
+
+
+def unlock_sweep(directory: Path) -> None:
+    """Release the lock, if this process owns it."""
+    if directory in _locks:
+        os.close(_locks.pop(directory))
+
+
+def _read_lines(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines. Raises InputError for a line that `write_lines` cannot have written."""
+    for line in read_json_lines(directory / LEDGER):
+        if not _is_valid(line):
+            raise InputError(f"{directory / LEDGER}: {json.dumps(line)[:60]} is damaged; remove the line")
+        yield line
+
+
+def _is_valid(line: dict[str, Any]) -> bool:
+    """Return True if the values have the right types. A label becomes part of a path."""
+    match line:
+        case {"sweep": {"typed": list(a), "config_dirs": list(b), "command": list(c), "shared": dict(), **others}}:
+            return not others and all(isinstance(item, str) for item in [*a, *b, *c])
+        case {"number": int(), "label": str(label), "overrides": list(overrides)}:
+            return bool(_LABEL.fullmatch(label)) and all(isinstance(item, str) for item in overrides)
+        case {"number": int(), "state": str(), "at": int() | float()}:
+            return isinstance(line.get("metrics") or {}, dict)
+    return not line.keys() & {"sweep", "label", "state"}
+
+
+def _update(job: JobRecord, line: dict[str, Any]) -> None:
+    job.state = line["state"]
+    if job.state in ("running", "queued"):
+        job.num_starts += 1
+        job.queued_as, job.queue = line.get("queued_as"), line.get("queue", "")
+        job.start, job.end, job.slots, job.error = line["at"], None, line.get("slots", []), None
+    else:
+        job.end, job.metrics, job.error = line["at"], parse_metrics(line.get("metrics")), line.get("error")

@@ -1,0 +1,75 @@
+"""Several loggers as one, which keeps their errors from failing the run."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from runner.errors import JobFailed
+from runner.records.loggers.contract import Logger, Predictions, RunOutcome
+from runner.records.records import Trial
+
+log = logging.getLogger(__name__)
+
+
+class CompositeLogger(Logger):
+    """Calls several loggers, which have names.
+
+    An error in `open` fails a new run, which has nothing to lose yet. A logger that raises later, because its server
+    does not respond or the disk is full, is disabled: metrics.jsonl contains all metrics anyway.
+    """
+
+    def __init__(self, loggers: Mapping[str, Logger]):
+        self._loggers = dict(loggers)
+        self._disabled: set[str] = set()
+        self.wants_predictions = any(logger.wants_predictions for logger in self._loggers.values())
+
+    def open(self, directory: str, first_step: int, trial: Trial) -> None:
+        """Open the loggers. For a new run, raises a logger's exception, and JobFailed instead of an OSError."""
+        opened: list[Logger] = []
+        for name, logger in self._loggers.items():
+            try:
+                logger.open(directory, first_step, trial)
+                opened.append(logger)
+            except Exception as error:
+                if first_step:
+                    self._disable(name, error)
+                    continue
+                for other in opened:
+                    other.close(RunOutcome("failed"))
+                if isinstance(error, OSError):
+                    text = f"logger={name} cannot be opened: {error}; fix the problem, or choose another logger"
+                    raise JobFailed(text) from None
+                raise
+
+    def scalars(self, step: int, metrics: dict[str, float]) -> None:
+        self._call(lambda logger: logger.scalars(step, metrics))
+
+    def predictions(self, step: int, predictions: Predictions) -> None:
+        self._call(lambda logger: logger.predictions(step, predictions) if logger.wants_predictions else None)
+
+    def text(self, tag: str, text: str) -> None:
+        self._call(lambda logger: logger.text(tag, text))
+
+    def flush(self) -> None:
+        self._call(lambda logger: logger.flush())
+
+    def close(self, outcome: RunOutcome) -> None:
+        self._call(lambda logger: logger.close(outcome))
+
+    def _call(self, call: Callable[[Logger], None]) -> None:
+        for name, logger in self._loggers.items():
+            if name in self._disabled:
+                continue
+            try:
+                call(logger)
+            except Exception as error:
+                self._disable(name, error)
+
+    def _disable(self, name: str, error: Exception) -> None:
+        self._disabled.add(name)
+        log.warning(
+            "logger=%s is disabled after an error: %s: %s; the run continues, and metrics.jsonl contains all metrics",
+            name,
+            type(error).__name__,
+            (str(error).splitlines() or [""])[0],
+            exc_info=None if isinstance(error, OSError) else error,
+        )

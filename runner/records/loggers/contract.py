@@ -1,0 +1,65 @@
+"""The contract of a logger."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from runner.records.records import Trial
+
+
+class Predictions(Protocol):
+    """The predictions of a classifier in an evaluation."""
+
+    @property
+    def confusion(self) -> torch.Tensor:
+        """The number of samples of each class (row) by predicted class (column). (num_classes, num_classes)"""
+
+    def samples(self) -> list[tuple[torch.Tensor, int, int]]:
+        """Return the first samples of the dataset, each with its class and the predicted class."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How this process's part of the run ended. True if the run is complete, so that it will not be resumed."""
+
+    state: str  # finished, pruned, preempted or failed
+
+    def __bool__(self) -> bool:
+        return self.state in ("finished", "pruned")
+
+
+class Logger(Protocol):
+    """Derive from it and override what you need; by default a method does nothing.
+
+    Every rank has a logger; only rank 0 calls its methods, `open` first. An exception in `open` fails a new run. After
+    any other exception the run continues without the logger.
+    """
+
+    wants_predictions: bool = False  # True: collect predictions in evaluations, and call `predictions`
+
+    def open(self, directory: str, first_step: int, trial: Trial) -> None:
+        """Start logging.
+
+        Args:
+            directory: The run directory, which contains config.yaml, result.json and, in metrics.jsonl, the metrics of
+                the steps up to `first_step`.
+            first_step: The step after which the run continues; 0 for a new run.
+            trial: What distinguishes the run from others. `trial.metrics` has the names of the metrics of an
+                evaluation, the monitored one first.
+        """
+
+    def scalars(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of a step or of an evaluation."""
+
+    def predictions(self, step: int, predictions: Predictions) -> None:
+        """Log the predictions of an evaluation of a classifier."""
+
+    def text(self, tag: str, text: str) -> None:
+        """Log a text, such as the configuration."""
+
+    def flush(self) -> None:
+        """Write what was logged: a checkpoint is being saved, from which the run may be resumed."""
+
+    def close(self, outcome: RunOutcome) -> None:
+        """Stop logging."""

@@ -1,0 +1,156 @@
+"""What the dashboards outside of the run directory have in common: facts and ids of the run, its history, a thread."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.records.ledger import is_sweep
+from runner.records.loggers.contract import Logger, Predictions
+from runner.records.loggers.images import draw_confusion
+from runner.records.record_files import dumps, parse_metrics, read_mapping, write_atomically
+from runner.records.records import read_metrics
+from runner.records.result import read_result
+from runner.records.run_directory import CONFIG
+
+IDS = "loggers.json"
+CONFUSION = "val/confusion"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run has recorded about itself when it starts."""
+
+    name: str  # of its directory
+    experiment: str  # the configuration's name
+    sweep: str | None  # the name of the sweep's directory
+    outputs: Path  # the directory of all runs
+    config: dict[str, Any]
+    result: dict[str, Any]  # the content of result.json, in which the state is still running
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Facts that are not in the configuration."""
+        return {key: self.result[key] for key in ("model", "data", "parallel", "world_size") if key in self.result}
+
+
+def read_facts(directory: Path) -> RunFacts:
+    """Return the facts of a run that is about to train."""
+    config = read_mapping(directory / CONFIG)
+    named = next((parent for parent in directory.parents if parent.name == config["name"]), directory.parent)
+    return RunFacts(
+        name=directory.name,
+        experiment=config["name"],
+        sweep=directory.parent.name if is_sweep(directory.parent) else None,
+        outputs=named.parent,
+        config=config,
+        result=read_result(directory) or {},
+    )
+
+
+def read_ids(directory: Path, option: str) -> dict[str, str]:
+    """Return the ids that the run has with a logger, by the server, file or project that contains the run."""
+    return _read_all_ids(directory).get(option, {})
+
+
+def save_id(directory: Path, option: str, location: str, run_id: str) -> None:
+    """Save the id that the run has with a logger, for later attempts."""
+    ids = _read_all_ids(directory)
+    ids.setdefault(option, {})[location] = run_id
+    write_atomically(directory / IDS, dumps(ids, indent=1) + "\n")
+
+
+def _read_all_ids(directory: Path) -> dict[str, dict[str, str]]:
+    path = directory / IDS
+    return read_mapping(path) if path.exists() else {}
+
+
+class History:
+    """Selects the metrics that a dashboard does not have yet, so that it has each point of the run once.
+
+    Args:
+        last: The last step of each metric on the dashboard, by the dashboard's name of the metric.
+        rename: Converts the name of a metric to the dashboard's name.
+        least_step: The first step to log of metrics that are not in `last`.
+    """
+
+    def __init__(self, last: Mapping[str, int], rename: Callable[[str], str] = str, least_step: int = 0):
+        self._last, self._rename, self._least_step = dict(last), rename, least_step
+
+    def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics that the dashboard does not have for this step, by its names."""
+        renamed = {self._rename(name): value for name, value in metrics.items()}
+        return {name: value for name, value in renamed.items() if step > self._last.get(name, self._least_step - 1)}
+
+    def missing(self, directory: str) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the steps before this attempt, each with the metrics that the dashboard does not have."""
+        for step, metrics in logged_metrics(directory):
+            if new := self.new(step, metrics):
+                yield step, new
+
+
+def logged_metrics(directory: str) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield the step and the metrics of each line of metrics.jsonl."""
+    for line in read_metrics(Path(directory)):
+        yield line.pop("step"), parse_metrics({name: value for name, value in line.items() if name != "epoch"})
+
+
+class ProjectRun(Logger):
+    """A logger for wandb or trackio, which have similar APIs. `open` sets the attributes and calls `catch_up`."""
+
+    _package: Any  # wandb or trackio
+    _run: Any
+    _history: History
+
+    def catch_up(self, directory: str) -> None:
+        """Log the metrics of earlier attempts that the dashboard does not have."""
+        for step, metrics in self._history.missing(directory):
+            self._run.log(metrics, step=step)
+
+    def scalars(self, step: int, metrics: dict[str, float]) -> None:
+        if new := self._history.new(step, metrics):
+            self._run.log(new, step=step)
+
+    def predictions(self, step: int, predictions: Predictions) -> None:
+        if self._history.new(step, {CONFUSION: 0.0}):
+            self._run.log({CONFUSION: self._package.Image(draw_confusion(predictions.confusion))}, step=step)
+
+
+class BackgroundThread:
+    """Makes calls one after another, so that training does not wait for a server.
+
+    The exception of a call is raised by the next method; later calls are dropped.
+    """
+
+    def __init__(self, name: str):
+        self._calls: queue.Queue[Callable[[], object]] = queue.Queue()
+        self._error: Exception | None = None
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Queue a call."""
+        self._raise()
+        self._calls.put(call)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for all calls. Return False after a timeout."""
+        with self._calls.all_tasks_done:
+            is_done = self._calls.all_tasks_done.wait_for(lambda: not self._calls.unfinished_tasks, timeout_s)
+        self._raise()
+        return is_done
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                if self._error is None:
+                    call()
+            except Exception as error:
+                self._error = error
+            self._calls.task_done()

@@ -1,0 +1,91 @@
+"""What a run's results depend on besides its configuration: the state of the code, versions, and the machine."""
+
+import os
+import platform
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runner import __version__
+from runner.paths import ROOT
+from runner.records.code_state import STATE, extracted_code, read_state
+
+DIFF = "git.diff"
+MAX_DIFF_BYTES = 1 << 20
+TIMEOUT_S = 10
+# Options with which `git apply` accepts the diff, whatever the user's configuration is.
+PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the runner, of Python and of the packages that compute."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 12 ms, which --help does not need
+
+    found = {"experiment-runner": __version__, "python": platform.python_version()}
+    for package in ("torch", "torchvision", "hydra-core", "omegaconf"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Return what the last bits of a float depend on: the processor, the number of threads, the GPUs."""
+    import torch  # imported already by each process that runs a job
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)],
+    }
+
+
+def git_state() -> dict[str, Any]:
+    """Return commit and state of the repository with the runner's code, or else of the working directory's.
+
+    For frozen code, return those at the time of submission.
+    """
+    if extracted := extracted_code():
+        return read_state(extracted / STATE).git
+    commit, changes = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain")
+    if commit is None or changes is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": commit.strip(), "dirty": bool(changes)}
+
+
+def git_diff() -> str:
+    """Return a diff for `git apply`, below the names of new files. A very long diff is truncated."""
+    if extracted := extracted_code():
+        return (extracted / DIFF).read_text() if (extracted / DIFF).exists() else ""
+    new, diff = _run_git("ls-files", "--others", "--exclude-standard"), _run_git("diff", *PLAIN, "--binary", "HEAD")
+    if new is None or diff is None:
+        return ""
+    text = "".join(f"new file, not in this diff: {name}\n" for name in new.splitlines()) + diff
+    num_bytes = len(text.encode())
+    if num_bytes <= MAX_DIFF_BYTES:
+        return text
+    kept = text.encode()[:MAX_DIFF_BYTES].decode(errors="ignore")
+    return f"{kept}\ntruncated here: the whole diff has {num_bytes:,} bytes\n"
+
+
+def _run_git(*arguments: str) -> str | None:
+    """Return git's output in the runner's repository, or else in the working directory's; None if both fail."""
+    for directory in (ROOT, Path.cwd()):
+        command = ["git", "-C", str(directory), *arguments]
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True)
+            return done.stdout.decode(errors="replace")
+    return None
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"

@@ -1,0 +1,223 @@
+"""Finished and unfinished runs and sweeps as data. Nothing that a directory names is composed or imported."""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.errors import InputError
+from runner.records.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
+from runner.records.monitor import Monitor, recorded_monitor
+from runner.records.record_files import parse_metrics, read_json_lines, read_mapping, read_string_list
+from runner.records.result import RESULT
+from runner.records.run_directory import CONFIG, METRICS, OVERRIDES
+
+# Keys that only determine where a job ran or where it was stored.
+LOCATION_KEYS = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What distinguishes a job from the other jobs of its sweep, or a single run from one without options."""
+
+    overrides: dict[str, str]  # by key
+    varied: dict[str, list[str]]  # the values of each key in the sweep; empty for a single run
+    metrics: tuple[str, ...] = ()  # the metrics of its evaluations, the monitored one first
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """One run: a job of a sweep, or a single run."""
+
+    directory: Path
+    label: str
+    state: str  # as in result.json, and as in the ledger of its sweep
+    overrides: list[str] = field(default_factory=list)
+    config_dirs: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, by dotted key
+    metrics: dict[str, float] = field(default_factory=dict)
+    monitor: Monitor | None = None  # None if the monitored metric was not measured
+    world_size: int = 1
+    starts_processes: bool = False  # True if its launcher does
+    error: str = ""
+
+    @functools.cached_property
+    def overrides_by_key(self) -> dict[str, str]:
+        return _by_key(self.overrides)
+
+    def value(self, key: str) -> str:
+        """Return the value of the key as text, from the overrides or the configuration."""
+        if key == "world_size":
+            return str(self.world_size)
+        return self.overrides_by_key.get(key, to_text(self.settings[key]) if key in self.settings else "")
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """Return the finite values of the metric by step; of a step that a restart has repeated, the last value."""
+        points: dict[int, float] = {}
+        for line in read_metrics(self.directory):
+            value = line.get(metric)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                points[int(line["step"])] = float(value)
+        return sorted(points.items())
+
+
+def read_jobs(
+    path: Path,
+    key: str,
+    read_sweep_jobs: Callable[[Path], list[JobRecord]] = read_ledger,
+    skipped: list[str] | None = None,
+) -> list[RunRecord]:
+    """Return the jobs of the sweep, or the single run, in the directory `path`, which the option `key` names.
+
+    A job whose files are damaged is skipped with a message in `skipped`; if that is None, InputError is raised, as for
+    a directory without a sweep or run.
+    """
+    check_is_record(path, key)
+    entries: list[JobRecord | None] = [*read_sweep_jobs(path)] if is_sweep(path) else [None]
+    records = []
+    for entry in entries:
+        directory = entry.directory if entry else path
+        try:
+            list(read_metrics(directory))
+            records.append(read_run(directory, entry))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = str(error) if isinstance(error, InputError) else f"{directory / RESULT} is damaged ({error})"
+            if skipped is None:
+                raise InputError(message) from None
+            skipped.append(f"{entry.label if entry else path.name} is skipped: {message}")
+    return records
+
+
+def check_is_record(path: Path, key: str) -> None:
+    """Raise InputError, which names the key, if the path is not the directory of a run or sweep."""
+    if is_sweep(path) or (path / OVERRIDES).is_file():
+        return
+    what = f"no sweep or run (it has neither {LEDGER} nor {OVERRIDES})" if path.is_dir() else "no directory"
+    raise InputError(f"{key}={path} is {what}; name one under outputs/, or run=last")
+
+
+def read_run(path: Path, entry: JobRecord | None = None) -> RunRecord:
+    """Return the run in a directory. Raises InputError if its files are damaged.
+
+    entry: the job in the ledger of its sweep.
+    """
+    recorded = _read_overrides(path) or (entry.overrides if entry else [])
+    config_dirs = [text.removeprefix("--config-dir=") for text in recorded if text.startswith("--config-dir=")]
+    overrides = [text for text in recorded if not text.startswith("--")]
+    label, ledger_error = (entry.label, entry.error) if entry else (path.name, None)
+    if not (path / RESULT).exists():  # the job waits, or was refused
+        return RunRecord(path, label, entry.state if entry else "not run", overrides, error=ledger_error or "")
+    result = read_mapping(path / RESULT)
+    settings = dotted(read_mapping(path / CONFIG)) if (path / CONFIG).exists() else {}
+    speed = {key: result.get(key) for key in ("samples_per_second", "seconds")}
+    measured = {**parse_metrics(result.get("metrics")), **speed}
+    metrics = {name: float(value) for name, value in measured.items() if isinstance(value, (int, float))}
+    return RunRecord(
+        directory=path,
+        label=label,
+        state=entry.state if entry else str(result.get("state", "")),
+        overrides=overrides,
+        config_dirs=config_dirs,
+        settings=settings | {key: result[key] for key in ("model", "data", "parallel") if key in result},
+        metrics=metrics,
+        monitor=recorded_monitor(result, metrics),
+        world_size=int(result.get("world_size", 1)),
+        starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
+        error=str(ledger_error or result.get("error") or ""),
+    )
+
+
+def varied_keys(jobs: Sequence[RunRecord]) -> list[str]:
+    """Return the keys whose values differ between the jobs, in the order of the overrides."""
+    keys = dict.fromkeys(key for job in jobs for key in job.overrides_by_key if _is_experimental(key))
+    varied = [key for key in keys if len({job.value(key) for job in jobs}) > 1]
+    varies_launcher = any(key.startswith("launcher.") for key in varied)
+    has_world_sizes = len({job.world_size for job in finished_jobs(jobs)}) > 1
+    return [*varied, "world_size"] if has_world_sizes and not varies_launcher else varied
+
+
+def read_trial(directory: Path) -> Trial:
+    """Return the trial of a single run, or of a job in its sweep's directory."""
+    if not is_sweep(directory.parent):
+        overrides = _by_key([text for text in _read_overrides(directory) if not text.startswith("--")])
+        return Trial({key: value for key, value in overrides.items() if _is_experimental(key)}, {})
+    jobs = {job.directory: _by_key(job.overrides) for job in read_ledger(directory.parent)}
+    overrides, values = jobs.get(directory, {}), defaultdict(set)
+    for others in jobs.values():
+        for key in overrides:
+            values[key].add(others.get(key, ""))
+    requested = _by_key(read_sweep(directory.parent).typed)
+    # The seed is always included, because a sweep is most often extended by seeds. A key whose override is a range is
+    # included as well: the first trial of a study is the only job so far.
+    varied = {
+        key: sorted(found)
+        for key, found in values.items()
+        if len(found) > 1 or key == "seed" or requested.get(key, overrides[key]) != overrides[key]
+    }
+    return Trial({key: overrides[key] for key in varied}, varied)
+
+
+def finished_jobs(jobs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the finished jobs."""
+    return [job for job in jobs if job.state == "finished"]
+
+
+def newest_record(parent: Path) -> Path | None:
+    """Return the newest sweep or run in a directory of them."""
+    found = [path for name in (LEDGER, OVERRIDES) for path in parent.glob(f"*/{name}")]
+    return max(found, key=lambda path: path.stat().st_ctime).parent if found else None
+
+
+def newest_training_run(parent: Path) -> Path | None:
+    """Return the newest run with task=train in a directory of runs.
+
+    Raises InputError if the task of a newer run cannot be read, because it may be the newest training run.
+    """
+    found = [path.parent for path in parent.glob(f"*/{OVERRIDES}")]
+    for path in sorted(found, key=lambda path: (path.stat().st_ctime, path), reverse=True):
+        if (path / RESULT).exists() and read_mapping(path / RESULT).get("task") == "train":
+            return path
+    return None
+
+
+def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl, with NaN for null. Raises InputError for a line without a step."""
+    try:
+        for line in read_json_lines(directory / METRICS):
+            if type(line.get("step")) is not int:
+                raise InputError(f"{directory / METRICS}: {str(line)[:40]} has no step; remove the line")
+            yield {name: math.nan if value is None else value for name, value in line.items()}
+    except OSError:
+        return
+
+
+def dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings: return the values by dotted key. An empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        is_nested = isinstance(value, Mapping) and value
+        flat |= dotted(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def _is_experimental(key: str) -> bool:
+    return key.split(".")[0] not in LOCATION_KEYS
+
+
+def _by_key(overrides: list[str]) -> dict[str, str]:
+    parts = (text.partition("=") for text in overrides)
+    return {key.lstrip("+"): value for key, equals, value in parts if equals}
+
+
+def _read_overrides(path: Path) -> list[str]:
+    return read_string_list(path / OVERRIDES) if (path / OVERRIDES).exists() else []
+
+
+def to_text(value: Any) -> str:
+    """Return the value of a key as it is written on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

@@ -1,0 +1,126 @@
+"""A report as plots: the metric by each key, the learning curves, and the throughput by world size."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.records.monitor import LOSS
+from runner.records.report.statistics import Row, Summary
+from runner.records.tables import as_number
+
+MAX_CURVES = 10  # of the best configurations: matplotlib has no more distinct colors
+WORLD_SIZE_KEYS = ("world_size", "launcher.nproc_per_node", "launcher.nodes")
+
+
+def draw(report: Summary, directory: Path) -> list[str]:
+    """Write the plots for which the jobs have data, and return their names."""
+    plots: dict[str, Callable[[Summary], Any]] = {
+        "metric_by_key.png": _metric_by_key,
+        "learning_curves.png": _learning_curves,
+        "throughput.png": _throughput,
+    }
+    names = []
+    for name, plot in plots.items():
+        figure = plot(report)
+        if figure is None:
+            (directory / name).unlink(missing_ok=True)  # of an earlier report
+            continue
+        figure.savefig(directory / name, dpi=100)
+        names.append(name)
+    return names
+
+
+def new_figure(num_panels: int) -> tuple[Any, Sequence[Any]]:
+    """Return a figure and its axes, side by side."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
+
+    figure = Figure(figsize=(4.5 * num_panels, 4), layout="constrained")
+    return figure, figure.subplots(1, num_panels, squeeze=False)[0]
+
+
+def _metric_by_key(report: Summary) -> Any:
+    rows = [row for row in report.rows if report.metric in row.means]
+    if not rows or not report.keys or report.metric is None:
+        return None
+    figure, panels = new_figure(len(report.keys))
+    for key, panel in zip(report.keys, panels, strict=True):
+        positions, names = _positions([row.values[key] for row in rows])
+        means = [row.means[report.metric] for row in rows]
+        heights = [mean.value for mean in means]
+        panel.errorbar(positions, heights, [mean.deviation or 0.0 for mean in means], fmt="o", alpha=0.5, capsize=3)
+        averages = {
+            x: statistics.fmean(y for at, y in zip(positions, heights, strict=True) if at == x) for x in positions
+        }
+        panel.plot(sorted(averages), [averages[x] for x in sorted(averages)], "-k", linewidth=1, label="mean")
+        panel.set(xlabel=key, ylabel=report.metric)
+        if names:
+            panel.set_xticks(range(len(names)), names, rotation=30 if max(map(len, names)) > 6 else 0)
+        elif min(positions) > 0 and max(positions) >= 30 * min(positions):
+            panel.set_xscale("log")
+        elif len(set(positions)) <= 4:
+            panel.set_xticks(sorted(set(positions)))
+    panels[0].legend()
+    return figure
+
+
+def _learning_curves(report: Summary) -> Any:
+    rows = [row for row in report.rows if row.finished][:MAX_CURVES]
+    monitors = [monitor.name for monitor in report.monitors]
+    wanted = dict.fromkeys(name for name in ("train/loss", report.metric, *monitors, LOSS) if name)
+    curves = {name: [[job.curve(name) for job in row.finished] for row in rows] for name in wanted}
+    shown = [name for name in wanted if any(points for row in curves[name] for points in row)][:2]
+    if not shown:
+        return None
+    figure, panels = new_figure(len(shown))
+    for name, panel in zip(shown, panels, strict=True):
+        for row, found in zip(rows, curves[name], strict=True):
+            _draw_band(panel, row, [dict(points) for points in found if points])
+        panel.set(xlabel="step", ylabel=name)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    return figure
+
+
+def _draw_band(panel: Any, row: Row, curves: list[dict[int, float]]) -> None:
+    """Draw the mean over the seeds, and a band of one standard deviation."""
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    if not steps:
+        return
+    columns = [[curve[step] for curve in curves] for step in steps]
+    means = [statistics.fmean(column) for column in columns]
+    (line,) = panel.plot(steps, means, "-" if len(steps) > 1 else "o", linewidth=1.2, label=row.name)
+    if len(curves) > 1:
+        off = [statistics.stdev(column) for column in columns]
+        low, high = ([m + sign * o for m, o in zip(means, off, strict=True)] for sign in (-1, 1))
+        panel.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+
+
+def _throughput(report: Summary) -> Any:
+    others = [key for key in report.keys if key not in WORLD_SIZE_KEYS]
+    lines: dict[str, dict[int, list[float]]] = {}
+    for row in report.rows:
+        name = " ".join(f"{key}={row.values[key]}" for key in others) or "mean"
+        for job in row.finished:
+            if (rate := job.metrics.get("samples_per_second")) is not None:
+                lines.setdefault(name, {}).setdefault(job.world_size, []).append(rate)
+    sizes = {size for line in lines.values() for size in line}
+    if len(sizes) < 2:
+        return None
+    figure, (panel,) = new_figure(1)
+    for name, line in list(lines.items())[:MAX_CURVES]:
+        xs = sorted(line)
+        panel.plot(xs, [statistics.fmean(line[x]) for x in xs], "o-", label=name)
+    best = max(statistics.fmean(line[min(sizes)]) for line in lines.values() if min(sizes) in line)
+    panel.plot(sorted(sizes), [best * size / min(sizes) for size in sorted(sizes)], ":k", label="linear scaling")
+    panel.set(xlabel="world size", ylabel="samples/s", xticks=sorted(sizes), ylim=(0, None))
+    panel.legend(fontsize="small")
+    return figure
+
+
+def _positions(values: list[str]) -> tuple[list[float], list[str]]:
+    """Return the positions of the values on an axis, and the labels of its ticks; no labels if all are numbers."""
+    numbers = [as_number(value) for value in values]
+    if all(number is not None for number in numbers):
+        return [number for number in numbers if number is not None], []
+    names = list(dict.fromkeys(values))
+    return [float(names.index(value)) for value in values], names

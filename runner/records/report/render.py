@@ -1,0 +1,130 @@
+"""A report as text: for the terminal, as Markdown, and as CSV."""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from runner.records.attempts import last_line
+from runner.records.monitor import LOSS, evaluation_metrics
+from runner.records.records import RunRecord, finished_jobs
+from runner.records.report.statistics import Row, Summary, show, summarize
+from runner.records.tables import Cells, csv_table, markdown_table, text_table, without_empty_columns
+
+OTHER_METRICS = ("train/loss", "samples_per_second")  # shown after those of evaluations
+MAX_METRICS = 4  # of evaluations
+MAX_ROWS = 30  # on the terminal
+
+
+def command_of(job: RunRecord) -> str:
+    """Return the shell command that runs the job again."""
+    runner = ["python", "-m", "runner"]
+    if job.world_size > 1 and not job.starts_processes:
+        runner = ["torchrun", "--nproc-per-node", str(job.world_size), "-m", "runner"]
+    config_dirs = [f"--config-dir={path}" for path in job.config_dirs]
+    return shlex.join([*runner, *config_dirs, *job.overrides])
+
+
+def table(report: Summary) -> Cells:
+    """Return the header and the rows, sorted from the best."""
+    metrics = _metrics(report)
+    cells = [[*(report.keys or ["run"]), *metrics, "n", "unfinished"]]
+    for row in report.rows:
+        numbers = [str(row.means[name]) if name in row.means else "" for name in metrics]
+        cells.append([*(row.values.values() or [row.name]), *numbers, str(len(row.finished)), _states(row)])
+    return without_empty_columns(cells)
+
+
+def effects(report: Summary) -> Cells:
+    """Return the effect of each key: the mean over the configurations with each of its values."""
+    cells = [["key", "value", f"mean {report.metric}", "configurations"]]
+    for key, values in report.effects.items():
+        cells += [[key, value, show(mean.value), str(mean.count)] for value, mean in values]
+    return cells
+
+
+def failures(report: Summary) -> Cells:
+    """Return the unfinished jobs, each with the last line of its traceback, which has the error message."""
+    cells = [["job", "state", "why"]]
+    return cells + [[job.label, job.state, last_line(job.error) or ""] for job in report.unfinished]
+
+
+def best(report: Summary) -> list[str]:
+    """Return a line about the best configuration and one with its command; nothing if no job has the metric."""
+    row = report.best
+    if row is None or report.metric is None:
+        return []
+    seeds = f" over {len(row.finished)} seeds" if len(row.finished) > 1 else ""
+    candidates = [job for job in row.finished if math.isfinite(job.metrics.get(report.metric, math.nan))]
+    sign = 1 if report.descending else -1
+    job = max(candidates, key=lambda job: sign * job.metrics[report.metric or ""])
+    return [f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}", f"  {command_of(job)}"]
+
+
+def closing(jobs: list[RunRecord]) -> str:
+    """Return the comparison of a sweep's finished jobs, if there are several, to print below the list of its jobs."""
+    if len(finished_jobs(jobs)) < 2:
+        return ""
+    report = summarize(jobs)
+    return as_text(dataclasses.replace(report, jobs=report.finished, rows=[row for row in report.rows if row.means]))
+
+
+def as_text(report: Summary) -> str:
+    """Return the report for the terminal."""
+    shown = dataclasses.replace(report, rows=report.rows[:MAX_ROWS])
+    parts = [text_table(table(shown))]
+    if len(report.rows) > MAX_ROWS:
+        parts[0] += f"\nand {len(report.rows) - MAX_ROWS} more; task=report writes all of them to report.md"
+    if lines := best(report):
+        parts.append("\n".join(lines))
+    if any(len(values) > 1 for values in report.effects.values()) and len(report.rows) > 2:
+        parts.append(text_table(effects(report)))
+    if report.unfinished:
+        parts.append(text_table(failures(report)))
+    return "\n\n".join(parts)
+
+
+def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
+    """Return the complete report. `plots` are file names in the same directory."""
+    order = "largest" if report.descending else "smallest"
+    parts = [f"# {title}"]
+    if report.metric:
+        parts.append(f"Sorted by {report.metric}, {order} first. Values are mean ± standard deviation over n seeds.")
+    parts.append(markdown_table(table(report)))
+    if lines := best(report):
+        parts += [f"{lines[0][0].upper()}{lines[0][1:]}", f"```sh\n{lines[1].strip()}\n```"]
+    if report.effects:
+        parts += ["## Effect of each key", markdown_table(effects(report))]
+    if report.unfinished:
+        parts += ["## Unfinished jobs", markdown_table(failures(report))]
+    parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in plots]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_csv(report: Summary) -> str:
+    """Return a line for each configuration: its values, its number of jobs, and each metric's mean and deviation."""
+    metrics = sorted({name for row in report.rows for name in row.means})
+    columns = [column for name in metrics for column in (name, f"{name} deviation")]
+    rows: list[list[Any]] = [[*report.keys, "jobs", "finished", *columns, "directories"]]
+    for row in report.rows:
+        means = [row.means.get(name) for name in metrics]
+        numbers = [value for mean in means for value in ((mean.value, mean.deviation) if mean else (None, None))]
+        directories = " ".join(str(job.directory) for job in row.jobs)
+        rows.append([*row.values.values(), len(row.jobs), len(row.finished), *numbers, directories])
+    return csv_table(rows)
+
+
+def _metrics(report: Summary) -> list[str]:
+    known = {name for row in report.rows for name in row.means}
+    chosen = [report.metric] if report.metric else []
+    monitors = [monitor.name for monitor in report.monitors]
+    others = list(dict.fromkeys([*monitors, LOSS, *evaluation_metrics(sorted(known))]))[:MAX_METRICS]
+    names = dict.fromkeys([*chosen, *sorted(others), *OTHER_METRICS])
+    return [name for name in names if name in known or name in chosen]
+
+
+def _states(row: Row) -> str:
+    """Return the states of the unfinished jobs, with their numbers."""
+    states = [job.state for job in row.jobs if job.state != "finished"]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

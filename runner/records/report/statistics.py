@@ -1,0 +1,162 @@
+"""Statistics of jobs: means over seeds, the order of the configurations, and the effect of each key."""
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runner.errors import InputError, did_you_mean
+from runner.records.monitor import BY_LOSS, Monitor
+from runner.records.records import RunRecord, finished_jobs, varied_keys
+from runner.records.tables import as_number
+
+# Parts of metric names: such a metric is minimized, if no job monitors it.
+MINIMIZED = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes", "mae", "mse")
+MAX_VALUES = 8  # of a key with more numbers, the effects of ranges are shown
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of a metric over jobs. `deviation` is the sample standard deviation (n - 1); None for one value."""
+
+    value: float
+    deviation: float | None
+    count: int
+
+    def __str__(self) -> str:
+        return show(self.value) + ("" if self.deviation is None else f" ± {show(self.deviation, like=self.value)}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration: jobs that differ only in the seed."""
+
+    values: dict[str, str]  # of the varied keys
+    jobs: list[RunRecord]
+    means: dict[str, Mean]
+
+    @property
+    def finished(self) -> list[RunRecord]:
+        return finished_jobs(self.jobs)
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values.items()) or self.jobs[0].label
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of a report."""
+
+    jobs: list[RunRecord]
+    keys: list[str]  # whose values vary, without the seed
+    metric: str | None  # None if no job has finished with a metric
+    descending: bool  # True if the largest value is the best
+    rows: list[Row]  # sorted from the best; rows without a value last
+    # By key, each value with the mean over the rows that have it.
+    effects: dict[str, list[tuple[str, Mean]]] = field(default_factory=dict)
+    monitors: list[Monitor] = field(default_factory=list)  # of the jobs; see monitors_of
+
+    @property
+    def best(self) -> Row | None:
+        if not self.rows or self.metric is None or (mean := self.rows[0].means.get(self.metric)) is None:
+            return None
+        return self.rows[0] if math.isfinite(mean.value) else None  # non-finite values come last
+
+    @property
+    def finished(self) -> list[RunRecord]:
+        return finished_jobs(self.jobs)
+
+    @property
+    def unfinished(self) -> list[RunRecord]:
+        return [job for job in self.jobs if job.state != "finished"]
+
+
+def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: str | None = None) -> Summary:
+    """Group the jobs by configuration, average, and sort. Raises InputError for a metric that no job has."""
+    known = sorted({name for job in finished_jobs(jobs) for name in job.metrics})
+    if metric is not None and metric not in known:
+        hint = did_you_mean(metric, known) or "; no job has finished with a metric"
+        raise InputError(f"report.metric={metric}: no such metric{hint}")
+    monitors = monitors_of(jobs)
+    metric = metric or (monitors[0].name if monitors else next(iter(known), None))
+    direction = direction or next((monitor.direction for monitor in monitors if monitor.name == metric), None)
+    descending = direction == "max" if direction else not any(part in (metric or "") for part in MINIMIZED)
+    keys = [key for key in varied_keys(jobs) if key != "seed"]
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}
+    for job in jobs:
+        groups.setdefault(tuple(job.value(key) for key in keys), []).append(job)
+    rows = [_row(dict(zip(keys, values, strict=True)), group) for values, group in groups.items()]
+
+    def order(row: Row) -> tuple[bool, float]:
+        mean = row.means.get(metric or "")
+        if mean is None or not math.isfinite(mean.value):
+            return True, 0.0
+        return False, -mean.value if descending else mean.value
+
+    rows.sort(key=order)
+    effects = {key: _effect(rows, key, metric) for key in keys} if metric else {}
+    return Summary(list(jobs), keys, metric, descending, rows, effects, monitors)
+
+
+def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
+    """Return the monitors of the finished jobs, the most frequent first.
+
+    Monitors whose metric some jobs have not measured come later. If all are such, the loss comes first, provided that
+    all jobs have it.
+    """
+    finished = finished_jobs(jobs)
+    counts = Counter(job.monitor for job in finished if job.monitor is not None)
+    common = [monitor for monitor in (*counts, BY_LOSS) if all(monitor.name in job.metrics for job in finished)]
+    if counts and common == [BY_LOSS]:
+        counts[BY_LOSS] += 0
+    return sorted(counts, key=lambda monitor: (monitor not in common, -counts[monitor]))
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean and deviation of the values. Raises ValueError if there are none."""
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+    return Mean(mean, deviation, len(values))
+
+
+def show(value: float, like: float | None = None) -> str:
+    """Return the number with four decimals, fewer if it is large and more if it is tiny; as many as for `like`."""
+    size = abs(value if like is None else like)
+    if not math.isfinite(value) or not math.isfinite(size):
+        return str(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.1f}"
+    return f"{value:.4f}" if size >= 0.001 or value == 0 else f"{value:.4g}"
+
+
+def _row(values: dict[str, str], jobs: list[RunRecord]) -> Row:
+    finished = finished_jobs(jobs)
+    names = sorted({name for job in finished for name in job.metrics})
+    means = {name: mean_of([job.metrics[name] for job in finished if name in job.metrics]) for name in names}
+    return Row(values, jobs, means)
+
+
+def _effect(rows: Sequence[Row], key: str, metric: str) -> list[tuple[str, Mean]]:
+    """Return the mean of the rows' means for each value of the key; numbers are sorted."""
+    by_value: dict[str, list[float]] = {}
+    for row in rows:
+        if metric in row.means:
+            by_value.setdefault(row.values[key], []).append(row.means[metric].value)
+    numbers = {value: as_number(value) for value in by_value}
+    if all(number is not None for number in numbers.values()):
+        by_value = dict(sorted(by_value.items(), key=lambda item: numbers[item[0]] or 0.0))
+        if len(by_value) > MAX_VALUES:
+            return _by_range(list(by_value), by_value)
+    return [(value, mean_of(found)) for value, found in by_value.items()]
+
+
+def _by_range(ordered: list[str], by_value: dict[str, list[float]], num_ranges: int = 4) -> list[tuple[str, Mean]]:
+    """Return means over ranges of values with the same number of values, as for numbers that a sampler has drawn."""
+    bounds = [len(ordered) * number // num_ranges for number in range(num_ranges + 1)]
+    parts = [ordered[low:high] for low, high in itertools.pairwise(bounds)]
+    return [(f"{part[0]} to {part[-1]}", mean_of([v for value in part for v in by_value[value]])) for part in parts]

@@ -1,0 +1,92 @@
+"""The facts and the outcome of a run in result.json."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.records.console import LOG
+from runner.records.record_files import dumps, parse_metrics, write_atomically
+
+RESULT = "result.json"
+
+
+@dataclass
+class Result:
+    """The content of result.json. `state` is running, finished, failed, preempted or pruned."""
+
+    state: str = "running"
+    task: str = "train"
+    metrics: dict[str, float] = field(default_factory=dict)
+    monitor: dict[str, str] | None = None  # the fields of runner.records.monitor.Monitor
+    best: dict[str, float] | None = None  # step and monitored value of the best checkpoint
+    stopped: str | None = None  # why the run stopped before its last step
+    step: int = 0
+    epoch: int = 0
+    world_size: int = 1
+    parallel: str = ""
+    model: str = ""
+    data: str = ""
+    seed: int = 0
+    samples: dict[str, int] = field(default_factory=dict)  # by split; empty for a task without data
+    samples_per_second: float | None = None  # steady state, all ranks
+    seconds: float = 0.0
+    weights_sha256: str | None = None
+    git: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, Any] | None = None  # of a job that waited in a queue: see runner.records.code_state
+    command: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    """Return the content of a run's result.json, or None if it is missing or damaged. Null metrics become NaN."""
+    try:
+        result = json.loads((path / RESULT).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return result | {"metrics": parse_metrics(result.get("metrics"))} if isinstance(result, dict) else None
+
+
+def write_result(directory: Path, result: Mapping[str, Any]) -> None:
+    """Write result.json atomically."""
+    write_atomically(directory / RESULT, dumps(result, indent=1) + "\n")
+
+
+def result_mtime_ns(directory: Path) -> int | None:
+    """Return the modification time of result.json in nanoseconds, or None if the file does not exist."""
+    with suppress(OSError):
+        return (directory / RESULT).stat().st_mtime_ns
+    return None
+
+
+def watch_outcome(directory: Path) -> Callable[[], bool]:
+    """Return a function that returns True once result.json has been updated with the outcome of the run."""
+    before = result_mtime_ns(directory)
+
+    def is_recorded() -> bool:
+        result = read_result(directory)
+        return result is not None and result.get("state") != "running" and result_mtime_ns(directory) != before
+
+    return is_recorded
+
+
+def report_failure(directory: Path, text: str) -> None:
+    """Report a failure on behalf of rank 0, which has died or hangs: on stderr, in log.txt and in result.json.
+
+    The files are not changed if they already contain the outcome of the run.
+    """
+    with suppress(OSError):  # stderr may be closed
+        print(f"error: {text.rstrip()}", file=sys.stderr, flush=True)
+    result = read_result(directory)
+    if result is None or result["state"] != "running":
+        return
+    # The disk may be full; the exit status reports the failure too.
+    with suppress(OSError), (directory / LOG).open("a") as file:
+        file.write(f"error: {text.rstrip()}\n")
+    with suppress(OSError):
+        write_result(directory, result | {"state": "failed", "error": text})

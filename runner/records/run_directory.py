@@ -1,0 +1,235 @@
+"""The run directory: its creation, and the files that record what ran and how it ended."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.errors import JobFailed
+from runner.records.attempts import Attempt, append_attempt, last_line, new_attempt, utc_now
+from runner.records.code_state import CodeState, facts_of_job, original_directory
+from runner.records.monitor import LOSS
+from runner.records.provenance import DIFF, git_diff, git_state, machine, versions
+from runner.records.record_files import dumps, read_json_lines, write_atomically
+from runner.records.result import RESULT, Result, read_result, write_result
+from runner.records.run_lock import RunLock, lock_directory, next_number
+
+METRICS, CONFIG, OVERRIDES, CHECKPOINTS = "metrics.jsonl", "config.yaml", "overrides.yaml", "checkpoints"
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a job was requested: what a run directory records besides the configuration."""
+
+    overrides: tuple[str, ...] = ()  # without run= and resume=
+    config_dirs: tuple[str, ...] = ()  # custom directories; a later one takes precedence
+    command: tuple[str, ...] = ()
+    directory: str | None = None  # of a sweep's job or of a resumed run; None creates a new one
+    choices: Mapping[str, str] = field(default_factory=dict)  # the chosen option of each group
+    pruner: Callable[[int, dict[str, float]], bool] | None = None  # (step, metrics) -> whether to prune the run
+    submitted: CodeState | None = None  # the code at submission, of a job that runs the code of the time of its start
+    launch_overrides: tuple[str, ...] = ()  # for the processes that a launcher starts, if they differ from `overrides`
+    directory_file: str | None = None  # receives the path of the run directory as soon as that exists
+
+
+class RunDirectory:
+    """The files of one run. Only rank 0 writes; the other ranks have an instance with `writes=False`.
+
+    For a resumed run, the record of the previous attempt stays in place until training is about to start: call
+    `prepare`, then `commit` after everything was loaded, then `end`. A new run is committed immediately.
+    """
+
+    def __init__(self, path: Path, writes: bool = True):
+        self.path, self.writes = path, writes
+        self.result = Result()
+        self.attempt = Attempt(0, "", "", 0, "")
+        self.pruner: Callable[[int, dict[str, float]], bool] | None = None
+        self.pruned = False
+        self._lock: RunLock | None = None
+        self._start = time.monotonic()
+        self._texts: dict[str, str | None] = {}  # by file name; None removes the file
+        self._replaced: dict[str, str | None] | None = None  # the previous texts; None until `commit`
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def is_resumed(self) -> bool:
+        """True if a previous attempt has left a record and a checkpoint."""
+        return (self.path / OVERRIDES).exists() and any(self.checkpoints.glob("step_*[0-9]"))
+
+    @property
+    def is_committed(self) -> bool:
+        return self._replaced is not None
+
+    def lock(self, previous: int | None = None, **facts: Any) -> None:
+        """Lock the directory for this world. Raises InputError if another world has locked it.
+
+        previous: as in `runner.records.run_lock.lock_directory`. facts: fields of the new Attempt.
+        """
+        self.attempt = new_attempt(next_number(self.path), **facts)
+        self._lock = lock_directory(self.path, self.attempt, previous)
+
+    def check_lock(self) -> None:
+        """Raise JobFailed if another world has taken over the directory, which this world may no longer write to."""
+        if self._is_lost():
+            raise JobFailed(f"{self.path} has been taken over by another process, because this one seemed dead")
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def record(self, config: Any, request: Request, **facts: Any) -> None:
+        """Call `prepare` and `commit`."""
+        self.prepare(config, request, **facts)
+        self.commit()
+
+    def prepare(self, config: Any, request: Request, **facts: Any) -> None:
+        """Collect what is to be recorded, without writing it. `config` is a dataclass, `facts` are Result's fields."""
+        self.result = Result(command=list(request.command), versions=versions(), machine=machine(), **facts)
+        self.pruner = request.pruner
+        if not self.writes:
+            return
+        self.result.git = git_state()
+        self.result.code = facts_of_job(request.submitted)
+        options = [f"--config-dir={original_directory(directory)}" for directory in request.config_dirs]
+        self._texts = {
+            DIFF: git_diff() if self.result.git["dirty"] else None,
+            CONFIG: yaml.safe_dump(asdict(config), sort_keys=False),
+            OVERRIDES: yaml.safe_dump([*options, *request.overrides]),
+        }
+
+    def commit(self, first_step: int = 0) -> None:
+        """Write what was prepared, with the state running, over the previous attempt's record. Later calls do nothing.
+
+        first_step: the step after which the run continues.
+        """
+        if self.is_committed:
+            return
+        self._replaced = {}
+        self.result.step = self.attempt.first_step = first_step
+        if not self.writes:
+            return
+        if self.is_resumed:
+            self._replaced = {name: _read_text(self.path / name) for name in (*self._texts, RESULT)}
+        for name, text in self._texts.items():
+            _write_text(self.path / name, text)
+        self.save_result()
+
+    def end(self, state: str, error: str | None = None) -> None:
+        """Record the state in which the attempt ended, and the error if it failed.
+
+        An attempt that failed or was stopped before its first step restores the record of the previous one, so that a
+        finished run stays finished. If the previous attempt was killed and its record still has the state running,
+        the state becomes that of this attempt.
+        """
+        if not self.is_committed and state in ("finished", "pruned"):
+            self.commit()
+        self.result.state, self.result.error = state, error
+        if not self.writes or self._is_lost():
+            return
+        self.attempt.ended, self.attempt.state = utc_now(), state
+        self.attempt.error = last_line(error or "")
+        has_trained = self.is_committed and self.result.step != self.attempt.first_step
+        try:
+            if state in ("failed", "preempted") and not has_trained and self._replaced:
+                for name, text in self._replaced.items():
+                    _write_text(self.path / name, text)
+                self._replaced, self.attempt.first_step = None, None
+            if self.is_committed:
+                self.attempt.step = self.result.step
+                self.save_result()
+            elif (result := read_result(self.path)) is None or result.get("state") == "running":
+                write_result(self.path, {**(result or {}), "state": state, "error": error})
+        finally:  # a full disk may still have space for a line
+            append_attempt(self.path, self.attempt)
+
+    def save_result(self) -> None:
+        """Write result.json atomically."""
+        self.result.seconds = round(time.monotonic() - self._start, 3)
+        if self.writes:
+            write_result(self.path, asdict(self.result))
+
+    def log_metrics(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
+        """Append a line to metrics.jsonl. Raises JobFailed if it cannot be written, and as `check_lock` does."""
+        self.check_lock()
+        if not self.writes:
+            return
+        path, line = self.path / METRICS, dumps({"step": step, "epoch": epoch, **metrics})
+        try:
+            with path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise JobFailed(
+                f"{path} could not be written: {error.strerror or error}\n"
+                "the checkpoints are intact; fix the problem, or free disk space, and resume"
+            ) from None
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Remove the lines of later steps, which will be repeated, and damaged lines from metrics.jsonl."""
+        path = self.path / METRICS
+        if self.writes and path.exists():
+            text = path.read_text(errors="surrogateescape")
+            kept = "".join(line for line in text.splitlines(keepends=True) if _step_of(line) <= step)
+            if kept != text:
+                write_atomically(path, kept)
+                if self._replaced:
+                    self._replaced[METRICS] = text
+
+    def evaluations(self, monitor: str) -> dict[int, float]:
+        """Return the monitored value of each evaluation in metrics.jsonl by step, NaN if it was not measured.
+
+        For the rank that writes.
+        """
+        values: dict[int, float] = {}
+        path = self.path / METRICS
+        for line in read_json_lines(path) if path.exists() else ():
+            if LOSS in line or monitor in line:  # each evaluation logs the loss; a callback may log other val/... names
+                value = line.get(monitor)
+                values[line["step"]] = float(value) if isinstance(value, (int, float)) else math.nan
+        return values
+
+    def _is_lost(self) -> bool:
+        return self._lock is not None and self._lock.is_lost()
+
+
+def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
+    """Create outputs/name/<prefix><stamp>. If that exists, as for a run of the same second, a number is appended."""
+    parent = Path(outputs).absolute() / name
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = prefix + time.strftime("%Y%m%d-%H%M%S")
+    for number in range(10_000):
+        path = parent / (f"{stamp}-{number}" if number else stamp)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{parent / stamp} and 9,999 more exist")
+
+
+def _read_text(path: Path) -> str | None:
+    return path.read_text(errors="surrogateescape") if path.exists() else None
+
+
+def _write_text(path: Path, text: str | None) -> None:
+    if text is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, text)
+
+
+def _step_of(line: str) -> float:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return math.inf
+    return step if type(step) is int else math.inf

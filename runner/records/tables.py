@@ -1,0 +1,60 @@
+"""Tables as text for a terminal or a log, as Markdown, and as CSV. The first row is the header."""
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from runner.records.console import is_terminal
+
+WIDTH = 200  # of a table that is not printed to a terminal, in characters
+
+Cells = list[list[str]]
+
+
+def text_table(cells: Sequence[Sequence[str]], for_log: bool = False) -> str:
+    """Return the table as lines of text, as wide as the terminal, or with `for_log` `WIDTH` characters wide.
+
+    Columns of numbers are aligned at the right. Cells are not parsed as markup, because errors may contain brackets.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name, *column in zip(*cells, strict=True):
+        numeric = name and all(as_number(text.split(" ")[0].replace(",", "")) is not None for text in column if text)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in cells[1:]:
+        table.add_row(*row)
+    width = WIDTH if for_log or not is_terminal() else None
+    options: dict[str, Any] = {"width": width, "force_terminal": is_terminal(), "force_jupyter": False}
+    console = Console(file=sys.stdout, no_color=True, markup=False, emoji=False, **options)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> str:
+    rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows)
+
+
+def csv_table(rows: Iterable[Iterable[object]]) -> str:
+    file = io.StringIO(newline="")
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
+
+
+def without_empty_columns(cells: Sequence[Sequence[str]]) -> Cells:
+    """Return the table without the columns that have no text below their headers."""
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def as_number(text: str) -> float | None:
+    """Return the number, or None if the text is not one."""
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,238 @@
+"""The jobs of a sweep: the combinations of the values in its overrides, and those that a resumed sweep has recorded."""
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from runner.config.custom_dirs import searched_dirs
+from runner.config.diagnostics.overrides import explain
+from runner.config.diagnostics.type_hints import show
+from runner.config.resume import add_recorded, merge_overrides
+from runner.config.schema import Config
+from runner.errors import InputError, did_you_mean
+from runner.records.ledger import JobRecord
+from runner.records.records import dotted
+
+MAX_LABEL_LENGTH = 64
+LOCATION_KEYS = ("resume", "outputs")  # the place of a job does not distinguish it
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep. The label is the name of its directory."""
+
+    number: int
+    label: str
+    overrides: list[str]
+
+
+@dataclass
+class Composer:
+    """Composes jobs, each only once. `choices` are the chosen options of each composed job's groups."""
+
+    master: DictConfig
+    loader: ConfigLoader
+    choices: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+    _configs: dict[tuple[str, ...], Config] = field(default_factory=dict)
+
+    def compose(self, job: Sequence[str]) -> Config:
+        """Return the checked configuration. Raises InputError if a value of the job is invalid by itself."""
+        from runner.config.compose import checked
+
+        if tuple(job) not in self._configs:
+            overrides = complete_overrides(job)
+            try:
+                cfg = self.loader.load_sweep_config(self.master, overrides)
+                self.choices[tuple(job)] = dict(cfg.hydra.runtime.choices)
+                self._configs[tuple(job)] = checked(cfg, overrides)
+            except InputError:
+                raise
+            except Exception as error:
+                # Hydra's own overrides are included, because one of them may add a directory to the search path.
+                messages = explain(error, [*self.master.hydra.overrides.hydra, *overrides], self.loader)
+                raise InputError(*messages) from None
+        return self._configs[tuple(job)]
+
+    def compose_all(self, jobs: Sequence[Sequence[str]]) -> list[Config]:
+        """Return the configurations. Raises InputError with the messages of all jobs, each message once."""
+        configs, messages = [], []
+        for job in jobs:
+            try:
+                configs.append(self.compose(job))
+            except InputError as error:
+                messages += [message for message in error.messages if message not in messages]
+        if messages:
+            raise InputError(*messages)
+        return configs
+
+
+def complete_overrides(job: Sequence[str]) -> list[str]:
+    """Return the overrides with which a job is composed, including those of the run that its `run=` names."""
+    # The custom directories that this run recorded apply to the whole sweep, and are on the search path.
+    return add_recorded(list(job), searched_dirs(), multirun=False).overrides
+
+
+def first_job(overrides: Sequence[str], loader: ConfigLoader) -> list[str]:
+    """Return the overrides with the first value of each sweep, which compose before the jobs are known."""
+    parser = OverridesParser.create(config_loader=loader)
+    job = []
+    for text in overrides:
+        try:
+            override = parser.parse_overrides([text])[0]
+        except HydraException:
+            job.append(text)  # composing reports the error in its grammar
+            continue
+        if override.is_hydra_override() or not override.is_sweep_override():
+            job.append(text)
+        elif (value := first_value(override)) is not None:
+            job.append(f"{override.get_key_element()}={value}")
+    return job
+
+
+def first_value(override: Override) -> Any:
+    """Return the first value of a sweep; None if there is no value, as in range(0)."""
+    value = override.value()
+    return value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()), None)
+
+
+def combine(overrides: Sequence[Override], zipped: Any) -> list[list[str]]:
+    """Return the overrides of each job of a grid.
+
+    zipped: keys whose values change together, or a list of such lists. Raises InputError if keys cannot be zipped, or
+    if there is no job.
+    """
+    values = {override.get_key_element(): _values(override) for override in overrides}
+    groups = _zipped_groups(zipped, values)
+    axes: list[list[tuple[str, ...]]] = []  # of the grid: the overrides in a tuple are applied together
+    for key in values:
+        group = next((group for group in groups if key in group), [key])
+        if key == min(group, key=list(values).index):  # a group has the position of its first key
+            axes.append(list(zip(*(values[member] for member in group), strict=True)))
+    jobs = [[text for texts in entry for text in texts] for entry in itertools.product(*axes)]
+    if not jobs:
+        empty = next(override for override in overrides if not values[override.get_key_element()])
+        raise InputError(f"{empty.input_line} has no values, so that there is no job; give at least one")
+    return jobs
+
+
+def _values(override: Override) -> list[str]:
+    key = override.get_key_element()
+    if not override.is_sweep_override():
+        return [f"{key}={override.get_value_element_as_str()}"]
+    if not override.is_discrete_sweep():
+        raise InputError(f"{override.input_line}: a grid needs values; list them, or add hydra/sweeper=optuna")
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _zipped_groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]:
+    if isinstance(zipped, str):
+        raise InputError(f"hydra.sweeper.zip={zipped} must be a list of keys, as [optimizer.lr,batch_size]")
+    groups = [list(zipped)] if zipped and isinstance(zipped[0], str) else [list(group) for group in zipped or ()]
+    seen: list[str] = []
+    for group in groups:
+        option = f"hydra.sweeper.zip=[{','.join(map(str, group))}]"
+        if len(group) < 2:
+            raise InputError(f"{option} must name at least two keys, whose values change together")
+        for key in group:
+            if key not in values:
+                raise InputError(f"{option}: {key} has no values{did_you_mean(str(key), list(values))}")
+            if key in seen:
+                raise InputError(f"{option}: {key} is named twice; keep one")
+            seen.append(key)
+        if len({len(values[key]) for key in group}) > 1:
+            counts = ", ".join(f"{key} has {len(values[key])}" for key in group)
+            raise InputError(f"{option} needs keys with equally many values, but {counts}")
+    return groups
+
+
+def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer) -> list[Job]:
+    """Return the jobs whose configuration none of the recorded jobs has, with new numbers."""
+    known = {_identity(composer.compose(job.overrides)) for job in recorded}
+    added = [job for job in jobs if _identity(composer.compose(job)) not in known] if known else list(jobs)
+    first = max((job.number for job in recorded), default=-1) + 1
+    varying = varying_keys([*(job.overrides for job in recorded), *jobs])
+    return [Job(number, make_label(number, job, varying), job) for number, job in enumerate(added, start=first)]
+
+
+def check_shared(
+    directory: Path,
+    recorded: Sequence[JobRecord],
+    shared: dict[str, Any],
+    job: Sequence[str],
+    swept: Sequence[str],
+    composer: Composer,
+) -> None:
+    """Raise InputError if files or overrides have changed a value that all recorded jobs share.
+
+    job: one job of this command. swept: the keys that have several values in this command. These keys, and those that
+    differ between the recorded jobs, may have new values.
+    """
+    varying = {*varying_keys([job.overrides for job in recorded]), *swept}
+    fixed = [override for override in job if override.partition("=")[0] not in varying]
+    changed: dict[str, str] = {}
+    for each in recorded:
+        unchanged = set(fixed) <= set(each.overrides)
+        now = flatten(composer.compose(each.overrides if unchanged else merge_overrides(each.overrides, fixed)))
+        for key, before in shared.items():
+            if key not in now or json.dumps(now[key]) != json.dumps(before):
+                values = show(before), show(now[key]) if key in now else "removed"
+                if key.endswith("._target_"):
+                    values = values[0].rpartition(".")[2], values[1].rpartition(".")[2]
+                changed[key] = f"{key.removesuffix('._target_')} ({values[0]}, now {values[1]})"
+    # Another class changes the keys of its group as well.
+    chosen = {key.removesuffix("._target_") for key in changed if key.endswith("._target_")}
+    named = [text for key, text in changed.items() if key.endswith("._target_") or key.split(".")[0] not in chosen]
+    if named:
+        raise InputError(
+            f"resume={directory}: values that its jobs share have changed: {', '.join(named)}; restore them, or start "
+            "a new sweep"
+        )
+
+
+def shared_values(configs: Sequence[Config], swept: Sequence[str]) -> dict[str, Any]:
+    """Return the values, by dotted key, that all configurations have in common, except those of the swept keys."""
+    first, *others = map(flatten, configs)
+    prefixes = tuple(f"{key.lstrip('+')}." for key in swept)
+    return {
+        key: value
+        for key, value in first.items()
+        if not f"{key}.".startswith(prefixes) and all(key in other and other[key] == value for other in others)
+    }
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return the values that define a job, by dotted key."""
+    return dotted({key: value for key, value in asdict(config).items() if key not in LOCATION_KEYS})
+
+
+def varying_keys(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return the keys of the overrides that differ between the jobs."""
+    values = [dict(override.partition("=")[::2] for override in job) for job in jobs]
+    keys = dict.fromkeys(key for of_job in values for key in of_job)
+    return [key for key in keys if len({of_job.get(key) for of_job in values}) > 1]
+
+
+def make_label(number: int, job: Sequence[str], varying: Sequence[str]) -> str:
+    """Return the name of the job's directory: its number, and the keys and values that distinguish it."""
+    values = dict(override.partition("=")[::2] for override in job)
+    text = "_".join(f"{key.lstrip('+~').split('.')[-1]}-{_short(values[key])}" for key in varying if key in values)
+    return f"{number}-{re.sub(r'[^A-Za-z0-9._-]+', '.', text)}"[:MAX_LABEL_LENGTH].rstrip("-._")
+
+
+def _identity(config: Config) -> str:
+    return json.dumps(flatten(config), sort_keys=True)
+
+
+def _short(value: str) -> str:
+    """Round the long numbers that a sampler draws to four digits."""
+    return f"{float(value):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e[-+]?\d+)?", value) else value

@@ -1,0 +1,110 @@
+"""One sweep from its overrides to the table of its jobs."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import InstantiationException
+
+from runner.config.compose import compose
+from runner.config.resume import Arguments
+from runner.distributed.environment import RankInfo
+from runner.errors import InputError, Preempted, print_messages
+from runner.records.ledger import DONE, JobRecord, SweepRecord, unlock_sweep
+from runner.records.monitor import main_metrics
+from runner.records.records import read_jobs
+from runner.records.report.render import closing
+from runner.records.report.statistics import monitors_of
+from runner.records.tables import text_table
+from runner.sweeps.jobs import first_job
+from runner.sweeps.queues import PartlyQueued, read_jobs_and_queues
+from runner.sweeps.sweep import Sweep
+
+STOPPED = 143  # the status of the SystemExit by which a stopped job ends Hydra's loop over the jobs
+MAX_METRICS = 3  # columns of the table
+
+
+def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -> tuple[str | None, int]:
+    """Run a sweep. Return its directory, None if it was only printed, and the exit status.
+
+    command: recorded as the command that has started the sweep. Raises InputError with nothing written, and Preempted.
+    """
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    # Hydra itself would compose without the swept keys, and then not know the keys of a swept option.
+    first = first_job(arguments.overrides, GlobalHydra.instance().config_loader())
+    base = compose(first)
+    launcher = str(base.hydra.runtime.choices["hydra/launcher"])
+    if not rank_info.may_start_processes and launcher != "basic":
+        raise InputError(
+            f"hydra/launcher={launcher} starts jobs itself, but {rank_info.source} has started this process as rank "
+            f"{rank_info.rank} of {rank_info.world_size}; use only one of the two"
+        )
+    record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
+    swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    sweep = Sweep(rank_info, record, arguments.directory, dict(base.backend), swept_overrides)
+    try:
+        hydra.multirun("config", sweep, first, with_log_configuration=False)
+        return None if sweep.dry_run else sweep.directory, _finish(sweep)
+    except InstantiationException as error:  # of the sweeper or of Hydra's launcher; a job's own is its failure
+        key = str(error).rpartition("full_key: ")[2].strip()
+        raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
+    except SystemExit as error:
+        if error.code != STOPPED:
+            raise
+        raise Preempted(f"{sweep.directory} was stopped", str(sweep.directory)) from None
+    finally:
+        if sweep.directory is not None:
+            unlock_sweep(Path(sweep.directory))
+
+
+def _finish(sweep: Sweep) -> int:
+    """Submit the jobs that are for a queue, or print the table of the jobs. Return the exit status."""
+    try:
+        is_waiting = sweep.submit()
+    except PartlyQueued as error:
+        print_messages(str(error).splitlines())
+        return 1
+    if sweep.dry_run:
+        return 0
+    if is_waiting:
+        print(f"\n`python -m runner task=report run={sweep.directory}` shows the state of the jobs", flush=True)
+        return 0
+    is_incomplete = json.loads(
+        sweep.broadcast("summary", lambda: json.dumps(print_summary(Path(str(sweep.directory)))))
+    )
+    if sweep.rank_info.world_size > 1:
+        sweep.join().shutdown.close()
+    return 1 if is_incomplete else 0
+
+
+def print_summary(directory: Path) -> bool:
+    """Print the outcome of the jobs. Return True if any is not finished or pruned."""
+    jobs = read_jobs_and_queues(directory)
+    left_out: list[str] = []
+    runs = read_jobs(directory, "run", read_jobs_and_queues, left_out)
+    known = {name for job in jobs for name in job.metrics}
+    print(f"\n{job_table(jobs, main_metrics(monitors_of(runs), known)[:MAX_METRICS])}\n", flush=True)
+    if report := closing(runs):
+        print(f"{report}\n", flush=True)
+    for line in left_out:
+        print(line, flush=True)
+    for job in jobs:
+        if job.state == "failed":
+            print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)
+    done = [job for job in jobs if job.state in DONE]
+    num_pruned = sum(job.state == "pruned" for job in done)
+    outcome = f"finished or pruned ({num_pruned})" if num_pruned else "finished"
+    print(f"{len(done)} of {len(jobs)} jobs {outcome}: {directory}", flush=True)
+    return len(done) < len(jobs)
+
+
+def job_table(jobs: Sequence[JobRecord], metrics: Sequence[str] = ()) -> str:
+    """Return a table with a line per job: its state, these of its metrics, and one line of its error."""
+    cells = [["job", "state", *metrics, "why"]]
+    for job in jobs:
+        error = (job.error or "").strip().splitlines() or [""]
+        values = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in metrics]
+        cells.append([job.label, job.state, *values, error[-1 if job.state == "failed" else 0]])
+    return text_table(cells)

@@ -1,0 +1,267 @@
+"""The contract of a callback: an object on every rank that observes a run, or decides whether it updates or stops."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from operator import methodcaller
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import nn
+
+from runner.checkpoints.layout import TrainState
+from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.config.schema import Config
+from runner.input.batch import StepBatch
+from runner.records.monitor import BY_LOSS, Monitor
+from runner.training.metrics.confusion import Predictions
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["finished", "pruned", "preempted", "failed"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that starts or is resumed, as this rank sees it.
+
+    Attributes:
+        first_step: Number of steps that are already done.
+        num_steps: Number of steps of the whole run.
+        copy_model: Returns a copy of the whole present model on rank 0, on the CPU and in evaluation mode, and None on
+            the other ranks. All ranks must call it. It costs as much as a checkpoint.
+        log: Records custom metrics in metrics.jsonl and the loggers; those of rank 0 are kept.
+        monitor: The metric that compares runs, with its direction.
+        evaluations: The monitor's values of earlier evaluations of a resumed run, by step.
+        checkpoints: The steps of its checkpoints.
+    """
+
+    config: Config
+    directory: Path
+    rank: int
+    world_size: int
+    first_step: int
+    num_steps: int
+    steps_per_epoch: int
+    copy_model: Callable[[], nn.Module | None]
+    log: "Callable[[Progress, Mapping[str, float]], None]"
+    monitor: Monitor = BY_LOSS
+    evaluations: Mapping[int, float] = field(default_factory=dict)
+    checkpoints: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The position of the run when a callback is called, and the new metrics; only perf/* differs between ranks.
+
+    Attributes:
+        metrics: Empty after a step that is not logged (`log_every`).
+        predictions: Counted in an evaluation if a logger shows them.
+        updated: After a step, the names of the objective's losses by which parameters were updated.
+    """
+
+    state: TrainState
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    predictions: Predictions | None = None
+    updated: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))  # callbacks cannot change them
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps done."""
+        return self.state.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last step, counted from 1."""
+        return self.state.epoch + bool(self.state.step_in_epoch)
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of parameters that a step is about to make.
+
+    Attributes:
+        name: One of the objective's losses.
+        loss: This rank's part of the mean loss over the global batch, a scalar tensor.
+        gradients: Returns this rank's gradients: whole, or its shards.
+        state: The position before the step.
+    """
+
+    name: str
+    loss: torch.Tensor
+    gradients: Callable[[], list[torch.Tensor]]
+    batch: StepBatch
+    state: TrainState
+
+
+class Callback:
+    """Derive from it and define the methods of interest; the others do nothing. Every rank calls its own instance.
+
+    An exception fails the run, with the name of the callback. A callback may draw random numbers, because each step
+    has its own random stream.
+
+    Attributes:
+        may_stop: The callback may set `wants_to_stop`; equal on all ranks.
+        wants_to_stop: Read at the start and after each evaluation except the last. If it is true on any rank, the run
+            ends there: it saves a checkpoint, and its state is `stops_as`.
+        stop_reason: Recorded in result.json and logged.
+    """
+
+    may_stop: bool = False
+    wants_to_stop: bool = False
+    stops_as: Literal["finished", "pruned"] = "pruned"
+    stop_reason: str = ""
+
+    @property
+    def is_due(self) -> bool:
+        """Read before each step. If it is true on any rank, `when_due` is called on all ranks after the step."""
+        return False
+
+    def on_start(self, run: RunInfo) -> None:
+        """Called before the first step of this process."""
+
+    def before_forward(self) -> None:
+        """Called before the forward passes of each loss of a step."""
+
+    def allows_update(self, update: Update) -> bool:
+        """Return False to skip an update; the result must be equal on all ranks. Called before each update."""
+        return True
+
+    def after_step(self, now: Progress) -> None:
+        """Called after each optimizer step."""
+
+    def when_due(self, now: Progress) -> None:
+        """Called after a step before which `is_due` was true on a rank."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context that is entered during each evaluation; it may replace the weights meanwhile."""
+        return nullcontext()
+
+    def after_evaluation(self, now: Progress) -> None:
+        """Called after each evaluation, with the metrics of the whole validation data."""
+
+    def after_epoch(self, now: Progress) -> None:
+        """Called after each epoch except the last, and after its evaluation if one is due."""
+
+    def after_checkpoint(self, now: Progress, path: Path) -> None:
+        """Called on rank 0 when a checkpoint is complete; on the other ranks it may still be incomplete.
+
+        If a callback defines this method, training waits until each checkpoint is written.
+        """
+
+    def state(self, model: LocalState) -> LocalState:
+        """Return what this rank adds to a checkpoint, given what it writes of the model; fact names must be unique."""
+        return LocalState()
+
+    def load_state(self, saved: SavedState) -> None:
+        """Restore what `state` added to a checkpoint, if the checkpoint has it. Called before `on_start`."""
+
+    def on_end(self, now: Progress, outcome: Outcome) -> None:
+        """Called after the last step of this process, in reverse order of `on_start`, also after a failure."""
+
+
+class Callbacks:
+    """The callbacks of one run on one rank, each with its name, in the order in which they are called."""
+
+    def __init__(self, named: Sequence[tuple[str, Callback]] = ()):
+        self._named = list(named)
+        self._started: list[tuple[str, Callback]] = []
+
+    def add(self, name: str, callback: Callback) -> None:
+        self._named.append((name, callback))
+
+    @property
+    def may_stop(self) -> bool:
+        return any(callback.may_stop for _, callback in self._named)
+
+    @property
+    def need_checkpoints(self) -> bool:
+        """Return True if a callback defines `after_checkpoint`."""
+        return bool(self._defining("after_checkpoint"))
+
+    @property
+    def is_due(self) -> bool:
+        return any(callback.is_due for _, callback in self._defining("is_due"))
+
+    @property
+    def want_to_stop(self) -> bool:
+        return any(callback.wants_to_stop for _, callback in self._named)
+
+    def stop_outcome(self) -> tuple[Literal["finished", "pruned"], str]:
+        """Return the state of a run that a callback on any rank has stopped, and the reason."""
+        for name, callback in self._named:
+            if callback.wants_to_stop and callback.stops_as == "finished":
+                return "finished", callback.stop_reason or f"the callback {name} requested it"
+        return "pruned", next((callback.stop_reason for _, callback in self._named if callback.wants_to_stop), "")
+
+    def on_start(self, run: RunInfo) -> None:
+        for name, callback in self._named:
+            self._started.append((name, callback))
+            with _naming(name, "on_start"):
+                callback.on_start(run)
+
+    def call(self, method: str, *arguments: object) -> None:
+        """Call a method of Callback that returns nothing, on each callback that defines it."""
+        call = methodcaller(method, *arguments)
+        for name, callback in self._defining(method):
+            with _naming(name, method):
+                call(callback)
+
+    def allow_update(self, update: Update) -> bool:
+        allowed = True
+        for name, callback in self._defining("allows_update"):
+            with _naming(name, "allows_update"):
+                allowed &= callback.allows_update(update)  # every callback is called: it may use collectives
+        return allowed
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        with ExitStack() as stack:
+            for _, callback in self._defining("evaluating"):
+                stack.enter_context(callback.evaluating())
+            return stack.pop_all()
+
+    def state(self, model: LocalState) -> LocalState:
+        """Return the model's state with what the callbacks add to it."""
+        combined = model
+        for name, callback in self._defining("state"):
+            with _naming(name, "state"):
+                combined |= callback.state(model)
+        return combined
+
+    def _defining(self, member: str) -> list[tuple[str, Callback]]:
+        """Return the callbacks whose class overrides the member."""
+        default = getattr(Callback, member)
+        return [(name, callback) for name, callback in self._named if getattr(type(callback), member) is not default]
+
+    def on_end(self, now: Progress, outcome: Outcome) -> None:
+        """Call every callback that was started. Raise the first exception, unless the run has already failed."""
+        first: BaseException | None = None
+        for name, callback in reversed(self._started):
+            try:
+                with _naming(name, "on_end"):
+                    callback.on_end(now, outcome)
+            except BaseException as error:  # also a second Ctrl-C: the progress bar and the loggers must be closed
+                if outcome == "failed":
+                    log.warning("the callback %s raised in on_end: %s: %s", name, type(error).__name__, error)
+                else:
+                    first, outcome = error, "failed"
+        self._started.clear()
+        if first is not None:
+            raise first
+
+
+@contextmanager
+def _naming(name: str, method: str) -> Iterator[None]:
+    """Add the callback's name to an exception. Its type is unchanged, because it shows whether a peer is missing."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "__notes__"):  # a callback that was called by another one has been named already
+            error.add_note(f"raised by the callback {name} in {method}")
+        raise

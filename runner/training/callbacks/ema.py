@@ -1,0 +1,109 @@
+"""The exponential moving average of the weights over the steps."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from runner.checkpoints.saved_state import AVERAGE, MODEL, LocalState, SavedState, local_part
+from runner.errors import Preempted
+from runner.optimization.parameter_patterns import names_of
+from runner.training.callbacks.contract import Callback, Progress
+from runner.training.mode import ParallelModel
+
+log = logging.getLogger(__name__)
+
+
+class EMA(Callback):
+    """The exponential moving average of this rank's trained parameters, which replaces them in evaluations.
+
+    It starts with the present weights. Update n, counted from 1, computes d * average + (1 - d) * weights, where d is
+    `decay`, or with a warm-up the smaller of `decay` and (1 + n) / (warmup_steps + n). It equals torch's AveragedModel
+    with get_ema_multi_avg_fn; buffers, such as BatchNorm's statistics, are not averaged. It needs the memory of this
+    rank's parameters once more, and no communication.
+    """
+
+    def __init__(self, parallel_model: ParallelModel, module: nn.Module, decay: float, warmup_steps: int = 0):
+        """Start with the present weights; `module` has the parameter names of a checkpoint."""
+        self._parallel_model, self._decay, self._warmup_steps = parallel_model, decay, warmup_steps
+        names = names_of([*module.named_parameters(remove_duplicate=False)])
+        self._names = {aliases[0]: aliases for aliases in names.values()}
+        self._reset()
+
+    def _reset(self) -> None:
+        parameters = self._parallel_model.local_parameters()
+        self._averages = {name: local_part(tensor).clone() for name, tensor in parameters.items()}
+        self._num_updates = 0
+
+    def after_step(self, now: Progress) -> None:
+        if not now.updated:
+            return
+        self._num_updates += 1
+        update = get_ema_multi_avg_fn(self._decay_of(self._num_updates))
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for average, tensor in self._pairs():
+            averages, tensors = groups.setdefault((average.device, average.dtype), ([], []))
+            averages.append(average)
+            tensors.append(tensor)
+        for averages, tensors in groups.values():  # one kernel for all tensors of a device and dtype
+            update(averages, tensors, self._num_updates)
+
+    def _decay_of(self, update: int) -> float:
+        if not self._warmup_steps:
+            return self._decay
+        return min(self._decay, (1 + update) / (self._warmup_steps + update))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Exchange the weights and the averages during an evaluation. All ranks must call it.
+
+        After an error they are not exchanged back, because the failing rank must not wait for its peers.
+        """
+        self._exchange()
+        try:
+            yield
+        except Preempted:  # raised on all ranks; then the model is saved
+            self._exchange()
+            raise
+        self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, tensor in self._pairs():
+            weights = tensor.clone()
+            tensor.copy_(average)
+            average.copy_(weights)
+        self._parallel_model.parameters_written()
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each local average with its parameter."""
+        for name, tensor in self._parallel_model.local_parameters().items():
+            yield self._averages[name], local_part(tensor)
+
+    def state(self, model: LocalState) -> LocalState:
+        """Return the averages of the parameters that this rank writes."""
+        chunks = {
+            AVERAGE + alias: replace(model.chunks[MODEL + alias], tensor=average)
+            for name, average in self._averages.items()
+            for alias in self._names[name]
+            if MODEL + alias in model.chunks
+        }
+        return LocalState(chunks, {"averaged_steps": self._num_updates})
+
+    def load_state(self, saved: SavedState) -> None:
+        """Load the averages of a checkpoint of any mode, after the model has its weights. All ranks must call it.
+
+        If the checkpoint has no averages, start with its weights.
+        """
+        self._reset()
+        if not saved.average():
+            log.info("ema.decay=%g: the checkpoint has no average; it starts with the weights", self._decay)
+            return
+        with self.evaluating():
+            targets = {AVERAGE + name: tensor for name, tensor in self._parallel_model.local_parameters().items()}
+            saved.read({name: tensor for name, tensor in targets.items() if name in saved.tensors})
+        self._num_updates = saved.facts["averaged_steps"]

@@ -1,0 +1,191 @@
+"""The components that the configuration selects: mode, objective, metrics, monitor, logger and callbacks."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.config.diagnostics.signature import accepts
+from runner.config.instantiate import check_contract, make_group
+from runner.config.schema import Config
+from runner.errors import InputError, did_you_mean
+from runner.objectives.losses import Auto as AutoLoss
+from runner.objectives.objective import Objective, check_losses
+from runner.objectives.supervised import Supervised
+from runner.records.loggers.composite import CompositeLogger
+from runner.records.loggers.contract import Logger
+from runner.records.monitor import BY_LOSS, LOSS, Monitor
+from runner.training.callbacks.contract import Callback
+from runner.training.metrics.classification import Auto as AutoMetrics
+from runner.training.metrics.contract import Metric
+from runner.training.metrics.metric_sums import MetricSums
+from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchmetric
+from runner.training.mode import Parallel, builtin_modes
+from runner.training.model.submodules import attach_submodule
+
+
+def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
+    """Construct the mode. Raise InputError for an invalid option, and for a class that is not a mode."""
+    parallel: Parallel = make_group(choices, "parallel", config.parallel)
+    check_contract(parallel, Parallel, "parallel")
+    return parallel
+
+
+def make_objective(config: Config, choices: Mapping[str, str], parallel: Parallel) -> Objective:
+    """Construct the objective, with the loss of the configuration if its constructor has a parameter `loss`.
+
+    Raises InputError for an invalid option, and for an objective that the mode does not support.
+    """
+    target = config.objective["_target_"]
+    given = {}
+    if accepts(target, "loss"):
+        given["loss"] = make_group(choices, "loss", config.loss)
+    elif config.loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":
+        raise InputError(f"loss={choices['loss']} has no effect on objective={choices['objective']}, which takes none")
+    objective: Objective = make_group(choices, "objective", config.objective, **given)
+    if not isinstance(objective, Objective):
+        raise InputError(f"objective._target_={target}: derive it from runner.Objective")
+    check_losses(objective)
+    several, mode = len(objective.losses) > 1, choices["parallel"]
+    if parallel.supported_objectives == "supervised" and not isinstance(objective, Supervised):
+        others = builtin_modes(lambda mode: mode.supported_objectives != "supervised")
+        raise InputError(
+            f"objective={choices['objective']} calls the model itself, and parallel={mode} supports only a loss of "
+            f"outputs and targets; try {others}"
+        )
+    if parallel.supported_objectives != "several_losses" and several:
+        others = builtin_modes(lambda mode: mode.supported_objectives == "several_losses")
+        raise InputError(
+            f"objective={choices['objective']} has {len(objective.losses)} losses, and parallel={mode} supports one; "
+            f"try {others}"
+        )
+    return objective
+
+
+def attach_objective(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
+    """Move the tensors of the objective and its loss to the device; those with parameters become part of the model.
+
+    Raises InputError if the model has a submodule of that name.
+    """
+    try:
+        if isinstance(objective, Supervised):
+            loss = objective.function
+            if isinstance(loss, nn.Module) and any(True for _ in loss.to(device=device, dtype=dtype).parameters()):
+                attach_submodule(module, "loss", loss)
+        elif isinstance(objective, nn.Module):
+            objective.to(device=device, dtype=dtype)
+            if any(True for _ in objective.state_dict()):
+                attach_submodule(module, "objective", objective)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
+    """Construct the metrics, and try each on one sample's outputs and targets (first dim 1).
+
+    Options that are `auto` are those of the loss. `outputs` is None if the objective returns none. Raises InputError
+    for an invalid option, a class that is not a metric, and a metric that does not fit the sample.
+    """
+    loss_options = _loss_options(loss)
+    metrics: dict[str, Metric] = {}
+    for name, node in config.metrics.items():
+        metric = _make_metric(name, node, loss_options)
+        if isinstance(metric, AutoMetrics):
+            metrics = {**metric.choose(outputs, targets, **loss_options), **metrics}
+        elif outputs is None:
+            raise InputError(
+                f"metrics.{name}: the objective returns no outputs to measure; return them from its predict method, "
+                "or set metrics=none"
+            )
+        else:
+            metrics[name] = metric
+    return MetricSums(metrics, outputs, targets)
+
+
+def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
+    """Return the possible monitors, without loading the data.
+
+    The first list has the metrics that declare their best end, then the loss; the second has metrics that `auto` may
+    choose. Raises InputError as `make_metrics` does.
+    """
+    declared, possible = [], []
+    for name, node in config.metrics.items():
+        metric = _make_metric(name, node, _loss_options(None))
+        if isinstance(metric, AutoMetrics):
+            possible += [
+                Monitor(f"val/{other}", "max" if higher else "min") for other, higher in metric.possible.items()
+            ]
+        elif metric.higher_is_better is not None:
+            declared.append(Monitor(f"val/{name}", "max" if metric.higher_is_better else "min"))
+    return [*declared, BY_LOSS], possible
+
+
+def _loss_options(loss: Any) -> dict[str, Any]:
+    """Return the values of the metrics' options that are `auto`."""
+    ignored, dim = getattr(loss, "ignore_index", None), getattr(loss, "class_dim", None)
+    return {"ignore_index": ignored if isinstance(ignored, int) else None, "class_dim": dim if dim in (1, -1) else None}
+
+
+def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, int | None]) -> Metric | AutoMetrics:
+    key, target = f"metrics.{name}", node["_target_"]
+    options = {**node, **{option: value for option, value in loss_options.items() if node.get(option) == "auto"}}
+    metric = make_group({key: target}, key, options)
+    if isinstance(metric, AutoMetrics):
+        return metric
+    if is_torchmetric(metric):
+        try:
+            metric = TorchMetric(metric)
+        except ValueError as error:
+            raise InputError(f"{key}._target_={target}: {error}") from None
+    check_contract(metric, Metric, key)
+    return metric
+
+
+def choose_monitor(config: Config, sums: MetricSums, losses: Collection[str] = ()) -> Monitor:
+    """Return the configured monitor, or else the first metric that declares its best end, or else the loss.
+
+    `losses` are the names of the objective's losses. Raises InputError for an unknown monitor, for one whose best end
+    is unknown, and for a metric with the name of a loss.
+    """
+    ends: dict[str, bool | None] = {}
+    for name, values in sums.names.items():
+        if taken := [value for value in values if value in losses]:
+            raise InputError(
+                f"metrics.{name}: the objective has a loss of the same name, {taken[0]}; rename the metric"
+            )
+        ends |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
+    ends |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
+    name = config.monitor or next(name for name, higher in ends.items() if higher is not None)
+    if name not in ends:
+        raise InputError(f"monitor={name}: no metric returns it{did_you_mean(name, list(ends))}")
+    higher = ends[name] if config.monitor_direction is None else config.monitor_direction == "max"
+    if higher is None:
+        raise InputError(
+            f"monitor={name}: its metric does not declare whether a higher value is better; set monitor_direction=max "
+            "or monitor_direction=min"
+        )
+    return Monitor(name, "max" if higher else "min")
+
+
+def make_logger(config: Config) -> Logger:
+    """Construct the loggers, combined into one. Raise InputError for an invalid option or logger."""
+    loggers = _make_named("logger", config.logger)
+    for name, logger in loggers.items():
+        check_contract(logger, Logger, f"logger.{name}")
+    return CompositeLogger(loggers)
+
+
+def make_callbacks(config: Config) -> dict[str, Callback]:
+    """Construct the custom callbacks, by name. Raise InputError for an invalid option or callback."""
+    callbacks = _make_named("callbacks", config.callbacks)
+    for name, callback in callbacks.items():
+        if not isinstance(callback, Callback):
+            target = config.callbacks[name]["_target_"]
+            raise InputError(f"callbacks.{name}._target_={target}: not a callback; derive it from runner.Callback")
+    return callbacks
+
+
+def _make_named(group: str, nodes: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {name: f"{group}.{name}" for name in nodes}
+    return {name: make_group({keys[name]: node["_target_"]}, keys[name], node) for name, node in nodes.items()}

@@ -1,0 +1,115 @@
+"""A dry run of model, data and objective with one sample, before anything is written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.config.schema import Config
+from runner.errors import InputError, failed_with
+from runner.input.batch import MicroBatch
+from runner.input.pytree import describe, split, tensors
+from runner.input.source import Source
+from runner.objectives.losses import ELEMENTWISE, are_log_probabilities
+from runner.objectives.objective import Objective, Prediction
+from runner.objectives.supervised import Supervised, call_model
+from runner.training.model.deferred_init import probe
+
+
+def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> tuple[Any, list[str]]:
+    """Return the first sample as a batch of one, and warnings. Raise InputError if it cannot be read or collated."""
+    try:
+        batch = source.read([0], seed=config.seed)
+        if hasattr(source, "collate") and len(source) > 1:
+            source.read([0, 1], seed=config.seed)  # detects a collate that drops samples
+        if source.reads_ahead and len(source) > 1:
+            split(source.read([0, 1], seed=config.seed), [1, 1])
+    except Exception as error:  # custom code can raise anything
+        raise InputError(f"data: its first samples cannot be collated into a batch{failed_with(error)}") from None
+    if not tensors(batch):
+        raise InputError(f"data: a sample must contain tensors or numbers, but the first one is {describe(batch)}")
+    if not source.collate_draws:
+        return batch, []
+    return batch, [
+        f"data={choices['data']}: its collate draws random numbers, once for all samples of a local micro-batch; they "
+        "depend on micro_batches and the number of ranks, unlike those drawn in __getitem__"
+    ]
+
+
+def dry_run(
+    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, batch: Any, ragged: bool
+) -> Prediction:
+    """Evaluate the objective for a batch of one sample on the CPU, and settle a supervised objective on its loss.
+
+    `ragged` means that other samples may have other shapes. Raises InputError if model, data and objective do not fit
+    each other.
+    """
+    if isinstance(objective, Supervised):
+        _check_pair(config, batch)
+    random_state = torch.get_rng_state()
+    module.eval()
+    try:
+        with torch.no_grad():
+            if isinstance(objective, Supervised):
+                _settle(choices, module, objective, batch, ragged)
+            prediction: Prediction = probe(module, objective.evaluate, MicroBatch(batch, [0]))
+    except InputError:
+        raise
+    except Exception as error:  # custom code can raise anything
+        what = "model, data and loss" if isinstance(objective, Supervised) else "model, data and objective"
+        raise InputError(f"{what} do not fit: for a sample {describe(batch)} they fail{failed_with(error)}") from None
+    finally:
+        module.train()
+        torch.set_rng_state(random_state)
+    return prediction
+
+
+def _check_pair(config: Config, batch: Any) -> None:
+    """Raise InputError unless the batch is (inputs, targets) with inputs of the configured shape."""
+    wanted = "objective=supervised needs samples (inputs, targets), inputs a tensor, a tuple or a mapping of them"
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise InputError(
+            f"{wanted}, but the data's are {describe(batch)}; change the dataset, or write a custom objective "
+            "with loss(model, batch)"
+        )
+    inputs = batch[0]
+    if not isinstance(inputs, (torch.Tensor, tuple, list, Mapping)):
+        raise InputError(f"{wanted}, but the data's inputs are a {type(inputs).__name__}")
+    if isinstance(inputs, torch.Tensor) and "sample_shape" in config.data:
+        shape, found = list(config.data["sample_shape"]), list(inputs.shape[1:])
+        if shape != found:
+            raise InputError(f"data.sample_shape={shape} but the data's samples have {found}")
+
+
+def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised, batch: Any, ragged: bool) -> None:
+    """Settle the objective on a sample. Raise InputError also for combinations that torch accepts by mistake."""
+    inputs, targets = batch
+    reduction = getattr(objective.function, "reduction", "mean")
+    if reduction == "sum":
+        raise InputError(
+            "loss.reduction=sum must be mean: the loss of a step is a mean over the whole batch, however it is split; "
+            "try loss.reduction=mean with another optimizer.lr"
+        )
+    outputs = probe(module, call_model, inputs)
+    try:
+        objective.settle(outputs, targets, ragged)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    function = objective.function
+    if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
+        raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
+    if isinstance(function, ELEMENTWISE) and isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
+        found = list(outputs.shape[1:])
+        if outputs.shape not in (targets.shape, (*targets.shape, 1)):
+            fix = "change the model's num_outputs" if targets.is_floating_point() else "try loss=auto"
+            raise InputError(
+                f"loss={choices['loss']} compares numbers of one shape, but the model returns {found} and the "
+                f"data {list(targets.shape[1:])}; {fix}"
+            )
+    value = function(objective.arrange(outputs), targets)
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        raise InputError(
+            f"loss={choices['loss']} must return a scalar tensor, the mean over the samples, not {describe(value)}; "
+            "set its reduction to mean, and return the tensor without calling item()"
+        )

@@ -1,0 +1,219 @@
+"""The metrics of an evaluation: added up batch by batch on each rank, summed over the ranks, then computed."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from runner.distributed.world import World
+from runner.errors import InputError, first_line, user_line
+from runner.training.metrics.contract import Metric, Rows
+
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+)
+
+
+class _TriedMetric:
+    """A metric and the structure of its sums and values, which one sample determines.
+
+    Raises InputError for a metric that fails on the sample, or whose methods do not return sums and numbers.
+    """
+
+    def __init__(self, name: str, metric: Metric, outputs: Any, targets: Any):
+        self._name, self._metric = name, metric
+        once = self._try("update", lambda: metric.update(outputs, targets))
+        leaves, self._structure = tree_flatten(once)
+        self.layouts = [_layout(leaf) for leaf in leaves]
+        if not leaves or None in self.layouts:
+            raise InputError(
+                f"metrics.{name}: update must return a tensor of sums, or a pytree of them, not {_describe(once)}"
+            )
+        pair = _twice(outputs), _twice(targets)
+        if all(batch is not None for batch in pair):
+            self._check_doubled(leaves, self._leaves(self._try("update", lambda: metric.update(*pair))))
+        summed = [
+            torch.cat([leaf.tensor] * 2) if isinstance(leaf, Rows) else leaf.double() + leaf.double() for leaf in leaves
+        ]
+        value = self._try("compute", lambda: metric.compute(tree_unflatten(summed, self._structure)))
+        self.names = list(self._named(value))
+
+    def update(self, outputs: Any, targets: Any) -> list[torch.Tensor | Rows]:
+        """Return the sums of a batch. Raise InputError if they have another structure than those of one sample."""
+        with _naming(self._name, "update"):
+            return self._leaves(self._metric.update(outputs, targets))
+
+    def compute(self, sums: list[torch.Tensor]) -> dict[str, float]:
+        """Return the values by full name, given the sums over all samples."""
+        with _naming(self._name, "compute"):
+            values = self._named(self._metric.compute(tree_unflatten(sums, self._structure)))
+            if list(values) != self.names:
+                raise ValueError(f"compute returned {list(values)}, and {self.names} for one sample")
+        return values
+
+    def _try(self, method: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # custom code can raise anything
+            line = user_line(error)
+            where = f" at {line}" if line else ""
+            words = (isinstance(error, ValueError) and not line and str(error)) or first_line(error)
+            raise InputError(
+                f"metrics.{self._name}: {method} failed{where} for one sample: {words.splitlines()[0]}"
+            ) from None
+
+    def _leaves(self, sums: Any) -> list[torch.Tensor | Rows]:
+        leaves, structure = tree_flatten(sums)
+        layouts = [_layout(leaf) for leaf in leaves]
+        if structure != self._structure or None in layouts:
+            raise InputError(f"metrics.{self._name}: update must return the same structure for every batch")
+        for (is_rows, shape), expected in zip(layouts, self.layouts, strict=True):
+            if (is_rows, shape) != expected:
+                raise InputError(
+                    f"metrics.{self._name}: update returned {'rows' if is_rows else 'sums'} of shape {list(shape)}, "
+                    f"and {list(expected[1])} for one sample; sum over the samples of a batch"
+                )
+        return leaves
+
+    def _check_doubled(self, once: list[Any], twice: list[Any]) -> None:
+        """Raise InputError for means, which would depend on how the samples are split into batches."""
+        for one, two in zip(once, twice, strict=True):
+            if isinstance(one, Rows):
+                continue
+            one, two = one.double(), two.double()
+            wrong = ~torch.isclose(2 * one, two, rtol=1e-3, atol=1e-6)
+            if one.isfinite().all() and two.isfinite().all() and wrong.any():
+                raise InputError(
+                    f"metrics.{self._name}: update returned {one[wrong][0]:.4g} for one sample and {two[wrong][0]:.4g} "
+                    "for it twice; return sums over the samples, and divide in compute"
+                )
+
+    def _named(self, value: Any) -> dict[str, float]:
+        if isinstance(value, Mapping):
+            return {f"{self._name}/{key}": self._number(number) for key, number in value.items()}
+        return {self._name: self._number(value)}
+
+    def _number(self, value: Any) -> float:
+        is_real = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex()
+        if is_real or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+            return float(value)
+        raise InputError(
+            f"metrics.{self._name}: compute must return a number, or a mapping of numbers by name, not "
+            f"{_describe(value)}"
+        )
+
+
+class MetricSums:
+    """Metrics by name and their sums so far. Each is tried on one sample's outputs and targets (first dim 1)."""
+
+    def __init__(self, metrics: Mapping[str, Metric], outputs: Any, targets: Any):
+        self.metrics = dict(metrics)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # some metrics warn that one sample does not have all classes
+            self._tried = {name: _TriedMetric(name, metric, outputs, targets) for name, metric in metrics.items()}
+        self.reset(torch.device("cpu"))
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """The names of each metric's values: its own name, or NAME/KEY for each of several values."""
+        return {name: metric.names for name, metric in self._tried.items()}
+
+    def reset(self, device: torch.device) -> None:
+        """Set the sums to zero, on the device."""
+        layouts = {name: metric.layouts for name, metric in self._tried.items()}
+        self._sizes = [shape.numel() for of_metric in layouts.values() for is_rows, shape in of_metric if not is_rows]
+        self._flat = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        # The rows of each Rows of each metric, with the index of the first sample of their batch.
+        self._rows: dict[str, list[list[tuple[int, torch.Tensor]]]] = {
+            name: [[] for is_rows, _ in of_metric if is_rows] for name, of_metric in layouts.items()
+        }
+        self._num_added = 0
+
+    def add(self, outputs: Any, targets: Any, indices: Sequence[int] = ()) -> None:
+        """Add a local batch. Rows are sorted by the dataset indices of the samples.
+
+        Raises InputError if a metric's sums have another shape than before.
+        """
+        first = indices[0] if len(indices) else self._num_added
+        self._num_added += 1
+        added = []
+        for name, metric in self._tried.items():
+            rows = iter(self._rows[name])
+            for leaf in metric.update(outputs, targets):
+                if isinstance(leaf, Rows):
+                    next(rows).append((first, leaf.tensor.detach()))
+                else:
+                    added.append(leaf.detach().to(self._flat).flatten())
+        if added:
+            self._flat += torch.cat(added)
+
+    def flat(self) -> torch.Tensor:
+        """Return the sums of all metrics, concatenated: (number of sums,) in float64."""
+        return self._flat.clone()
+
+    def compute(self, flat: torch.Tensor, world: World) -> dict[str, float]:
+        """Return the values by name, given `flat()` summed over the ranks. All ranks must call it."""
+        sums = iter(flat.split(self._sizes))
+        computed: dict[str, float] = {}
+        for name, metric in self._tried.items():
+            rows = iter(self._rows[name])
+            leaves = [
+                _gather(next(rows), shape, flat.device, world) if is_rows else next(sums).reshape(shape)
+                for is_rows, shape in metric.layouts
+            ]
+            computed |= metric.compute(leaves)
+        return computed
+
+
+def _layout(leaf: Any) -> Any:
+    """Return (True, shape of one row) for Rows, (False, shape) for sums, and None for anything else."""
+    tensor = leaf.tensor if isinstance(leaf, Rows) else leaf
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
+        return None
+    if isinstance(leaf, Rows):
+        return (True, tensor.shape[1:]) if tensor.dim() else None
+    return False, tensor.shape
+
+
+def _twice(tree: Any) -> Any:
+    """Return a batch that contains the sample twice, or None if a leaf is not a tensor of one row."""
+    leaves = tree_leaves(tree)
+    if not leaves or not all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1 for leaf in leaves):
+        return None
+    return tree_map(lambda tensor: torch.cat([tensor, tensor]), tree)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__} ({str(value)[:40]})"
+
+
+def _gather(
+    kept: list[tuple[int, torch.Tensor]], shape: torch.Size, device: torch.device, world: World
+) -> torch.Tensor:
+    """Return the rows of all ranks, (number of rows, ...), in the order of the first samples of their batches."""
+    local = [(first, len(rows), _DTYPES.index(rows.dtype)) for first, rows in kept]
+    batches = world.collectives.gather(torch.tensor(local, dtype=torch.int64, device=device).reshape(-1, 3)).tolist()
+    # A rank without outputs learns the dtype from the others; the sample was in float32, whatever the precision is.
+    dtype = functools.reduce(torch.promote_types, [_DTYPES[number] for _, _, number in batches] or [torch.float64])
+    empty = torch.empty((0, *shape), dtype=dtype, device=device)
+    rows = world.collectives.gather(torch.cat([empty, *(rows.to(empty) for _, rows in kept)]))
+    parts = rows.split([size for _, size, _ in batches])
+    order = sorted(range(len(parts)), key=lambda number: batches[number][0])  # stable: by rank among equals
+    return torch.cat([empty, *(parts[number] for number in order)])
+
+
+@contextlib.contextmanager
+def _naming(name: str, method: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        line = user_line(error)
+        error.add_note(f"raised by metrics.{name} in {method}" + (f" at {line}" if line else ""))
+        raise

@@ -1,0 +1,192 @@
+"""The contract of a parallel mode: what it declares, and what the training loop calls on the model that it prepares."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.config.diagnostics.import_target import locate_callable
+from runner.config.help.config_tree import ConfigTree
+from runner.config.schema import Config
+from runner.config.validate import check_batch
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.input.batch import MicroBatch, StepBatch
+from runner.objectives.objective import Objective, Prediction
+from runner.optimization.precision import Precision
+from runner.paths import CONF
+
+SupportedObjectives = Literal["supervised", "one_loss", "several_losses"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The mesh of a mode, slowest axis first. Ranks along replicate and shard read different samples."""
+
+    replicate: int = 1
+    shard: int = 1
+    stage: int = 1
+    tensor: int = 1
+    servers: int = 0  # the lowest ranks, which are outside the mesh and read no samples
+    micro_batches: int = 1  # into which the mode splits each of the configuration's micro-batches
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard * self.stage * self.tensor + self.servers
+
+    @property
+    def data_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def counts(self, rank: int) -> bool:
+        """Return True on the first rank of each group of ranks that compute the same outputs of the same samples."""
+        return rank >= self.servers and (rank - self.servers) % self.tensor == 0
+
+    def data_rank(self, rank: int) -> int | None:
+        """Return the index of the samples that the rank reads, below `data_ranks`; None for a server."""
+        return None if rank < self.servers else (rank - self.servers) // (self.stage * self.tensor)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a mode prepares: a model with the run's initial weights on this rank's device, and how it is trained."""
+
+    module: nn.Module
+    objective: Objective
+    # Called with some of the module's parameters, or with the parameter groups of another such optimizer.
+    make_optimizer: Callable[[Iterable[nn.Parameter] | Iterable[dict[str, Any]]], torch.optim.Optimizer]
+    precision: Precision
+    clip_grad_norm: float | None
+    device: torch.device
+    sample: Any  # a batch of one sample of the training data, on the device
+    # Creates the initial weights of submodules on the device, if the module was built without memory (deferred_init).
+    materialize: Callable[[Iterable[nn.Module]], None] = lambda submodules: None
+
+
+class Stepper(Protocol):
+    """Computes the gradients of one of the objective's losses, and updates the parameters that this loss trains."""
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        """Add up the gradients of a step. Return this rank's part of the global batch's mean loss, detached, ()."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this rank's gradients: whole, or its shards."""
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
+
+    def skip(self) -> None:
+        """Drop the gradients. Called in place of `step`, on all ranks."""
+
+
+class ParallelModel(Protocol):
+    """A model prepared by its mode; `runner.parallel.replica.Replica` is the usual implementation."""
+
+    @property
+    def steppers(self) -> Mapping[str, Stepper]:
+        """The steppers of the objective's losses, by name, in the order in which a step calls them."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate in the last step."""
+
+    def predict(self, micro_batch: MicroBatch) -> Prediction | None:
+        """Run the model in evaluation mode. Return None if another rank has the outputs. All ranks must call it."""
+
+    def state(self) -> LocalState:
+        """Return what this rank writes of a checkpoint: its own memory, not copies. All ranks must call it."""
+
+    def load_state(self, saved: SavedState) -> None:
+        """Load this rank's part of a checkpoint of any mode and world size. All ranks must call it."""
+
+    def load_weights(self, saved: SavedState) -> None:
+        """Load only the model; the optimizer is unchanged. All ranks must call it."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
+
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """Return this rank's trained parameters by full names, in a fixed order: whole, or DTensors.
+
+        The caller may write them in place, and must then call `parameters_written` on all ranks.
+        """
+
+    def parameters_written(self) -> None:
+        """Drop whatever was computed from the old values of the parameters. All ranks must call it."""
+
+
+class Parallel(Protocol):
+    """A parallel mode: a file of runner/parallel and a YAML file of conf/parallel.
+
+    Derive from it and define `prepare`; everything else has a default. By default, each rank has a replica of the
+    model and reads its own samples.
+
+    Attributes:
+        needs_group: A process group is also needed in a world of one.
+        meta_init: The model is built without memory; `prepare` calls `Recipe.materialize`.
+        spans_devices: A model may lie on several devices of one rank.
+        supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
+            the model itself), or `several_losses` (also several losses, each with its own optimizer).
+        fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
+            False if mesh groups or RPC let them wait for it until `backend.timeout_s`.
+    """
+
+    needs_group: bool = False
+    meta_init: bool = False
+    spans_devices: bool = False
+    supported_objectives: SupportedObjectives = "one_loss"
+    fails_at_once: bool = True
+
+    def axes(self, world_size: int) -> Axes:
+        """Return the mesh of a world of this size.
+
+        Called before the model is built, and again after `check`, which may have adapted it to the model. Raises
+        ValueError with the rule and the nearest sizes that fit.
+        """
+        return Axes(replicate=world_size)
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        """Return a message for each option that does not work in this mode with this model."""
+        return []
+
+    prepare: Callable[[Recipe, World], ParallelModel]  # prepares the model; all ranks must call it
+
+
+def make_axes(config: Config, parallel: Parallel, world_size: int) -> Axes:
+    """Return the mode's mesh. Raise InputError if none fits the world, or if a rank would have no sample."""
+    try:
+        axes = parallel.axes(world_size)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if messages := check_batch(config, axes.data_ranks, axes.micro_batches):
+        raise InputError(*messages)
+    return axes
+
+
+def check_divides(key: str, size: int, world_size: int) -> None:
+    """Raise ValueError if an axis of this size does not divide the world."""
+    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    if size not in divisors:
+        nearest = sorted(sorted(divisors, key=lambda number: abs(number - size))[:2])
+        ranks = f"{world_size} rank" + "s" * (world_size > 1)
+        raise ValueError(f"{key}={size} must divide the world of {ranks}; try {' or '.join(map(str, nearest))}")
+
+
+def builtin_modes(is_suitable: Callable[[Parallel], bool]) -> str:
+    """Return the built-in modes whose default options are suitable, as `parallel=ddp, parallel=fsdp`."""
+    tree = ConfigTree([CONF])
+    targets = {option: tree.merged("parallel", option).targets[""] for option in tree.groups["parallel"]}
+    modes: dict[str, Parallel] = {option: locate_callable(target)() for option, target in targets.items()}
+    return ", ".join(f"parallel={option}" for option, mode in modes.items() if is_suitable(mode))
+
+
+def fits_world(mode: Parallel, world_size: int) -> bool:
+    """Return True if the mode, with its present options, has a mesh for a world of this size."""
+    try:
+        mode.axes(world_size)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,52 @@
+"""Models that lie on several devices of one rank: which submodule goes where."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.distributed.world import World
+from runner.errors import InputError
+
+
+def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_devices: bool, world: World) -> list[str]:
+    """Call the model's `place`, if it has one, with its `devices` or those of this rank. Return warnings.
+
+    A model's `devices` are those of its configuration, or None. Raises InputError if the devices do not fit the model,
+    or if the mode supports only one device per rank (spans_devices=False).
+    """
+    model: Any = module
+    name, count = f"model={choices.get('model')}", world.backend.devices_per_rank
+    if not hasattr(module, "place"):
+        if count > 1:
+            raise InputError(
+                f"backend.devices_per_rank={count} has no effect on {name}, which cannot be split; "
+                "try model=split, or backend.devices_per_rank=1"
+            )
+        return []
+    chosen: list[torch.device] | None = model.devices
+    if chosen is None and count == 1:
+        place = "the CPU" if world.device.type == "cpu" else f"{world.device}; try backend.devices_per_rank=2"
+        return [f"{name}: all submodules are on {place}"]
+
+    key = f"backend.devices_per_rank={count}" if chosen is None else f"model.devices={[*map(str, chosen)]}"
+    devices = chosen or world.devices
+    if chosen and count > 1:
+        raise InputError(f"{key} and backend.devices_per_rank={count} exclude each other; drop one")
+    if not spans_devices and len(set(devices)) > 1:
+        raise InputError(f"{key}: parallel={choices.get('parallel')} has one device per rank; try parallel=ddp")
+    if chosen and world.rank_info.local_world_size > 1 and any(device.type != "cpu" for device in chosen):
+        raise InputError(
+            f"{key} would be used by all {world.rank_info.local_world_size} ranks on this machine; try "
+            f"model.devices=null backend.devices_per_rank={len(chosen)}"
+        )
+    if devices[0] != world.device:
+        raise InputError(f"{key} must begin with {world.device}, where the samples are")
+    try:
+        model.place(devices)
+    except ValueError as error:
+        raise InputError(f"{key}: {error}") from None
+    if all(device.type == "cpu" for device in devices):
+        return [f"{name}: all submodules are on the CPU"]
+    return []

@@ -1,0 +1,49 @@
+"""Submodules of a model that sharding and activation checkpointing handle one by one."""
+
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+_attached: WeakSet[nn.Module] = WeakSet()
+
+
+def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None:
+    """Add a loss or an objective to the model, which is then trained, parallelized and saved with it, as `loss.NAME`.
+
+    Raises ValueError if the model has an attribute of that name.
+    """
+    if hasattr(module, name):
+        raise ValueError(
+            f"{type(submodule).__name__} would become the model's {name}, which exists; rename the model's attribute"
+        )
+    module.add_module(name, submodule)
+    _attached.add(submodule)
+
+
+def attached_loss(module: nn.Module) -> nn.Module | None:
+    """Return the attached loss, or None."""
+    loss = module._modules.get("loss")
+    return loss if loss in _attached else None
+
+
+def stages_or_children(model: nn.Module) -> list[nn.Module]:
+    """Return the model's stages if it defines them, or else its children, without attached submodules."""
+    offers: Any = model
+    if hasattr(model, "stages"):
+        return list(offers.stages())
+    return [child for child in model.children() if child not in _attached]
+
+
+def called_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules in a submodule that belong to the model and have a forward.
+
+    A stage may be a temporary container of the model's modules; a ModuleList has no forward.
+    """
+    return _called(submodule, set(model.modules()) - {model})
+
+
+def _called(submodule: nn.Module, of_model: set[nn.Module]) -> list[nn.Module]:
+    if submodule in of_model and type(submodule).forward is not nn.Module.forward:
+        return [submodule]
+    return [called for child in submodule.children() for called in _called(child, of_model)]

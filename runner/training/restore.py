@@ -1,0 +1,59 @@
+"""Weights of a checkpoint in a parallel model, and copies of a parallel model."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from runner.checkpoints.layout import LAST, TrainState, read_train_state
+from runner.checkpoints.saved_state import open_on_all_ranks
+from runner.distributed.world import World
+from runner.training.callbacks.contract import Callbacks
+from runner.training.mode import ParallelModel
+
+log = logging.getLogger(__name__)
+
+
+def restore(
+    directory: Path, parallel_model: ParallelModel, callbacks: Callbacks, world: World, has_ema: bool
+) -> TrainState:
+    """Load this rank's part of the newest intact checkpoint, to continue the run. All ranks must call it."""
+    saved = open_on_all_ranks(directory, LAST, world)
+    parallel_model.load_state(saved)
+    callbacks.call("load_state", saved)
+    if saved.average() and not has_ema:
+        log.info("the checkpoint's average of the weights (ema) is dropped")
+    return read_train_state(saved.path)
+
+
+def restore_evaluated(
+    directory: Path, parallel_model: ParallelModel, world: World, name: str = LAST, unaveraged: bool = False
+) -> TrainState:
+    """Load only the weights that the run evaluated, or with `unaveraged` the model's weights. All ranks must call it.
+
+    `name` is that of `open_on_all_ranks`.
+    """
+    saved = open_on_all_ranks(directory, name, world)
+    parallel_model.load_weights(saved if unaveraged else saved.evaluated())
+    if saved.average():
+        log.info("weights: %s", "the model's own, not averaged" if unaveraged else "averaged over the steps (ema)")
+    return read_train_state(saved.path)
+
+
+def copy_model(
+    make_model: Callable[[], nn.Module], parallel_model: ParallelModel, dtype: torch.dtype, world: World
+) -> nn.Module | None:
+    """Return a new model with the present weights on rank 0, on the CPU and in evaluation mode; None on other ranks.
+
+    The weights are not averaged, also if an average of them is evaluated. All ranks must call it. It takes as long as
+    saving the weights, and their memory on rank 0.
+    """
+    weights = parallel_model.weights()
+    if world.rank != 0:
+        return None
+    model = make_model().to(dtype=dtype)
+    # The weights of an objective or its loss are not part of the model that `make_model` builds.
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return model.eval()

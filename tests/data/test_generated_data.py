@@ -1,0 +1,153 @@
+"""The values of the generated datasets and of scikit-learn's digits."""
+
+import pickle
+import sys
+
+import pytest
+import torch
+from runner.shipped.data.counting import Counting
+from runner.shipped.data.digits import Digits
+from runner.shipped.data.hashing import hash_numbers
+from runner.shipped.data.random import RandomRegression
+from runner.shipped.data.tensors import TensorData
+from runner.shipped.data.toy import ToyRegression
+
+
+def test_digits_are_scikit_learns_digits_in_two_splits():
+    from sklearn.datasets import load_digits
+
+    source = load_digits()
+    train, val = (Digits(train=train, sample_shape=(1, 8, 8), num_outputs=10) for train in (True, False))
+    found = torch.cat([train.samples, val.samples]).mul(16).flatten(1)
+    labels = torch.cat([train.targets, val.targets])
+    expected = {(*pixels, label) for pixels, label in zip(source.data.tolist(), source.target.tolist(), strict=True)}
+    rows = [(*pixels, label) for pixels, label in zip(found.tolist(), labels.tolist(), strict=True)]
+    assert len(rows) == 1797 and set(rows) == expected  # every digit once, none in both splits
+    assert torch.bincount(val.targets, minlength=10).min() > 20
+
+
+def test_digits_are_read_without_importing_scikit_learn(monkeypatch):
+    """scikit-learn imports scipy and pandas, which takes a second or two."""
+    shape = {"sample_shape": (1, 8, 8), "num_outputs": 10}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sklearn.datasets", None)  # so that no import finds it
+        found = Digits(train=True, **shape)
+    monkeypatch.setattr("runner.shipped.data.digits.find_spec", lambda name: None)
+    other = Digits(train=True, **shape)
+    assert torch.equal(found.samples, other.samples) and torch.equal(found.targets, other.targets)
+
+
+def test_digits_are_scaled_images_in_0_to_1():
+    small = Digits(train=False, sample_shape=[1, 8, 8], num_outputs=10)
+    large = Digits(train=False, sample_shape=[1, 28, 28], num_outputs=10)
+    assert torch.equal(small.targets, large.targets)
+    assert large.samples.min() == 0 and 0.99 < large.samples.max() <= 1
+    scaled = torch.nn.functional.interpolate(small.samples, size=(28, 28), mode="bilinear")
+    torch.testing.assert_close(large.samples, scaled)
+
+
+def test_digits_refuse_other_channels_and_classes():
+    with pytest.raises(ValueError, match=r"^sample_shape=\[3, 28, 28\] must be .* 1 channel, .* try \[1, 28, 28\]$"):
+        Digits(train=True, sample_shape=(3, 28, 28), num_outputs=10)
+    with pytest.raises(ValueError, match=r"^sample_shape=\[10\] must be \[channels, height, width\]"):
+        Digits(train=True, sample_shape=(10,), num_outputs=10)
+    with pytest.raises(ValueError, match=r"^num_outputs=5 must be 10, the number of classes$"):
+        Digits(train=True, sample_shape=(1, 28, 28), num_outputs=5)
+
+
+def test_toy_is_a_linear_map_and_noise():
+    train, val = (ToyRegression(train, (2, 5), 5, num_train=4000, noise=0.1) for train in (True, False))
+    inputs = train.samples.flatten(1)
+    weight = torch.linalg.lstsq(inputs, train.targets).solution
+    # A model fitted on one split predicts the other up to the noise.
+    error = (val.samples.flatten(1) @ weight - val.targets).square().mean().sqrt().item()
+    assert error == pytest.approx(0.1, rel=0.1)
+    assert inputs.std().item() == pytest.approx(1, rel=0.05) and abs(inputs.mean().item()) < 0.05
+    assert weight.square().sum(0).mean().sqrt().item() == pytest.approx(1, rel=0.3)
+    with pytest.raises(ValueError, match=r"^noise=-1 must be at least 0 and finite; try 0.1$"):
+        ToyRegression(True, (10,), 5, noise=-1)
+
+
+def test_random_is_uniform():
+    data = RandomRegression(True, (20,), 1)
+    for values in (data.samples, data.targets):
+        assert values.min() >= 0 and values.max() < 1
+        assert values.mean().item() == pytest.approx(0.5, abs=0.02)
+        assert values.var().item() == pytest.approx(1 / 12, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", [ToyRegression, RandomRegression])
+def test_splits_and_seeds_differ_and_neither_split_changes_with_the_size_of_the_other(kind):
+    train, val, other = kind(True, (4,), 2), kind(False, (4,), 2), kind(True, (4,), 2, seed=1)
+    assert not (train.samples[:, None] == val.samples).all(-1).any()
+    assert not (train.samples == other.samples).any(1).any()
+    assert torch.equal(kind(False, (4,), 2, num_train=10).samples, val.samples)
+    assert torch.equal(kind(True, (4,), 2, num_val=10).targets, train.targets)
+
+
+@pytest.mark.parametrize("first", [0, 2**32, 9 * 10**9])
+def test_counting_is_uniform_and_learnable(first):
+    data = Counting(True, (32,), 10, num_train=10**10)
+    samples, targets = data.__getitems__(range(first, first + 20_000))
+    assert samples.min() >= -1 and samples.max() < 1
+    assert samples.mean(0).abs().max() < 0.02
+    assert samples.var(0).sub(1 / 3).abs().max() < 0.02
+    correlation = torch.corrcoef(samples.T) - torch.eye(32)
+    assert correlation.abs().max() < 0.04  # features are independent
+    assert (samples[1:] * samples[:-1]).mean(0).abs().max() < 0.02  # and so are neighboring samples
+    assert torch.bincount(targets, minlength=10).sub(2000).abs().max() < 200
+    assert torch.equal(samples @ torch.eye(32, 10), samples[:, :10])
+    assert torch.equal((samples @ torch.eye(32, 10)).argmax(1), targets)  # the prediction of a linear model
+
+
+def test_counting_has_separate_validation_samples():
+    train, val = (Counting(train, (4,), 3, num_train=100, num_val=30) for train in (True, False))
+    samples = torch.cat([train.__getitems__(range(100))[0], val.__getitems__(range(30))[0]])
+    assert len(samples.unique(dim=0)) == 130
+    longer = Counting(True, (4,), 3, num_train=130)
+    assert torch.equal(longer.__getitems__(range(130))[0], samples)  # validation samples follow the training samples
+    other = Counting(True, (4,), 3, num_train=100, seed=1)
+    assert not (other.__getitems__(range(100))[0] == samples[:100]).any(1).any()
+
+
+def test_counting_supports_more_than_2_to_the_32_samples():
+    data = Counting(True, (4,), 3, num_train=10**10, num_val=10)
+    rows = [row + high * 2**32 for high in (0, 1, 2) for row in range(100)]
+    samples, _ = data.__getitems__(rows)
+    assert len(samples.unique(dim=0)) == 300
+    assert torch.equal(Counting(True, (4,), 3).__getitems__(range(100))[0], samples[:100])
+    assert torch.equal(torch.stack([data[row][0] for row in rows[95:105]]), samples[95:105])  # alone
+    last = Counting(False, (4,), 3, num_train=10**10, num_val=10)[9][0]
+    assert torch.equal(last, Counting(True, (4,), 3, num_train=10**11)[10**10 + 9][0])
+
+
+def test_counting_stores_no_samples():
+    assert len(pickle.dumps(Counting(True, (32,), 10))) < 2000
+
+
+def test_counting_hash_is_one_to_one_on_32_bits():
+    numbers = torch.cat([torch.arange(100_000), torch.arange(2**32 - 100_000, 2**32)])
+    hashes = hash_numbers(numbers)
+    assert hashes.min() >= 0 and hashes.max() < 2**32
+    assert len(hashes.unique()) == len(numbers)
+    exact = []
+    for number in (1, 12345, 2**31 + 7, 2**32 - 1):  # Python's integers do not overflow
+        value = (number ^ (number >> 16)) * 0x21F0AAAD % 2**32
+        value = (value ^ (value >> 15)) * 0x735A2D97 % 2**32
+        exact.append(value ^ (value >> 15))
+    assert hash_numbers(torch.tensor([1, 12345, 2**31 + 7, 2**32 - 1])).tolist() == exact
+
+
+def test_counting_refuses_invalid_sizes():
+    with pytest.raises(ValueError, match=r"^num_outputs=10 must be at most the 8 features of a sample; try 8$"):
+        Counting(True, (2, 4), 10)
+    with pytest.raises(ValueError, match=r"^num_train=\d+ must leave at most 2\^62 .* try 4611686018427387894$"):
+        Counting(True, (32,), 10, num_train=2**62, num_val=10)
+
+
+def test_tensors_of_pixels_become_floats_in_0_to_1():
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(4, 1, 8, 8)
+    data = TensorData(pixels, torch.arange(4))
+    samples, _ = data.__getitems__([0, 1, 2, 3])
+    assert torch.equal(samples.flatten(), torch.arange(256, dtype=torch.float32) / 255)
+    assert data.samples.dtype == torch.uint8  # the dataset keeps a quarter of that

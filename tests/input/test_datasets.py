@@ -1,0 +1,328 @@
+"""Splits of a dataset, validation samples drawn from the training split, and unsuitable datasets."""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+from ranks import RankError
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from worlds import configure, run
+
+from runner.config.schema import Config
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.input.datasets import load_data, load_split
+from runner.input.loader import Loader
+from runner.input.sampler import Sampler
+
+WORLD = cast(World, None)  # needed only to download files
+CPU = torch.device("cpu")
+
+
+class Plain(TensorDataset):
+    """Has neither train nor split."""
+
+    def __init__(self, num_samples: int = 50) -> None:
+        numbers = torch.arange(num_samples)
+        super().__init__(numbers[:, None].float(), numbers % 2)
+        self.sample_weights = numbers.double()
+        self.words = ["no", "yes"]
+
+
+class Batched(Plain):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [tensor[indices] for tensor in self.tensors]
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+
+class Chosen(Subset[Any]):
+    """Its `__getitems__` returns a list of samples."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain(), range(5, 45))
+
+
+class ChosenBatches(Subset[Any]):
+    """Its `__getitems__` returns a batch, like that of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__(Batched(), range(5, 45))
+
+
+class Noisy(Chosen):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.rand(1), target
+
+
+class ChosenAnew(Chosen):
+    """Returns lists of samples, and in each epoch a dataset without `__getitems__`."""
+
+    def in_epoch(self, epoch: int) -> Any:
+        return [(inputs + 100 * epoch, target) for inputs, target in (self[index] for index in range(len(self)))]
+
+
+class Padded(Chosen):
+    """Collates lists of samples itself."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        return torch.stack([inputs + 100 for inputs, _ in samples]), torch.tensor(
+            [int(target) for _, target in samples]
+        )
+
+
+class Halves(Plain):
+    def __init__(self, train: bool) -> None:
+        super().__init__(30 if train else 20)
+
+
+class Letters(Plain):
+    """Has an option split with another meaning, like torchvision's EMNIST."""
+
+    def __init__(self, train: bool, split: str = "letters") -> None:
+        super().__init__({"letters": 26, "digits": 10}[split] + train)
+
+
+class More:
+    def __call__(self, inputs: Any) -> Any:
+        return inputs + 0.5
+
+
+class Listed(Plain):
+    def __init__(self, split: Literal["train", "test"]) -> None:
+        super().__init__({"train": 30, "test": 7}[split])
+
+
+class Named(Plain):
+    """Refuses a split with ValueError, like torchvision's FER2013."""
+
+    def __init__(self, split: str) -> None:
+        if split not in ("train", "test"):
+            raise ValueError(f"Unknown value '{split}' for argument split. Valid values are ('train', 'test').")
+        super().__init__(30)
+
+
+class Keyed(Plain):
+    def __init__(self, split: str) -> None:
+        super().__init__({"train": 30, "val": 8}[split])
+
+
+class Failing(Plain):
+    def __init__(self, split: str) -> None:
+        if split == "val":
+            raise ValueError("root=there contains a broken file; fix it")
+        super().__init__(30)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(1), torch.tensor(0)
+
+
+class Endless(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1), torch.tensor(0)
+
+
+class Epochs(Plain):
+    """Returns another dataset in each epoch."""
+
+    def in_epoch(self, epoch: int) -> list[Any]:
+        return [(inputs + 100 * epoch, target) for inputs, target in (self[index] for index in range(len(self)))]
+
+
+class Fetched(Plain):
+    """Lacks its files."""
+
+    def __init__(self, train: bool, download: bool = True) -> None:
+        raise ValueError("root=there: nothing was downloaded" if download else "root=there has no files")
+
+
+class Empty(Plain):
+    def __init__(self, train: bool) -> None:
+        super().__init__(30 if train else 0)
+
+
+def of(kind: type, **keys: Any) -> Config:
+    options = keys.pop("options", {})
+    node = {"_target_": f"{__name__}.{kind.__name__}", "sample_shape": [1], "num_outputs": 2, **options}
+    return replace(configure("model=linear", "data=random")[0], data=node, **keys)
+
+
+def lengths(kind: type, **keys: Any) -> tuple[int, int]:
+    train, val = load_data(of(kind, **keys), {"data": "mine"}, WORLD)
+    return len(train), len(val)
+
+
+def test_the_split_is_passed_as_the_signature_requires() -> None:
+    assert lengths(Halves) == (30, 20)
+    assert lengths(Keyed) == (30, 8)
+    assert lengths(Letters, options={"split": "digits"}) == (11, 10)
+    assert lengths(Listed, val_fraction=0.2) == (24, 6)
+    assert lengths(Named, val_fraction=0.2) == (24, 6)
+    assert lengths(Plain, val_fraction=0.2) == (40, 10)
+
+
+@pytest.mark.parametrize("kind", [Listed, Named])
+def test_a_split_is_loaded_by_name(kind: type) -> None:
+    assert len(load_split(of(kind), {}, WORLD, "test")) == (7 if kind is Listed else 30)
+    assert lengths(Listed, val_fraction=0.2, split="test") == (24, 7)
+    assert lengths(Listed, split="test") == (30, 7)  # no validation split is needed
+    assert lengths(Plain, split="train") == (50, 50)
+
+
+@pytest.mark.parametrize("kind", [Plain, Batched])
+def test_validation_samples_are_drawn_from_the_training_split(kind: type) -> None:
+    parts = load_data(of(kind, val_fraction=0.3, seed=1), {}, WORLD)
+    again = load_data(of(kind, val_fraction=0.3, seed=1), {}, WORLD)
+    other = load_data(of(kind, val_fraction=0.3, seed=2), {}, WORLD)
+    rows = [part.rows.tolist() for part in parts]
+    assert sorted(rows[0] + rows[1]) == list(range(50)) and len(rows[1]) == 15
+    assert rows == [part.rows.tolist() for part in again]
+    assert rows != [part.rows.tolist() for part in other]
+    for part, numbers in zip(parts, rows, strict=True):
+        assert [part[index][0].item() for index in range(len(part))] == numbers
+        assert part.sample_weights.tolist() == numbers
+        assert part.words == ["no", "yes"]
+        assert part.read([3, 0])[0].flatten().tolist() == [numbers[3], numbers[0]]
+        assert part.read([], allow_empty=True)[0].shape == (0, 1)
+        assert hasattr(part, "collate") == (kind is Batched)
+        with pytest.raises(IndexError):
+            part[len(part)]
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = part.nothing
+
+
+def read_whole(dataset: Any, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and targets of an epoch."""
+    loader = Loader(dataset, Sampler(len(dataset), batch_size), torch.float32, CPU, shuffle=False)
+    read = [each for step in loader.steps(0) for each in step.micro_batches]
+    return torch.cat([each.inputs for each in read]).flatten(), torch.cat([each.targets for each in read])
+
+
+@pytest.mark.parametrize("kind", [Chosen, ChosenBatches])
+def test_torchs_subset_is_read_like_any_dataset(kind: type) -> None:
+    whole = load_split(of(kind), {}, WORLD, "train")
+    inputs, targets = read_whole(pickle.loads(pickle.dumps(whole)), 16)
+    assert inputs.tolist() == list(range(5, 45)) and targets.tolist() == [row % 2 for row in range(5, 45)]
+    part = load_split(of(kind, val_fraction=0.25), {}, WORLD, "val")
+    inputs, _ = read_whole(part, 16)
+    assert inputs.tolist() == [5 + row for row in part.rows.tolist()]
+
+
+def test_lists_of_samples_are_drawn_and_collated_like_others() -> None:
+    before = torch.get_rng_state()
+    noisy = load_split(of(Noisy), {}, WORLD, "train")
+    assert torch.equal(torch.get_rng_state(), before)
+    (of_two, _), (of_many, _) = read_whole(noisy, 2), read_whole(noisy, 16)
+    assert torch.equal(of_two, of_many) and of_two.frac().unique().numel() == 40
+    inputs, _ = read_whole(load_split(of(ChosenAnew), {}, WORLD, "train"), 16)
+    assert inputs.tolist() == list(range(5, 45))
+    inputs, _ = read_whole(load_split(of(Padded), {}, WORLD, "train"), 16)
+    assert inputs.tolist() == list(range(105, 145))
+    train, _ = load_data(of(Chosen, val_fraction=0.25, transforms={"more": {"_target_": More}}), {}, WORLD)
+    assert (read_whole(train, 16)[0].frac() == 0.5).all()
+
+
+def test_a_dataset_may_depend_on_the_epoch() -> None:
+    config = of(Epochs, val_fraction=0.3)
+    jitter = {"more": {"_target_": f"{__name__}.More"}}
+    for transforms, more in (({}, 0), (jitter, 0.5)):
+        train, _ = load_data(replace(config, transforms=transforms), {}, WORLD)
+        rows = train.rows.tolist()
+        loader = Loader(train, Sampler(35, 35, shuffle=False), torch.float32, CPU, shuffle=False)
+        for epoch in range(2):
+            read = next(iter(loader.steps(epoch))).micro_batches[0].inputs.flatten().tolist()
+            assert read == [row + 100 * epoch + more for row in rows]
+
+
+def test_nothing_is_downloaded_for_unsuitable_options() -> None:
+    config = of(Fetched, val_fraction=0.1, options={"download": True})
+    with pytest.raises(InputError, match=r"^val_fraction=0.1 has no effect, because data=mine has a validation split"):
+        load_data(config, {"data": "mine"}, WORLD)  # None, which cannot download
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"),
+    [
+        (Plain, {}, "data=mine has no validation split; set val_fraction=0.1 to take it from the training split"),
+        (Listed, {}, "data=mine has no validation split; set val_fraction=0.1 to"),
+        (Named, {}, r"data=mine has no validation split \(Unknown value 'val' .*\); set val_fraction=0.1 to"),
+        (Failing, {}, "data=mine: root=there contains a broken file; fix it"),
+        (Failing, {"val_fraction": 0.1}, "data=mine: root=there contains a broken file; fix it"),
+        (Halves, {"val_fraction": 0.1}, "val_fraction=0.1 has no effect, because data=mine has a validation split"),
+        (Keyed, {"val_fraction": 0.1}, "val_fraction=0.1 has no effect, because data=mine has a validation split"),
+        (Halves, {"split": "test"}, "split=test: data=mine has no such split; it has train and val"),
+        (Plain, {"split": "test"}, "split=test: data=mine has no such split; it has train$"),
+        (Keyed, {"split": "test"}, "split=test: data=mine has no such split"),
+        (Plain, {"val_fraction": 0.001}, r"val_fraction=0.001 of the 50 samples .* are 0, .*; try val_fraction=0.1$"),
+        (Plain, {"val_fraction": 0.999}, "val_fraction=0.999 of the 50 samples of data=mine are 50, but both splits"),
+        (Stream, {}, "data=mine: an IterableDataset has no length or index, .*; use a map-style dataset, with __len__"),
+        (Endless, {}, "data=mine: Endless lacks __len__; add it"),
+        (Empty, {}, "data=mine: its val split has no samples; at least one is required"),
+    ],
+)
+def test_unsuitable_datasets_are_refused(kind: type, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        load_data(of(kind, **keys), {"data": "mine"}, WORLD)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["val_fraction=1"], "val_fraction=1 must be above 0 and below 1, or null; try 0.1"),
+        (["split=tset"], "split=tset must be one of train, val, test; did you mean test"),
+        (["split=test"], "split=test has no effect on task=train; drop it"),
+    ],
+)
+def test_keys_are_checked_when_composing(words: list[str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        configure(*words)
+    assert [message in line for line in caught.value.messages] == [True]
+
+
+def test_a_run_with_val_fraction_is_the_same_on_two_ranks_and_evaluates_its_test_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "listed_data.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from typing import Literal\n"
+        "class Listed(TensorDataset):\n"
+        "    def __init__(self, split: Literal['train', 'test']):\n"
+        "        generator = torch.Generator().manual_seed(len(split))\n"
+        "        points = torch.randn(90 if split == 'train' else 40, 3, generator=generator)\n"
+        "        super().__init__(points, (points.sum(1) > 0).long())\n"
+        "        self.classes = ['below', 'above']\n"
+    )
+    (tmp_path / "data" / "listed.yaml").write_text("_target_: listed_data.Listed\nsample_shape: [3]\nnum_outputs: 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "listed_data", raising=False)
+    words = (f"hydra.searchpath=['file://{tmp_path}']", "data=listed", "model=linear", "val_fraction=0.2")
+    words = (*words, "epochs=2", "batch_size=20", "precision=fp64", "logger=none")
+    one = run(tmp_path / "one", 1, *words)
+    two = run(tmp_path / "two", 2, *words, "parallel=ddp")
+    assert two.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)
+    assert one.result["step"] == 8  # 72 samples
+    told = "data     listed, 72 training and 18 validation samples; classes 0 below, 1 above\n"
+    assert told in (one.path / "log.txt").read_text()
+
+    evaluate = ("task=evaluate", f"run={one.path}", words[0])
+    tested = [run(tmp_path / split, 1, *evaluate, f"split={split}").result["metrics"] for split in ("val", "test")]
+    assert tested[0] == pytest.approx({k: v for k, v in one.result["metrics"].items() if k.startswith("val/")})
+    assert set(tested[1]) == {"test/loss", "test/accuracy"}
+    assert tested[1]["test/accuracy"] * 40 == pytest.approx(round(tested[1]["test/accuracy"] * 40))
+    with pytest.raises(RankError, match=r"data=listed has no validation split; set val_fraction=0.1"):
+        run(tmp_path / "none", 1, *(word for word in words if not word.startswith("val_fraction")))
+    assert not (tmp_path / "none" / "run").exists()

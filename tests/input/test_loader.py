@@ -1,0 +1,164 @@
+"""Batches of a loader, reading ahead, and failures of workers."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from runner.input.loader import Loader
+from runner.input.loader_workers import WorkerDied, worker_death
+from runner.input.sampler import Sampler
+
+NUM_SAMPLES = 22
+CPU = torch.device("cpu")
+
+
+def make(sampler: Sampler, **options: object) -> Loader:
+    numbers = torch.arange(NUM_SAMPLES)
+    return Loader(TensorDataset(numbers[:, None].float(), numbers), sampler, torch.float32, CPU, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (2, 3), (None, 3)])
+def test_batches_contain_the_indices_of_their_samples(num_workers: int, rank: int | None, num_ranks: int) -> None:
+    sampler = Sampler(NUM_SAMPLES, batch_size=5, micro_batches=2, data_rank=rank, data_ranks=num_ranks)
+    loader = make(sampler, num_workers=num_workers)
+    try:
+        list(itertools.islice(loader.steps(epoch=0), 2))  # an abandoned epoch, of which workers have read batches
+        for epoch, first_step in ((0, 0), (1, 3)):
+            batches = [m for step in loader.steps(epoch, first_step) for m in step.micro_batches]
+            assert [list(batch.indices) for batch in batches] == list(sampler.local_batches(epoch, first_step))
+            for batch in batches:
+                counted = list(batch.indices) or [0]  # one sample that is not counted
+                assert (batch.targets.tolist(), batch.num_samples) == (counted, len(batch.indices))
+    finally:
+        loader.close()
+
+
+class Rows(TensorDataset):
+    """Counts its reads."""
+
+    reads_ahead = True
+    reads = 0
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.reads += 1
+        return [tensor[indices] for tensor in self.tensors]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("rank", "num_ranks", "micro_batches"), [(0, 1, 1), (1, 3, 2), (2, 3, 2), (None, 3, 1)])
+def test_reading_ahead_returns_the_same_batches(
+    rank: int | None, num_ranks: int, micro_batches: int, num_workers: int
+) -> None:
+    sampler = Sampler(NUM_SAMPLES, 5, micro_batches, rank, num_ranks)
+    rows = Rows(torch.rand(NUM_SAMPLES, 3, dtype=torch.float64), torch.arange(NUM_SAMPLES))
+    once = Rows(*rows.tensors)
+    once.reads_ahead = False
+    ahead, one_by_one = (
+        Loader(dataset, sampler, torch.float32, CPU, num_workers=num_workers) for dataset in (rows, once)
+    )
+    try:
+        for epoch, first_step in ((0, 0), (1, 3), (2, 0)):
+            found, expected = (
+                [(batch, step.num_samples) for step in loader.steps(epoch, first_step) for batch in step.micro_batches]
+                for loader in (ahead, one_by_one)
+            )
+            assert [(list(batch.indices), size) for batch, size in found] == [
+                (list(batch.indices), size) for batch, size in expected
+            ]
+            for (batch, _), (other, _) in zip(found, expected, strict=True):
+                assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+                # As in a resumed run: the last bit of a matrix product depends on the alignment.
+                assert batch.inputs.data_ptr() % 64 == batch.targets.data_ptr() % 64 == 0
+    finally:
+        ahead.close()
+        one_by_one.close()
+    if num_workers == 0 and rank in (0, 2):  # the others have many empty local micro-batches, which are read separately
+        assert 0 < rows.reads < once.reads
+
+
+def test_reading_ahead_is_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(torch.zeros(NUM_SAMPLES, 64), torch.arange(NUM_SAMPLES))
+    monkeypatch.setattr("runner.input.loader.BYTES_AT_ONCE", 3 * 2 * (64 * 4 + 8))  # 3 local micro-batches of 2 samples
+    loader = Loader(rows, Sampler(NUM_SAMPLES, batch_size=2), torch.float32, CPU)
+    rows.reads = 0
+    assert len(list(loader.steps(epoch=0))) == 11
+    assert rows.reads == 1 + 4  # the first one separately, to measure its size
+    assert len(list(loader.steps(epoch=1))) == 11
+    assert rows.reads == 5 + 4
+
+
+@pytest.mark.parametrize("first_step", [0, 7])
+def test_the_limit_is_computed_from_the_largest_size(first_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may resume at the end of an epoch, where the last step has one sample instead of three."""
+    rows = Rows(torch.zeros(NUM_SAMPLES, 64), torch.arange(NUM_SAMPLES))
+    monkeypatch.setattr("runner.input.loader.BYTES_AT_ONCE", 2 * 3 * (64 * 4 + 8))  # 2 local micro-batches of 3 samples
+    loader = Loader(rows, Sampler(NUM_SAMPLES, batch_size=3), torch.float32, CPU)
+    assert len(list(loader.steps(0, first_step))) == 8 - first_step
+    loader.use_sampler(loader.sampler)
+    before = rows.reads
+    assert len(list(loader.steps(1, 7))) == 1 and len(list(loader.steps(2))) == 8
+    assert rows.reads == before + 1 + 4
+
+
+class Full(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples of 1 MiB, in a worker without shared memory for a batch."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        def refuse(*size: int) -> None:
+            raise RuntimeError(
+                "unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)"
+            )
+
+        torch.UntypedStorage._new_using_fd_cpu = refuse  # type: ignore[method-assign, assignment]
+        return torch.zeros(2**18)
+
+
+@pytest.mark.fault("no shared memory for a loader worker", outcome="refused")
+def test_a_worker_without_shared_memory_reports_what_it_needs() -> None:
+    sampler = Sampler(NUM_SAMPLES, batch_size=5)
+    loader = Loader(Full(), sampler, torch.float32, CPU, num_workers=1)
+    try:
+        with pytest.raises(OSError, match=r"5\.0 MiB of shared memory .*/dev/shm has .* MiB free of .*num_workers=0"):
+            next(loader.steps(epoch=0))
+    finally:
+        loader.close()
+
+
+@pytest.mark.fault("kill -9 of a loader worker", outcome="refused")
+def test_a_killed_worker_is_named() -> None:
+    loader = make(Sampler(NUM_SAMPLES, batch_size=1), num_workers=2)
+    try:
+        steps = loader.steps(epoch=0)
+        next(steps)
+        worker = loader._loader._iterator._workers[1]  # type: ignore[union-attr]
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"^loader worker 1 \(process {worker.pid}\) died: SIGKILL; .*memory"):
+            list(steps)
+    finally:
+        loader.close()
+
+
+def _die_later() -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_exits_after_its_connection_closed_is_named() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=_die_later)
+    worker.start()
+    try:
+        died = worker_death(ConnectionResetError("reset by peer"), [worker])
+        assert died is not None and str(died).startswith(f"loader worker 0 (process {worker.pid}) died: SIGKILL")
+        assert worker_death(ConnectionResetError("of the data set itself"), ()) is None  # without waiting
+    finally:
+        worker.join()

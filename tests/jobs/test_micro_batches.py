@@ -1,0 +1,77 @@
+"""micro_batches=auto: doubled until a step fits into memory, agreed by all ranks, recorded."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from parity import COMMON, assert_equal
+from ranks import RankError
+from worlds import configure, run
+
+from runner.errors import InputError
+
+HUNGRY = (
+    "model=linear",
+    "model._target_=custom_models.Hungry",
+    "data=toy",
+    "data.num_train=350",
+    "batch_size=90",
+    *COMMON,
+)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "count"),
+    [
+        (1, ("+model.lacks=cpu",), 8),
+        (2, ("parallel=ddp", "+model.rank=1"), 4),
+        (1, ("parallel=fsdp", "+model.lacks=cpu"), 8),
+        pytest.param(2, ("parallel=allreduce", "+model.rank=1", "+model.lacks=cpu"), 4, marks=pytest.mark.thorough),
+        pytest.param(2, ("parallel=local_sgd", "parallel.warmup_steps=99"), 4, marks=pytest.mark.thorough),
+        pytest.param(3, ("parallel=zero", "+model.rank=2"), 4, marks=pytest.mark.thorough),
+    ],
+    ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else None,
+)
+def test_micro_batches_are_doubled_until_they_fit(
+    world_size: int, words: tuple[str, ...], count: int, tmp_path: Path
+) -> None:
+    found = run(tmp_path / "auto", world_size, *HUNGRY, *words, "micro_batches=auto")
+    assert_equal(found, run(tmp_path / "one", 1, *HUNGRY, "+model.holds=90", f"micro_batches={count}"))
+    assert found.result["state"] == "finished" and found.result["error"] is None
+    # A resume or a rerun uses the recorded number.
+    assert yaml.safe_load((found.path / "config.yaml").read_text())["micro_batches"] == count
+    recorded = yaml.safe_load((found.path / "overrides.yaml").read_text())
+    assert [word for word in recorded if word.startswith("micro_batches")] == [f"micro_batches={count}"]
+    log = (found.path / "log.txt").read_text()
+    assert "Traceback" not in log
+    assert f"micro_batches=auto: out of memory with {count // 2}, trying {count}" in log
+    assert not (found.path / "logs").exists()  # where warnings of other ranks would be
+
+
+def test_a_batch_that_never_fits_fails(tmp_path: Path) -> None:
+    """There is one run directory, with the error of the last attempt."""
+    with pytest.raises(RankError, match="ran out of memory"):
+        run(tmp_path, 1, *HUNGRY, "batch_size=4", "+model.holds=0", "micro_batches=auto")
+    (path,) = (tmp_path / "run").iterdir()
+    assert yaml.safe_load((path / "config.yaml").read_text())["micro_batches"] == 4
+
+
+def test_another_failure_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="RuntimeError: no luck"):
+        run(tmp_path, 1, *HUNGRY, "micro_batches=auto", "+model.lacks=luck")
+    (path,) = (tmp_path / "run").iterdir()
+    assert yaml.safe_load((path / "config.yaml").read_text())["micro_batches"] == 1
+
+
+def test_a_mode_whose_ranks_would_wait_is_refused(tmp_path: Path) -> None:
+    message = "InputError: micro_batches=auto: under parallel=fsdp ranks would wait .* choose among "
+    those = "parallel=allreduce, parallel=ddp, parallel=local_sgd, parallel=zero\n"
+    with pytest.raises(RankError, match=message + those):
+        run(tmp_path, 2, *HUNGRY, "parallel=fsdp", "micro_batches=auto")
+    assert not list(tmp_path.glob("run/*"))
+
+
+@pytest.mark.parametrize("value", ["0", "two", "1.5", "true", "null"])
+def test_other_values_are_refused(value: str) -> None:
+    with pytest.raises(InputError, match=rf"^micro_batches={value} must be (at least 1|an integer \(int\) or auto; )"):
+        configure(f"micro_batches={value}")

@@ -1,0 +1,86 @@
+"""Garbage collection and memory allocation in the runner's own processes, and in a caller's."""
+
+import os
+from pathlib import Path
+
+import pytest
+from rank_reports import reports_of_ranks, run_python
+
+from runner.jobs.process_tuning import keep_freed_memory
+
+REPORT = """\
+import gc
+from pathlib import Path
+
+import torch
+
+
+def report():
+    block = torch.empty(20, 2**20, dtype=torch.uint8)  # by default glibc requests such a block from the system
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    heap = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps if line.endswith("[heap]")]
+    place = "heap" if any(first <= block.data_ptr() < last for first, last in heap) else "system"
+    return f"{gc.isenabled()} {gc.get_freeze_count() > 100_000} {place}"
+"""
+RETURNS = """\
+import torch
+
+from runner.jobs.process_tuning import keep_freed_memory, return_freed_memory
+
+
+def resident_mib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
+
+
+assert keep_freed_memory()
+blocks = [torch.ones(2**20) for _ in range(16)]
+whole = resident_mib()
+del blocks
+kept = resident_mib()
+return_freed_memory()
+print(whole - kept, kept - resident_mib())
+"""
+
+needs_glibc = pytest.mark.skipif(
+    not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
+    reason="another C library than glibc",
+)
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks"),
+    [(("launcher=env",), 1), pytest.param(("launcher=spawn", "parallel=ddp"), 2, marks=pytest.mark.thorough)],
+)
+def test_a_rank_freezes_its_imports_and_keeps_large_blocks(
+    launcher: tuple[str, ...], num_ranks: int, tmp_path: Path
+) -> None:
+    """The command also writes no warning at its exit about objects that were never collected."""
+    assert reports_of_ranks(tmp_path, REPORT, *launcher) == ["True True heap"] * num_ranks
+
+
+@needs_glibc
+def test_the_memory_of_a_finished_job_is_returned(tmp_path: Path) -> None:
+    freed_mib, returned_mib = map(float, run_python(tmp_path, "-c", RETURNS).split())
+    assert freed_mib < 1 and returned_mib > 50, "of 64"
+
+
+@needs_glibc
+@pytest.mark.parametrize("chosen", [{"MALLOC_TRIM_THRESHOLD_": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}])
+def test_settings_of_the_environment_take_precedence(chosen: dict[str, str]) -> None:
+    assert not keep_freed_memory(chosen)
+
+
+def test_a_callers_garbage_collector_is_unchanged(tmp_path: Path) -> None:
+    code = """\
+import gc
+from runner.jobs.process_tuning import begin_imports, end_imports
+end_imports()
+assert gc.isenabled() and not gc.get_freeze_count()
+begin_imports()
+assert not gc.isenabled()
+end_imports()
+assert gc.isenabled() and gc.get_freeze_count()
+"""
+    run_python(tmp_path, "-c", code)

@@ -1,0 +1,185 @@
+"""Restarts by torch's elastic agent, on one machine and two, with ranks that only reach a checkpoint and die."""
+
+import json
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from commands import free_port
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+
+from runner.distributed.failures.hung_ranks import KILLED
+from runner.distributed.failures.signals import PREEMPTED
+from runner.errors import JobFailed, Preempted
+from runner.launchers import node_rendezvous
+from runner.launchers.elastic import Ranks, run_worlds
+from runner.launchers.node_rendezvous import Nodes, OneMachine, Rendezvous
+from runner.launchers.rank_process import FAILURE_REPORTED
+from runner.records.run_directory import Request
+
+HOST = socket.gethostname()
+DIED = f"rank 0 on {HOST} died: SIGKILL"
+SIGKILL = signal.SIGKILL
+End = tuple[int, signal.Signals]  # the step of the checkpoint that a start reaches, and the signal that kills it
+
+# Once `ends` are used up, the start is the last one and succeeds. Rank 0 makes the checkpoints.
+RANK = """\
+import json, os, sys, time
+from pathlib import Path
+
+folder, ends, waits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+rank = int(os.environ["RANK"])
+start = len(list(folder.glob(f"start_{rank}_*")))
+(folder / f"start_{rank}_{start}").touch()
+if start < len(ends):
+    step, number = ends[start]
+    checkpoint = folder / "checkpoints" / f"step_{step}"
+    if rank == 0:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+    while not (checkpoint.exists() and (folder / f"start_0_{start}").exists()):
+        time.sleep(0.01)
+    if rank == 0 and waits:
+        time.sleep(600)
+    os.kill(os.getpid(), number)
+"""
+
+
+def ranks_of(folder: Path, ends: Sequence[End], rank_0_waits: bool = False) -> Ranks:
+    return Ranks(1, sys.executable, ("-c", RANK, str(folder), json.dumps(ends), json.dumps(rank_0_waits)))
+
+
+def launch_on_two(folder: Path, ends: Sequence[End], max_restarts: int, rank_0_waits: bool = False) -> list[int | None]:
+    """Return the exit statuses of two agents: 0, or 3 for a failed rank or a closed rendezvous."""
+    endpoint = f"localhost:{free_port()}"
+
+    def agent(is_host: bool) -> None:
+        parameters = RendezvousParameters(
+            "c10d", endpoint, "test", 2, 2, "localhost", join_timeout=60, last_call_timeout=1, is_host=is_host
+        )
+        try:
+            ranks = ranks_of(folder, ends, rank_0_waits)
+            run_worlds(Nodes(parameters), ranks, Request(directory=str(folder)), max_restarts, [])
+        except (JobFailed, RendezvousError):
+            sys.exit(3)
+
+    agents = [get_context("fork").Process(target=agent, args=(is_host,)) for is_host in (True, False)]
+    try:
+        for each in agents:
+            each.start()
+        for each in agents:
+            each.join(300)
+        return [each.exitcode for each in agents]
+    finally:
+        for each in agents:
+            each.kill()
+            each.join()
+
+
+@pytest.mark.parametrize(
+    ("ends", "max_restarts", "num_starts", "last_line"),
+    [
+        ([(step, SIGKILL) for step in (3, 5, 7)], 1, 4, f"{DIED}: restarted from step 7"),
+        (
+            [(3, SIGKILL), (5, SIGKILL), (5, SIGKILL), (5, SIGKILL)],
+            3,
+            3,
+            "not restarted: it failed twice in the same way, without getting beyond step 5",
+        ),
+    ],
+)
+def test_restarts_are_counted_from_each_checkpoint(
+    ends: list[End],
+    max_restarts: int,
+    num_starts: int,
+    last_line: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    arguments = (OneMachine(60), ranks_of(tmp_path, ends), Request(directory=str(tmp_path)), max_restarts, [])
+    if num_starts > len(ends):
+        run_worlds(*arguments)
+    else:
+        with pytest.raises(JobFailed) as error:
+            run_worlds(*arguments)
+        assert str(error.value) == f"{DIED}\n{last_line}"
+    assert len(list(tmp_path.glob("start_0_*"))) == num_starts
+    assert [line for line in capfd.readouterr().err.splitlines() if "restarted" in line][-1] == last_line
+
+
+@pytest.mark.parametrize("ends", [[(3, SIGKILL), (5, SIGKILL)], [(3, SIGKILL)] * 4])
+def test_two_agents_restart_and_give_up_together(ends: list[End], tmp_path: Path) -> None:
+    succeeds = len(ends) == 2
+    assert launch_on_two(tmp_path, ends, 3) == ([0, 0] if succeeds else [3, 3])
+    assert len(list(tmp_path.glob("start_0_*"))) == (3 if succeeds else 2)
+
+
+def test_an_agent_restarts_ranks_that_do_not_notice_a_failure_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_rendezvous, "END_TIMEOUT_S", 1.0)
+    assert launch_on_two(tmp_path, [(3, SIGKILL)], 3, rank_0_waits=True) == [0, 0]
+    starts = sorted(path.name for path in tmp_path.glob("start_*"))
+    assert starts == ["start_0_0", "start_0_1", "start_1_0", "start_1_1"]
+
+
+REPORTS = """\
+import json, os, sys
+from pathlib import Path
+
+if sys.argv[2]:
+    Path(sys.argv[1], "result.json").write_text(json.dumps({"state": "failed", "error": sys.argv[2]}))
+status = int(sys.argv[3])
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+HUNG = f"rank 0 on here:\nno word from rank 1 on here, it hangs at this line; {KILLED}"
+
+
+def run_and_report(directory: Path, status: int, report: str, received: Sequence[str] = ()) -> None:
+    rendezvous: Rendezvous = OneMachine(60)
+    ranks = Ranks(1, sys.executable, ("-c", REPORTS, str(directory), report, str(status)))
+    run_worlds(rendezvous, ranks, Request(directory=str(directory)), 0, received)
+
+
+@pytest.mark.parametrize(
+    ("status", "report", "received", "error"),
+    [
+        (FAILURE_REPORTED, "rank 0 on here:\nNo space left", ["SIGTERM"], "rank 0 on here:\nNo space left"),
+        (FAILURE_REPORTED, "", [], "a rank has reported the reason above"),
+        (-signal.SIGKILL, HUNG, [], HUNG),
+        (1, "a loss", [], "a loss"),
+    ],
+)
+def test_the_reported_failure_is_the_cause(
+    status: int, report: str, received: list[str], error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The agent only sees the exit status of a rank that has reported its failure or was terminated by the others."""
+    with pytest.raises(JobFailed) as raised:
+        run_and_report(tmp_path, status, report, received)
+    assert str(raised.value) == error
+    assert "died" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "report", "how"),
+    [(3, "", "exit status 3"), (-signal.SIGKILL, "", "SIGKILL"), (-signal.SIGKILL, "a loss", "SIGKILL")],
+)
+def test_a_rank_that_has_reported_nothing_is_named(
+    status: int, report: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = f"rank 0 on {HOST} died: {how}"
+    with pytest.raises(JobFailed) as raised:
+        run_and_report(tmp_path, status, report)
+    assert str(raised.value) == line and capfd.readouterr().err == f"{line}\n"
+
+
+def test_a_stopped_rank_has_not_failed(tmp_path: Path) -> None:
+    with pytest.raises(Preempted, match="SIGTERM"):
+        run_and_report(tmp_path, -signal.SIGTERM, "", ["SIGTERM"])
+    with pytest.raises(Preempted):
+        run_and_report(tmp_path, PREEMPTED, "")

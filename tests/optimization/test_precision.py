@@ -1,0 +1,142 @@
+"""Attention under autocast on the CPU, which is computed in float32 where the CPU has no tiles for bfloat16."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.optimization.precision import Precision
+from runner.training.model.activation_checkpointing import checkpoint_activations
+
+CPU = torch.device("cpu")
+SHAPE = (2, 4, 5, 8)  # batch, heads, positions, dim
+MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(9))
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def attention(precision: str, options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """Its output, and the gradients of its sum of squares."""
+    inputs = [drawn(seed) for seed in range(3)]
+    with Precision(precision, CPU).autocast():
+        output = F.scaled_dot_product_attention(*inputs, **options)
+    output.float().square().sum().backward()
+    return output, [each.grad for each in inputs if each.grad is not None]
+
+
+@pytest.fixture
+def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
+@pytest.fixture
+def products(no_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+
+
+@pytest.mark.usefixtures("no_tiles")
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": MASK}, {"attn_mask": MASK > 0}])
+def test_attention_under_autocast_is_rounded_once_on_a_cpu_without_tiles(
+    precision: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    output, gradients = attention(precision, options)
+    whole, expected = attention("fp32", options)
+    assert output.dtype == dtype and whole.dtype == torch.float32
+    assert torch.equal(output, whole.to(dtype))
+    for found, right in zip(gradients, expected, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, right, rtol=0.02, atol=0.02)  # the squares are of rounded numbers
+
+
+def test_a_cpu_with_tiles_computes_attention_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    output, _ = attention("bf16", {})
+    inputs = [drawn(seed).bfloat16() for seed in range(3)]
+    assert torch.equal(output, F.scaled_dot_product_attention(*inputs))
+
+
+@pytest.mark.usefixtures("products")
+def test_attention_without_autocast_is_unchanged() -> None:
+    """Where a model has switched it off for a while, and of float64, which autocast leaves."""
+    inputs = [drawn(seed) for seed in range(3)]
+    wide = [each.double() for each in inputs]
+    expected, exact = F.scaled_dot_product_attention(*inputs), F.scaled_dot_product_attention(*wide)
+    with Precision("bf16", CPU).autocast():
+        with torch.autocast("cpu", enabled=False):
+            output = F.scaled_dot_product_attention(*inputs)
+        of_wide = F.scaled_dot_product_attention(wide[0], wide[1], value=wide[2])
+    assert output.dtype == torch.float32 and torch.equal(output, expected)
+    assert of_wide.dtype == torch.float64 and torch.equal(of_wide, exact)
+
+
+class Attending(nn.Sequential):
+    def forward(self, inputs: Tensor) -> Tensor:
+        inner = super().forward(inputs)
+        return F.scaled_dot_product_attention(inner, inner, inner)
+
+
+@pytest.mark.parametrize("positions", [5, 64])  # by products, and by the kernel
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.usefixtures("products")
+def test_attention_is_equal_in_a_recomputed_block(precision: str, positions: int) -> None:
+    found = []
+    for extent in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attending(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+        checkpoint_activations(model, extent)
+        with Precision(precision, CPU).autocast():
+            loss = model(torch.randn(2, positions, 8)).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"attn_mask": None, "dropout_p": 0.0}])
+def test_short_sequences_use_matrix_products_in_bfloat16(options: dict[str, Any]) -> None:
+    """No further from float32 than twice the kernel's own distance in bfloat16, gradients too."""
+    output, gradients = attention("bf16", options)
+    whole, expected = attention("fp32", options)
+    assert output.dtype == torch.bfloat16 and not torch.equal(output, whole.bfloat16())
+    inputs = [drawn(seed).detach().bfloat16().requires_grad_() for seed in range(3)]
+    by_kernel = F.scaled_dot_product_attention(*inputs, **options)
+    by_kernel.float().square().sum().backward()
+    of_kernel = [each.grad for each in inputs if each.grad is not None]
+    right = [whole, *expected]
+    for found, theirs, exact in zip([output, *gradients], [by_kernel, *of_kernel], right, strict=True):
+        assert torch.dist(found.float(), exact) < 2 * torch.dist(theirs.float(), exact)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("places", [32, 33])
+def test_long_sequences_use_the_kernel(places: int) -> None:
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, places, 8)
+    with Precision("bf16", CPU).autocast():
+        output = F.scaled_dot_product_attention(query, key, key)
+    by_kernel = F.scaled_dot_product_attention(query, key, key).bfloat16()
+    assert torch.equal(output, by_kernel) == (places > 32)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("options", [{"attn_mask": MASK}, {"enable_gqa": True}, {"dropout_p": 0.5}])
+def test_other_options_of_attention_use_the_kernel(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    output, _ = attention("bf16", options)
+    torch.manual_seed(0)
+    assert torch.equal(output, attention("fp32", options)[0].bfloat16())
+
+
+@pytest.mark.parametrize("attends", ["no_tiles", "products"])
+def test_a_compiled_model_has_the_same_attention(attends: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(attends)
+    inputs = [drawn(seed).detach() for seed in range(3)]
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
+    with Precision("bf16", CPU).autocast():
+        assert torch.equal(compiled(*inputs), F.scaled_dot_product_attention(*inputs))
+        assert compiled(*inputs).dtype == torch.bfloat16

@@ -1,0 +1,205 @@
+"""parallel=ps beyond the parity matrix: its options, where it listens, and what happens when a rank dies."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import Commands
+from parity import assert_equal
+from ranks import run_ranks
+from torch.distributed import rpc
+from worlds import Run, configure, run
+
+from runner.checkpoints.saved_state import LocalState
+from runner.checkpoints.shard_file import LocalChunk
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.failures import shutdown, watchdog
+from runner.distributed.world import World
+from runner.errors import JobFailed
+from runner.jobs.job import run_job
+from runner.parallel import parameter_server_models
+from runner.parallel.parameter_server import ParameterServer
+from runner.parallel.parameter_server_models import ServerModel, TrainerModel
+from runner.parallel.parameter_server_rpc import join_rpc
+from runner.parallel.replica import Replica
+
+TOY = ("model=toy", "data=toy", "data.num_train=350", "batch_size=90", "precision=fp64", "epochs=9", "logger=none")
+DEEP = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=350", *TOY[4:])
+BATCH_NORM = (*DEEP, "model.batch_norm=true")
+UNEVEN = ("model=toy", "data=toy", "data.num_train=33", "batch_size=16", "micro_batches=2", *TOY[4:])
+REMOTE, ASYNC = "parallel.forward=remote", "parallel.updates=async"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "options"),
+    [
+        (3, (*BATCH_NORM, "micro_batches=3", "clip_grad_norm=0.1", "scheduler=cosine"), ()),
+        pytest.param(3, (*TOY, "optimizer=adamw"), (), marks=pytest.mark.thorough),
+        (4, UNEVEN, ()),  # the last step of an epoch has one sample for three trainers
+        (3, (*DEEP, "micro_batches=3", "clip_grad_norm=0.1"), (REMOTE,)),
+        pytest.param(4, UNEVEN, (REMOTE,), marks=pytest.mark.thorough),
+        # With one trainer, no gradient is stale.
+        (2, (*BATCH_NORM, "micro_batches=2", "scheduler=cosine"), (ASYNC,)),
+        (2, (*DEEP, "micro_batches=2", "scheduler=cosine"), (ASYNC, REMOTE)),
+    ],
+    ids=["sync", "adamw", "uneven", "remote", "remote-uneven", "async", "async-remote"],
+)
+def test_numbers_equal_one_process(
+    world_size: int,
+    overrides: tuple[str, ...],
+    options: tuple[str, ...],
+    one_process: Callable[..., Run],
+    tmp_path: Path,
+) -> None:
+    expected = one_process(*overrides, "max_steps=8")
+    assert_equal(run(tmp_path, world_size, *overrides, "max_steps=8", "parallel=ps", *options), expected)
+
+
+@pytest.mark.parametrize("options", [(), (ASYNC, REMOTE)], ids=["sync", "async-remote"])
+def test_a_process_can_run_several_jobs(
+    options: tuple[str, ...], one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    config, request = configure(*TOY, "max_steps=5", "parallel=ps", *options, f"outputs={tmp_path}", "name=twice")
+
+    def run_twice(rank: int, world_size: int) -> list[dict[str, float]]:
+        dist.destroy_process_group()
+        store = dist.FileStore(str(tmp_path / "store"), world_size)
+        world = World(RankInfo(rank, rank, world_size, world_size), store, as_backend(config.backend))
+        return [run_job(config, request, world) for _ in range(2)]
+
+    expected = one_process(*TOY, "max_steps=5").result["metrics"]
+    first, second = run_ranks(run_twice, 2)[0]
+    assert first == pytest.approx(expected, rel=1e-9)
+    assert second == pytest.approx(expected, rel=1e-9)
+
+
+def test_it_listens_only_on_loopback(tmp_path: Path) -> None:
+    def opened_addresses(rank: int, world_size: int) -> tuple[set[str], set[str]]:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # as for a user
+        store = dist.FileStore(str(tmp_path / "store"), world_size)
+        world = World(RankInfo(rank, rank, world_size, world_size), store, as_backend({"timeout_s": 20.0}))
+        world.begin_job(world.backend)
+        before = listening()
+        join_rpc(world, None, allow_network=False)
+        assert rpc.rpc_sync("rank0", int, args=("7",)) == 7
+        opened = listening() - before
+        world.group.leave(went_well=not world.shutdown.failed)
+        return opened, listening() - before
+
+    for opened, left in run_ranks(opened_addresses, 2):
+        assert opened
+        assert {address.split(":")[0] for address in opened} == {"0100007F"}  # 127.0.0.1 in the kernel's notation
+        assert not left
+
+
+def listening() -> set[str]:
+    """Return the addresses on which this process listens, as address:port in hexadecimal."""
+    links = (os.readlink(entry.path) for entry in list(os.scandir("/proc/self/fd")) if os.path.islink(entry.path))
+    inodes = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
+    ]
+    return {fields[1] for fields in lines if fields[3] == "0A" and fields[9] in inodes}
+
+
+@pytest.mark.fault("kill -9 of the parameter server or a trainer", outcome="refused")
+@pytest.mark.parametrize("victim", [0, 1], ids=["server", "trainer"])
+@pytest.mark.parametrize("updates", ["sync", pytest.param("async", marks=pytest.mark.thorough)])
+def test_all_ranks_exit_when_one_dies(updates: str, victim: int, tmp_path: Path) -> None:
+    timeout_s = 30
+    overrides = (*TOY, "parallel=ps", f"parallel.updates={updates}", f"backend.timeout_s={timeout_s}")
+    config, request = configure(*overrides, f"outputs={tmp_path}")
+
+    def rank_of(rank: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        # These end a loop that waits for a failed rank, long before the timeout.
+        watchdog.QUIET_S, shutdown.PATIENCE_S = 1.0, 1.5
+        if rank == victim:
+            kind = ServerModel if rank == 0 else TrainerModel
+            steps, step = iter(range(99)), kind.step
+
+            def die_in_fourth_step(*args: Any, **options: Any) -> float | None:
+                return step(*args, **options) if next(steps) < 3 else os.kill(os.getpid(), signal.SIGKILL)
+
+            kind.step = die_in_fourth_step
+        world = World(
+            RankInfo(rank, rank, 3, 3), dist.FileStore(str(tmp_path / "store"), 3), as_backend(config.backend)
+        )
+        try:
+            run_job(config, request, world)
+        except JobFailed:
+            raise SystemExit(1) from None
+
+    ranks = [multiprocessing.get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(3)]
+    try:
+        for rank in ranks:
+            rank.start()
+        ranks[victim].join(300)
+        assert ranks[victim].exitcode == -signal.SIGKILL
+        deadline = time.monotonic() + timeout_s + 120
+        for rank in ranks:
+            rank.join(deadline - time.monotonic())
+        assert [rank.exitcode for number, rank in enumerate(ranks) if number != victim] == [1, 1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.thorough
+def test_the_command_exits_cleanly(commands: Commands) -> None:
+    """A fresh interpreter per rank: whatever outlives the job would abort it at its exit."""
+    overrides = ("launcher=spawn", "launcher.nproc_per_node=2", "parallel=ps", ASYNC, *TOY, "max_steps=3")
+    done = commands.finish(commands.start("-m", "runner", *overrides))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "overrides", "message"),
+    [
+        (ParameterServer(updates="async"), ("clip_grad_norm=1.0",), "clip_grad_norm=1.0: parallel.updates=async never"),
+        (ParameterServer(forward="remote"), (), "parallel.forward=remote: BatchNorm on the server would see one"),
+        (ParameterServer(forward="remote"), ("compile=true",), "compile=true: parallel.forward=remote replaces"),
+        (ParameterServer(), ("precision=fp16",), "precision=fp16: parallel=ps has no loss scale"),
+    ],
+)
+def test_unsupported_options_are_refused(mode: ParameterServer, overrides: tuple[str, ...], message: str) -> None:
+    config, _ = configure(*overrides)
+    assert any(refusal.startswith(message) for refusal in mode.check(config, torch.nn.BatchNorm1d(3)))
+    assert not ParameterServer().check(configure()[0], torch.nn.BatchNorm1d(3))
+
+
+def test_it_needs_a_server_and_a_trainer() -> None:
+    with pytest.raises(ValueError, match="parallel=ps needs at least 2 ranks, a server and a trainer, but the world"):
+        ParameterServer().axes(1)
+    axes = ParameterServer().axes(4)
+    assert (axes.data_ranks, [axes.data_rank(rank) for rank in range(4)]) == (3, [None, 0, 1, 2])
+
+
+@pytest.mark.parametrize(("forward", "saved"), [("remote", 0.0), ("local", 9.0)])
+def test_remote_forwards_do_not_change_a_state_that_is_being_saved(
+    forward: str, saved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainers' next step begins when all ranks have settled, which may be before the state is copied."""
+    module = torch.nn.Module()
+    module.register_buffer("seen", torch.zeros(3))
+    state = LocalState({"model.seen": LocalChunk.of(module.seen)})
+    monkeypatch.setattr(Replica, "state", lambda self: state)
+    monkeypatch.setattr(parameter_server_models, "_broadcast_buffers", lambda module, forward: None)
+    model: Any = object.__new__(ServerModel)
+    model.module, model._forward = module, forward
+    collectives = SimpleNamespace(sum=lambda tensor: module.seen.fill_(9.0))
+    model._world = SimpleNamespace(collectives=collectives, device=torch.device("cpu"))
+    assert model.state().chunks["model.seen"].tensor.tolist() == [saved] * 3

@@ -1,0 +1,121 @@
+"""Resumed runs: the record of the attempt that trained last, and a line for each attempt."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.checkpoints.layout import verify
+from runner.config.schema import Config
+from runner.jobs.continuation import check_directory
+from runner.records.attempts import append_attempt, initial_values, new_attempt, read_attempts
+from runner.records.run_directory import RunDirectory
+from runner.records.run_lock import lock_directory, next_number
+
+SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
+RECORD = ("config.yaml", "overrides.yaml", "result.json", "metrics.jsonl")
+
+
+def run_here(here: Callable[..., int], *words: str) -> Path:
+    assert here(*SMALL, *words) == 0
+    return max(Path("outputs/run").absolute().iterdir())
+
+
+def record_of(path: Path) -> dict[str, bytes]:
+    return {name: (path / name).read_bytes() for name in RECORD}
+
+
+def attempts_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "attempts.jsonl").read_text().splitlines()]
+
+
+def result_of(path: Path) -> dict[str, Any]:
+    return json.loads((path / "result.json").read_text())
+
+
+def damage(path: Path) -> dict[Path, bytes]:
+    """Damage all checkpoints without changing their sizes, and return the original bytes."""
+    shards = {shard: shard.read_bytes() for shard in (path / "checkpoints").glob("step_*/*.safetensors")}
+    for shard, content in shards.items():
+        shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    return shards
+
+
+@pytest.mark.fault("a resume that fails", outcome="refused")
+def test_a_failed_resume_keeps_the_record(here: Callable[..., int]) -> None:
+    run = run_here(here, "max_steps=4")
+    before = record_of(run)
+    originals = damage(run)
+    assert here(f"resume={run}", "optimizer.lr=0.01", "max_steps=6") == 1
+    assert record_of(run) == before
+    (first, second) = attempts_of(run)
+    assert (first["number"], first["state"], first["first_step"], first["step"]) == (1, "finished", 0, 4)
+    assert (second["number"], second["state"], second["step"]) == (2, "failed", None)
+    assert "undamaged checkpoint" in second["error"]
+    for path, content in originals.items():
+        path.write_bytes(content)
+    assert here("resume=last", "max_steps=6") == 0
+    assert (result_of(run)["state"], result_of(run)["step"]) == ("finished", 6)
+    assert yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["lr"] == 0.05
+    assert attempts_of(run)[2]["first_step"] == 4
+
+
+DEEP = "[" * 100_000
+
+
+def test_damaged_attempts_and_lock_files_are_skipped(tmp_path: Path) -> None:
+    append_attempt(tmp_path, new_attempt(1, changed={"seed": [0, 1]}))
+    good = json.loads((tmp_path / "attempts.jsonl").read_text())
+    damaged = (
+        {"changed": None},
+        {"changed": {"seed": 1}},
+        {"changed": {"seed": [1]}},
+        {"number": "1"},
+        {"number": True},
+    )
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(good | each)}\n" for each in damaged)
+        file.write(f"{DEEP}\n")
+    assert [attempt.number for attempt in read_attempts(tmp_path)] == [1]
+    assert initial_values(tmp_path, {"seed": 2}) == {"seed": 0}
+    for number, text in ((1, json.dumps(good | {"number": "x"})), (2, DEEP), (3, "[1]")):
+        (tmp_path / f"holder-{number}.json").write_text(text)
+        os.utime(tmp_path / f"holder-{number}.json", (1, 1))
+    assert next_number(tmp_path) == 2
+    lock_directory(tmp_path, new_attempt(2)).release()
+    assert [attempt.number for attempt in read_attempts(tmp_path)] == [1]
+    assert not list(tmp_path.glob("holder-*"))
+
+
+def test_damaged_metrics_and_results_raise_no_unexpected_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "val/loss": "2.3x"}\n{"step": 2, "val/loss": 2}\n' + DEEP + "\n"
+    )
+    values = RunDirectory(tmp_path).evaluations("val/loss")
+    assert math.isnan(values.pop(1)) and values == {2: 2.0}
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    (tmp_path / "result.json").write_text('{"samples": {"train": "x"}}')
+    loader = SimpleNamespace(sampler=SimpleNamespace(num_samples=5))
+    experiment: Any = SimpleNamespace(train_loader=loader, val_loader=loader)
+    assert check_directory(str(tmp_path), Config(), experiment) == []
+    with pytest.raises(ValueError, match=r"manifest.json cannot be read \(No such file or directory\); the checkpoint"):
+        verify(tmp_path / "checkpoints" / "step_4")
+    (tmp_path / "checkpoints" / "step_4" / "manifest.json").write_text(DEEP)
+    with pytest.raises(ValueError, match=r"manifest.json cannot be read .* the checkpoint is damaged"):
+        verify(tmp_path / "checkpoints" / "step_4")
+
+
+def test_a_failed_resume_of_a_killed_run_changes_its_state_from_running_to_failed(here: Callable[..., int]) -> None:
+    run = run_here(here, "max_steps=4")
+    (run / "result.json").write_text(json.dumps({**result_of(run), "state": "running"}))
+    damage(run)
+    assert here(f"resume={run}") == 1
+    result = result_of(run)
+    assert (result["state"], result["step"]) == ("failed", 4)
+    assert "undamaged checkpoint" in result["error"]

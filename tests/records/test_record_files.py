@@ -1,0 +1,81 @@
+"""Record files: non-finite numbers are null in each file and NaN for each reader, and are never the best value."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import run
+
+import runner
+from runner.checkpoints.layout import list_checkpoints
+from runner.errors import InputError
+from runner.records.loggers.dashboard import logged_metrics
+from runner.records.record_files import append_json_lines, dumps, parse_metrics, read_json_lines, read_string_list
+from runner.records.records import read_jobs
+from runner.records.report.render import best
+from runner.records.report.statistics import summarize
+from runner.records.result import read_result
+from runner.records.run_directory import RunDirectory
+
+NAN = math.nan
+
+
+def parse_strictly(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_non_finite_numbers_are_written_as_null_and_read_as_nan() -> None:
+    value = {"a": [NAN, math.inf, 1.5, (2, -math.inf)], "b": {"c": NAN}, "d": "NaN"}
+    assert parse_strictly(dumps(value)) == {"a": [None, None, 1.5, [2, None]], "b": {"c": None}, "d": "NaN"}
+    assert dumps({"a": 1.5}, indent=1) == json.dumps({"a": 1.5}, indent=1)
+    metrics = parse_metrics({"x": None, "y": 2, "z": "text"})
+    assert math.isnan(metrics.pop("x")) and metrics == {"y": 2}
+    assert parse_metrics(None) == {}
+
+
+def test_lines_appended_after_a_truncated_line_are_readable(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_json_lines(path, {"a": 1})
+    with path.open("a") as file:
+        file.write('{"a": 2')
+    append_json_lines(path, {"a": 3}, {"a": NAN})
+    assert list(read_json_lines(path)) == [{"a": 1}, {"a": 3}, {"a": None}]
+
+
+@pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("a: 1", "is not a list of strings"), ("[", "cannot")])
+def test_other_content_than_a_list_of_strings_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "overrides.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"overrides.yaml {problem}"):
+        read_string_list(path)
+
+
+def test_a_diverged_run_writes_json_and_is_never_the_best(tmp_path: Path) -> None:
+    words = ("data=random", "model=linear", "on_nonfinite=go_on", "logger=csv", "max_steps=40", "eval_every_steps=20")
+    diverged = run(tmp_path / "diverged", 1, *words, "optimizer.lr=1e12")
+    sound = run(tmp_path / "sound", 1, *words, "optimizer.lr=1e-3")
+    for path in (*diverged.path.glob("*.json"), *diverged.path.glob("checkpoints/*/*.json")):
+        parse_strictly(path.read_text())
+    for path in diverged.path.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            parse_strictly(line)
+    assert parse_strictly((diverged.path / "result.json").read_text())["metrics"]["val/loss"] is None
+    assert diverged.result["best"] is None and not (diverged.path / "checkpoints" / "best").exists()
+    assert list_checkpoints(diverged.path / "checkpoints")
+
+    assert math.isnan((read_result(diverged.path) or {})["metrics"]["val/loss"])
+    assert math.isnan(runner.open_run(diverged.path).metrics["val/loss"][-1])
+    assert math.isnan(dict(logged_metrics(str(diverged.path)))[40]["val/loss"])
+    assert all(map(math.isnan, RunDirectory(diverged.path).evaluations("val/loss").values()))
+    jobs = [job for made in (diverged, sound) for job in read_jobs(made.path, "run")]
+    assert math.isnan(jobs[0].metrics["val/loss"]) and jobs[0].curve("val/loss") == []
+    for direction in ("max", "min"):
+        assert str(sound.path) in str((summarize(jobs, "val/loss", direction).best or summarize([])).jobs)
+        assert best(summarize(jobs[:1], "val/loss", direction)) == []
+    num_lines = len(diverged.lines)
+    assert len(run(tmp_path / "diverged", 1, f"resume={diverged.path}", "max_steps=50").lines) > num_lines

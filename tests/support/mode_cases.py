@@ -1,0 +1,51 @@
+"""The modes, with world sizes and options in which they must produce the numbers of one process."""
+
+from typing import NamedTuple
+
+import pytest
+from worlds import MODES
+
+
+class Case(NamedTuple):
+    """A mode with options on a number of ranks."""
+
+    mode: str
+    world_size: int
+    options: tuple[str, ...] = ()
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        # Local SGD sums gradients only during its warm-up; afterwards it is another algorithm.
+        warmup = ("parallel.warmup_steps=100",) if self.mode == "local_sgd" else ()
+        return (f"parallel={self.mode}", *warmup, *self.options)
+
+    @property
+    def reference(self) -> tuple[str, ...]:
+        """Additional overrides for the single process: pipeline splits a micro-batch into four."""
+        return ("micro_batches=4",) if self.mode == "pipeline" else ()
+
+    def __str__(self) -> str:
+        return "-".join((self.mode, str(self.world_size), *(option.partition(".")[2] for option in self.options)))
+
+
+def _exists(mode: str, world_size: int) -> bool:
+    return world_size == 1 if mode in ("none", "dp") else mode != "ps" or world_size > 1
+
+
+PLAIN = [Case(mode, size) for mode in MODES for size in (1, 2, 4) if _exists(mode, size)]
+CASES = [
+    *PLAIN,
+    Case("fsdp", 4, ("parallel.replicate=2",)),
+    Case("tp", 4, ("parallel.rest=fsdp",)),
+    Case("pipeline", 4, ("parallel.stages=2",)),
+    Case("pipeline", 2, ("parallel.schedule=ZBV",)),
+    Case("ps", 3, ("parallel.forward=remote",)),
+    Case("zero", 2, ("parallel.parameters_as_bucket_view=true",)),
+]
+# Each mode once, on two ranks if it supports several.
+ONCE = [case for case in PLAIN if case.world_size == (1 if case.mode in ("none", "dp") else 2)]
+
+
+def tier(by_default: bool, thorough: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a cell of a matrix. CI runs each mode with each kind of experiment once; the rest is soak."""
+    return () if by_default else (pytest.mark.thorough if thorough else pytest.mark.soak,)

@@ -1,0 +1,192 @@
+"""hydra/sweeper=optuna: all ranks run the trials of rank 0's study, which continues after an interruption."""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Commands
+from worlds import configure, jobs_of, only_run
+
+from runner.sweeps.study_options import choose_metric
+
+optuna: Any = pytest.importorskip("optuna", reason="needs the extra optuna")
+
+Here = Callable[..., int]  # the fixture of conftest.py
+TOY = ("model=toy", "data=toy", "epochs=3", "backend=gloo", "logger=none", "threads=1")
+STUDY = ("hydra/sweeper=optuna", "hydra.sweeper.sampler.seed=1")
+RANDOM = (*STUDY, "hydra/sweeper/sampler=random", "optimizer.lr=interval(0.01,0.1)")
+# Counts its training steps by rank, and fails if it is too narrow.
+MODULE = """\
+import os
+
+from runner.shipped.models.toy import Toy
+
+
+class Counted(Toy):
+    def __init__(self, sample_shape, num_outputs, hidden=4):
+        super().__init__(sample_shape, num_outputs, hidden)
+        self.fails = hidden == 1
+
+    def forward(self, samples):
+        if self.training:
+            with open(f"rank-{os.environ.get('RANK', '0')}", "a") as file:
+                file.write("step\\n")
+            if self.fails:
+                raise ArithmeticError("too narrow")
+        return super().forward(samples)
+"""
+OPTIONS = "_target_: counted.Counted\nsample_shape: ${data.sample_shape}\nnum_outputs: ${data.num_outputs}\nhidden: 4\n"
+
+
+def open_study(directory: Path) -> Any:
+    journal = optuna.storages.journal.JournalFileBackend(str(only_run(directory).path / "study.journal"))
+    return optuna.load_study(study_name=only_run(directory).path.name, storage=optuna.storages.JournalStorage(journal))
+
+
+def write_model(directory: Path) -> tuple[str, ...]:
+    (directory / "mine" / "model").mkdir(parents=True)
+    (directory / "mine" / "counted.py").write_text(MODULE)
+    (directory / "mine" / "model" / "counted.yaml").write_text(OPTIONS)
+    return ("--config-dir", "mine", *TOY[1:], "model=counted")
+
+
+@pytest.mark.thorough
+def test_ranks_run_the_same_trials_and_prune_at_the_same_step(commands: Commands, tmp_path: Path) -> None:
+    arguments = ("-m", *write_model(tmp_path), "parallel=ddp", *STUDY, "hydra/sweeper/pruner=median")
+    pruner = ("hydra.sweeper.pruner.n_startup_trials=2", "hydra.sweeper.n_trials=8")
+    done = commands.torchrun(2, *arguments, *pruner, "optimizer.lr=tag(log,interval(0.0001,0.3))")
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs, trials = jobs_of(tmp_path), open_study(tmp_path).trials
+    assert [job.trial for job in jobs] == [trial.number for trial in trials] == list(range(8))
+    assert {job.state for job in jobs} == {"finished", "pruned"}
+    num_steps = 0
+    for job, trial in zip(jobs, trials, strict=True):
+        result = json.loads((job.directory / "result.json").read_text())
+        assert trial.state.name == {"finished": "COMPLETE", "pruned": "PRUNED"}[job.state]
+        assert result["state"] == job.state and max(trial.intermediate_values) in (16, 32)
+        assert f"optimizer.lr={trial.params['optimizer.lr']}" in job.overrides
+        assert result["step"] == (48 if job.state == "finished" else max(trial.intermediate_values))
+        if job.state == "finished":
+            assert trial.value == job.metrics["val/loss"]
+        num_steps += result["step"]
+    assert [(tmp_path / f"rank-{rank}").read_text().count("step") for rank in (0, 1)] == [num_steps] * 2
+
+
+def test_a_resumed_study_repeats_interrupted_trials_but_not_failed_ones(here: Here, tmp_path: Path) -> None:
+    keys = ("optimizer.lr=range(0.1,0.4,0.1)", "model.hidden=range(1,4)", "batch_size=choice(32,64)")
+    assert here("-m", *write_model(tmp_path), *STUDY, *keys, "hydra.sweeper.n_trials=5") == 1
+    before = jobs_of(tmp_path)
+    assert {job.state for job in before} == {"finished", "failed"}
+    # As if the sweep had been killed in its last job.
+    ledger = only_run(tmp_path).path / "ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    result = before[-1].directory / "result.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"state": "running"}))
+
+    assert here("-m", "resume=last", "hydra.sweeper.n_trials=7") == 1
+    after = jobs_of(tmp_path)
+    assert [job.trial for job in after] == list(range(7))
+    assert [job.num_starts for job in after] == [1, 1, 1, 1, 2, 1, 1]
+    for job, trial in zip(after, open_study(tmp_path).trials, strict=True):
+        hidden, lr = trial.params["model.hidden"], trial.params["optimizer.lr"]
+        assert hidden in (1, 2, 3) and lr == pytest.approx(round(lr, 1)) and lr < 0.35
+        assert (job.state, trial.state.name) == (("failed", "FAIL") if hidden == 1 else ("finished", "COMPLETE"))
+
+
+def test_a_resumed_study_keeps_its_storage_and_direction_and_proposes_new_trials(
+    here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here("-m", *TOY, *RANDOM, "hydra.sweeper.n_trials=2") == 0
+    capfd.readouterr()
+    before = sorted(tmp_path.rglob("*"))
+    assert here("-m", "resume=last", "hydra.sweeper.direction=maximize") == 2
+    sweep = only_run(tmp_path).path
+    error = f"hydra.sweeper.direction=maximize: the direction of study {sweep.name} is minimize"
+    assert error in capfd.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert here("-m", "resume=last", "hydra.sweeper.storage=sqlite:///other.db", "hydra.sweeper.n_trials=3") == 2
+    error = f"hydra.sweeper.storage=sqlite:///other.db: the study {sweep.name} lacks trials of {sweep}"
+    assert error in capfd.readouterr().err
+    assert len(jobs_of(tmp_path)) == 2
+
+    assert here("-m", "resume=last", "hydra.sweeper.storage=null", "hydra.sweeper.n_trials=4") == 0
+    proposed = [trial.params["optimizer.lr"] for trial in open_study(tmp_path).trials]
+    assert len(proposed) == len(set(proposed)) == 4
+
+
+@pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")  # Optuna's own, which Python 3.13 reports
+def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("-m", *TOY, *STUDY, "hydra.sweeper.n_trials=2", "hydra.sweeper.study_name=both")
+    arguments += ("hydra.sweeper.storage=sqlite:///study.db", "optimizer.lr=interval(0.01,0.1)")
+    assert here(*arguments) == here(*arguments, "seed=1") == 0
+    assert here(*arguments, "hydra.sweeper.direction=maximize") == 2
+    assert "the direction of study both is minimize; keep it" in capfd.readouterr().err
+    study = optuna.load_study(study_name="both", storage=f"sqlite:///{tmp_path}/study.db")
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 4
+    del study
+    gc.collect()
+
+
+def test_a_study_stops_after_its_first_job_without_the_metric(
+    here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accuracy = ("hydra.sweeper.metric=val/accuracy", "hydra.sweeper.direction=minimize", "hydra.sweeper.n_trials=3")
+    assert here("-m", *TOY, *STUDY, *accuracy, "optimizer.lr=interval(0.01,0.1)") == 2
+    error = "hydra.sweeper.metric=val/accuracy: 0-lr-0.04753 has finished without this metric; set one that it has: "
+    assert capfd.readouterr().err.endswith(f"{error}train/loss, val/loss\n")
+    assert [job.state for job in jobs_of(tmp_path)] == ["finished"]
+    assert here("-m", "resume=last", "hydra.sweeper.metric=val/loss") == 0  # which its first job has
+    assert [trial.state.name for trial in open_study(tmp_path).trials] == ["COMPLETE"] * 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "metric", "direction"),
+    [
+        ([], (None, None), "val/loss", "minimize"),
+        (["metrics=r2"], (None, None), "val/r2", "maximize"),
+        (["metrics=[r2,mae]", "monitor=val/mae"], (None, None), "val/mae", "minimize"),
+        (["metrics=mae", "monitor=val/mae", "monitor_direction=max"], (None, None), "val/mae", "maximize"),
+        (["metrics=r2"], ("train/loss", None), "train/loss", "minimize"),
+        ([], ("val/loss", "maximize"), "val/loss", "maximize"),
+    ],
+)
+def test_a_study_optimizes_the_monitor_by_default(
+    overrides: list[str], given: tuple[str | None, str | None], metric: str, direction: str
+) -> None:
+    assert choose_metric(*given, configure(*TOY, *overrides)[0]) == (metric, direction)
+
+
+INVALID = {
+    "seed=0": "hydra/sweeper=optuna has nothing to vary",
+    "seed=range(3) hydra.sweeper.metric=val/acuracy": "no such metric; did you mean val/accuracy?",
+    "seed=range(3) monitor=val/los": "monitor=val/los: no such metric; did you mean val/loss?",
+    "seed=range(3) metrics=mae monitor=val/r2": "monitor=val/r2: no such metric",
+    "seed=range(3) +metrics.own._target_=no.such hydra.sweeper.metric=val/own": "metrics.own._target_=no.such: ",
+    "seed=range(3) hydra.sweeper.direction=up": "hydra.sweeper.direction=up must be minimize or maximize",
+    "seed=range(3) hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials=0 must be an integer of at least 1",
+    "seed=range(3) hydra.sweeper.storage=sqlite:////no/such/folder/study.db": "hydra.sweeper.storage=sqlite:////no/",
+    "seed=range(3) hydra.sweeper.sampler._target_=optuna.Nothing": "hydra.sweeper.sampler: ",
+    "optimizer.lr=tag(log,interval(0,1))": "optimizer.lr=tag(log,interval(0,1)): ",
+    "optimizer.lrr=interval(0.1,1)": "optimizer.lrr=",
+}
+
+
+@pytest.mark.parametrize("line", INVALID)
+def test_invalid_options_are_refused(line: str, here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here("-m", *TOY, "hydra/sweeper=optuna", *line.split()) == 2
+    error = capfd.readouterr().err
+    assert INVALID[line] in error and error.count("\n") <= 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_optuna_is_reported_with_the_extra(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert here("-m", *TOY, "hydra/sweeper=optuna", "seed=range(3)") == 2
+    assert "pip install 'experiment-runner[optuna]'" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []

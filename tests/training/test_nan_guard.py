@@ -1,0 +1,225 @@
+"""Losses and gradients that are not finite, and loss spikes: no rank makes the update, in any mode."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankError
+from worlds import MODES, Run, configure, run, state_of
+
+from runner.checkpoints.layout import list_checkpoints
+from runner.checkpoints.saved_state import open_checkpoint
+from runner.errors import InputError
+from runner.training.callbacks.nan_guard import _are_finite
+
+POINTS = """
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from runner.objectives.objective import Objective
+
+
+class Points(TensorDataset):
+    def __init__(self, train: bool, bad: list[int], value: float = float("nan")):
+        inputs = torch.randn(33, 8, generator=torch.Generator().manual_seed(int(train)))
+        targets = inputs @ torch.linspace(-1, 1, 8)[:, None]
+        if train:
+            inputs[bad] *= value
+        super().__init__(inputs, targets)
+
+
+class Rooted(Objective):
+    def loss(self, model, batch):  # its gradient at 0 is infinite
+        outputs, targets = model(batch[0]), batch[1]
+        of_zero = (0 * outputs[:1]).abs().sum() if batch[0].abs().max() > 30 else 0.0
+        return ((outputs - targets) ** 2).sum() + torch.as_tensor(of_zero) ** 0.5, len(targets)
+
+
+class Turns(Objective):
+    losses = {"first": "layers", "second": "head"}
+
+    def first(self, model, batch):
+        return (model(batch[0]) ** 2).sum(), len(batch[0])
+
+    def second(self, model, batch):
+        return mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+"""
+SMALL = ("data=points", "model=mlp", "model.hidden=[8,8]", "batch_size=8", "epochs=2", "loader.shuffle=false")
+SMALL += ("precision=fp64", "logger=none", "checkpoint.every_steps=1", "checkpoint.keep=99", "optimizer=adam")
+RANKS = {"none": 1, "dp": 1, "ps": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    mine = tmp_path / "mine"
+    for path, text in (
+        (
+            "data/points",
+            "_target_: points_with_holes.Points\nsample_shape: [8]\nnum_outputs: 1\nbad: []\nvalue: .nan\n",
+        ),
+        ("objective/rooted", "_target_: points_with_holes.Rooted\n"),
+        ("objective/turns", "_target_: points_with_holes.Turns\n"),
+    ):
+        (mine / path).parent.mkdir(parents=True, exist_ok=True)
+        (mine / f"{path}.yaml").write_text(f"# for a test\n{text}")
+    (mine / "points_with_holes.py").write_text(POINTS)
+    return f"--config-dir={mine}"
+
+
+def the_run(outputs: Path) -> Run:
+    (path,) = (outputs / "run").iterdir()
+    return Run(path)
+
+
+def assert_stopped(outputs: Path, step: int) -> str:
+    """Assert that the run failed before the step, with finite checkpoints before it. Return its error."""
+    left = the_run(outputs)
+    assert left.result["state"] == "failed"
+    kept = list_checkpoints(left.path / "checkpoints")
+    assert [path.name for path in kept] == [f"step_{number}" for number in range(1, step)]
+    assert all(tensor.isfinite().all() for tensor in left.weights.values())
+    return left.result["error"]
+
+
+@pytest.mark.fault("NaN in the loss of one rank", outcome="refused")
+@pytest.mark.filterwarnings("ignore:parallel=dp")
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(m, marks=[] if m in ("none", "ddp", "pipeline", "ps") else pytest.mark.thorough) for m in MODES],
+)
+def test_a_nan_loss_stops_all_ranks_and_the_error_names_rank_step_and_samples(
+    mode: str, tmp_path: Path, folder: str
+) -> None:
+    ranks = RANKS.get(mode, 2)
+    with pytest.raises(RankError, match="loss is nan"):
+        run(tmp_path, ranks, folder, *SMALL, "data.bad=[22]", f"parallel={mode}")
+    told = assert_stopped(tmp_path, 3)
+    rank = {"none": "0", "dp": "0", "ps": "2", "tp": "[01]"}.get(mode, "1")  # tp: both read the same samples
+    assert re.search(f"rank {rank}, step 3, epoch 1: loss is nan; stopped before its update", told)
+    own = "16, 17, 18, 19, 20, 21, 22, 23" if ranks == 1 or mode in ("tp", "pipeline") else "20, 21, 22, 23"
+    assert f"the samples of this rank are {own}; not finite themselves are 22\n" in told
+    assert "Traceback" not in told and len(told.splitlines()) == 4
+
+
+@pytest.mark.fault("NaN in a gradient", outcome="refused")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_is_not_finite_stops_the_run(ranks: int, tmp_path: Path, folder: str) -> None:
+    mode = "parallel=none" if ranks == 1 else "parallel=allreduce"
+    with pytest.raises(RankError, match="the gradient of loss is not finite, though this rank's part of the loss is"):
+        run(tmp_path, ranks, folder, *SMALL, "data.bad=[11]", "data.value=100", "objective=rooted", mode)
+    told = assert_stopped(tmp_path, 2)
+    assert "the samples of the step are 8, 9, 10, 11, 12, 13, 14, 15\n" in told
+    assert "no response from" not in told
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    [
+        ("ddp", 2),
+        ("pipeline", 2),
+        *(pytest.param(m, 3, marks=pytest.mark.thorough) for m in ("allreduce", "zero", "fsdp", "ps")),
+        pytest.param("tp", 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_skipped_steps_are_equal_in_every_mode(mode: str, ranks: int, tmp_path: Path, folder: str) -> None:
+    """The last step has one sample; ranks without local samples read sample 0."""
+    normed = ("model.batch_norm=true", "loader.drop_last=true") if mode == "ddp" else ()
+    words = (folder, *SMALL, "data.bad=[0,22]", "on_nonfinite=skip", "ema.decay=0.9", *normed)
+    whole = run(tmp_path / "one", 1, *words)
+    spread = run(tmp_path / "more", ranks, *words, f"parallel={mode}")
+    for left in (whole, spread):
+        assert left.result["metrics"]["train/skipped_steps"] == 4
+        assert [line["train/skipped_steps"] for line in left.lines if "train/loss" in line][:4] == [1, 1, 2, 2]
+    for name, tensor in whole.weights.items():
+        assert tensor.isfinite().all()
+        torch.testing.assert_close(spread.weights[name], tensor, rtol=1e-9, atol=1e-9)
+    for name, tensor in whole.state["average"].items():
+        torch.testing.assert_close(spread.state["average"][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.fault("NaN, and its step is skipped", outcome="survived")
+def test_a_skipped_step_changes_no_state_and_is_counted_across_a_resume(tmp_path: Path, folder: str) -> None:
+    words = (folder, *SMALL, "data.bad=[22]", "on_nonfinite=skip", "ema.decay=0.9", "model.batch_norm=true")
+    words += ("loader.drop_last=true",)
+    whole = run(tmp_path, 1, *words)
+    before, after = (state_of(open_checkpoint(whole.path / "checkpoints" / f"step_{step}")) for step in (2, 3))
+    for part in ("model", "average", "averaged_steps"):
+        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+    torch.testing.assert_close(after["optimizer"]["state"], before["optimizer"]["state"], rtol=0, atol=0)
+    assert "step 3: no update by loss; 1 skipped so far" in (whole.path / "log.txt").read_text()
+    weights = whole.result["weights_sha256"]
+    for path in list_checkpoints(whole.path / "checkpoints")[4:]:
+        shutil.rmtree(path)
+    resumed = run(tmp_path, 1, f"resume={whole.path}")
+    assert resumed.result["weights_sha256"] == weights
+    assert resumed.result["metrics"]["train/skipped_steps"] == 2
+
+
+def test_the_error_names_which_of_several_losses_is_not_finite(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(RankError, match="step 2, epoch 1: first is nan"):
+        run(tmp_path, 1, folder, *SMALL, "data.bad=[9]", "objective=turns")
+    skipping = run(tmp_path / "skip", 1, folder, *SMALL, "data.bad=[9]", "objective=turns", "on_nonfinite=skip")
+    assert skipping.result["metrics"]["train/skipped_steps"] == 2
+    assert "step 2: no update by first and second; 1 skipped" in (skipping.path / "log.txt").read_text()
+
+
+@pytest.mark.fault("a sudden increase of the loss", outcome="refused")
+def test_a_loss_spike_stops_the_run_or_is_skipped_also_after_a_resume(tmp_path: Path, folder: str) -> None:
+    words = (folder, *SMALL, "epochs=8", "data.bad=[12]", "data.value=1000", "loss_spike=50", "loader.shuffle=true")
+    reached = run(tmp_path / "first", 1, *words, "epochs=4", "data.value=1")
+    assert reached.result["state"] == "finished"
+    assert len(reached.state["recent_losses"]["loss"]) == 20
+    with pytest.raises(RankError, match=r"is above loss_spike=50 times the median of the last \d+ steps"):
+        run(tmp_path / "first", 1, f"resume={reached.path}", "epochs=8", "data.value=1000", "resume_force=true")
+    assert reached.result["error"].count("\n") == 3
+    left = run(tmp_path / "skip", 2, *words, "on_nonfinite=skip", "parallel=allreduce")
+    assert left.result["metrics"]["train/skipped_steps"] >= 3
+    assert math.isfinite(left.result["metrics"]["val/loss"])
+
+
+def test_on_nonfinite_go_on_continues_and_options_without_effect_are_refused(tmp_path: Path, folder: str) -> None:
+    left = run(tmp_path, 1, folder, *SMALL, "data.bad=[22]", "on_nonfinite=go_on", "checkpoint.every_steps=null")
+    assert left.result["state"] == "finished"
+    for words, told in (
+        (("loss_spike=3", "on_nonfinite=go_on"), "loss_spike=3 has no effect with on_nonfinite=go_on"),
+        (("loss_spike=1",), "loss_spike=1 must be above 1"),
+        (("on_nonfinite=skp",), "on_nonfinite=skp must be one of stop, skip, go_on; did you mean skip?"),
+    ):
+        with pytest.raises(InputError, match=told):
+            configure(*words)
+    for words, told in (
+        (("parallel=local_sgd", "on_nonfinite=skip"), "on_nonfinite=skip: under parallel=local_sgd"),
+        (("parallel=local_sgd", "loss_spike=3"), "loss_spike=3.0: under parallel=local_sgd"),
+        (("parallel=ps", "parallel.updates=async", "on_nonfinite=skip"), "under parallel.updates=async the trainers"),
+        (
+            ("parallel=ddp", "parallel.comm_hook=powersgd", "on_nonfinite=skip"),
+            "comm_hook=powersgd adds the error",
+        ),
+    ):
+        with pytest.raises(RankError, match=told):
+            run(tmp_path / "refused", 2, folder, *SMALL, *words)
+
+
+def test_a_checkpoint_of_finite_weights_is_kept_when_weights_become_nan(tmp_path: Path, folder: str) -> None:
+    words = (folder, *SMALL, "optimizer=sgd", "checkpoint.keep=1", "checkpoint.keep_best=0", "data.bad=[22]")
+    going = run(tmp_path / "go_on", 1, *words, "on_nonfinite=go_on", "max_steps=7")
+    kept = [path.name for path in list_checkpoints(going.path / "checkpoints")]
+    assert kept == ["step_2", "step_7"]
+    run(tmp_path / "go_on", 1, f"resume={going.path}", "max_steps=9")
+    assert [path.name for path in list_checkpoints(going.path / "checkpoints")] == ["step_2", "step_7", "step_9"]
+    jump = ("data.value=1e6", "parallel=allreduce")
+    with pytest.raises(RankError, match="step 1: the update produced weights that are not finite"):
+        run(tmp_path / "stop", 2, folder, *SMALL, "optimizer=sgd", "optimizer.lr=1e308", "data.bad=[1]", *jump)
+    assert not list_checkpoints(the_run(tmp_path / "stop").path / "checkpoints")
+    assert "no checkpoint of them is saved" in the_run(tmp_path / "stop").result["error"]
+
+
+def test_gradients_whose_squares_overflow_are_finite() -> None:
+    loss, large = torch.tensor(1.0), torch.full((4,), 1e30)
+    assert _are_finite(loss, [large, torch.zeros(0), torch.ones(3, dtype=torch.float64)]) == (True, True)
+    assert _are_finite(loss, [large, torch.tensor([1.0, math.inf])]) == (True, False)
+    assert _are_finite(loss / 0, []) == (False, True)
