@@ -74,7 +74,7 @@ TABLE = {
     # initial weights and frozen parameters
     "init_from=nothing.pt": "init_from.path=nothing.pt: no such file or directory",
     "init_from=mine": "init_from.path=mine: it is a directory, but neither a run directory nor a checkpoint",
-    "init_from=mine/mine_net.py": "init_from.path=mine/mine_net.py: no file of weights by its name; they end in .",
+    "init_from=mine/mine_net.py": "init_from.path=mine/mine_net.py: the suffix is not that of a weights file, one of .",
     "init_from.strict=false": "init_from.strict=false has no effect without init_from.path; add",
     "init_from=x.pt init_from.map=[abc]": "init_from.map.0=abc must be a PATTERN->REPLACEMENT; for example",
     "init_from=x.pt 'init_from.map=[\"(->x\"]'": "init_from.map.0=(->x: the part before -> must be a regular",
@@ -120,7 +120,7 @@ TABLE = {
     "loss=mse": "loss=mse compares numbers of one shape ... try loss=auto",
     "loss=nll": "loss=nll needs a model that ends in log_softmax; try loss=cross_entropy",
     "memory_format=channels_last model=mlp": "has no effect on a model without Conv2d; try memory_format=auto",
-    "sync_batchnorm=true model=mlp": "has no effect on a model without BatchNorm; try sync_batchnorm=auto",
+    "sync_batchnorm=true model=mlp": "has no effect on a model without BatchNorm, or ... try sync_batchnorm=auto",
     "precision=fp16 backend=gloo": "precision=fp16 needs a GPU ... try precision=bf16",
     "loader.prefetch=2": "loader.prefetch=2 needs worker processes; try loader.num_workers=2",
     "loader.drop_last=true batch_size=9999": "leaves no step of the data's 1437 samples; try batch_size=1437",
