@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from page import MAX_SPREAD, Section
+from page import Section
 
 MEASURED = Section("<!-- growth: written by the command above -->", "<!-- end of the growth -->")
 FIGURES = {  # by name: the column, and the factor from seconds to its unit
@@ -14,7 +14,8 @@ FIGURES = {  # by name: the column, and the factor from seconds to its unit
     "evaluation_s": ("evaluation, s", 1),
     "checkpoint_s": ("checkpoint, s", 1),
 }
-SHARED, LOGGING = "step_x_cores_over_ranks_s", "logging_s"
+SHARED = "step_x_cores_over_ranks_s"
+MAX_CONSTANT = 0.15  # a growth of up to this fraction over all sizes is shown as constant
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,6 @@ class Cell:
         rounds = self.logged if figure == "step_s" else self.logged + self.silent
         return [figures[figure] for figures in rounds]
 
-    def reliable(self, figure: str, cores: int) -> float | None:
-        """Return the best value; None unless another round agrees with it."""
-        values = self.values(figure, cores)
-        more = gap(values)
-        return min(values) if more is not None and more <= MAX_SPREAD else None
-
 
 @dataclass(frozen=True)
 class Line:
@@ -73,19 +68,10 @@ class Line:
         return self.start + self.slope * term
 
 
-def gap(values: Sequence[float]) -> float | None:
-    """Return the relative difference of the second best value to the best; None for fewer than two values.
-
-    Other work on the machine only increases times, so the best value is reliable if a second one agrees.
-    """
-    best, *others = sorted(values) or [0.0]
-    return others[0] / best - 1 if others else None
-
-
 def fit(terms: Sequence[float], values: Sequence[float]) -> Line | None:
     """Return the line with the least squares of relative errors; None for fewer than three values.
 
-    The line is constant if its change over all sizes is within the spread of rounds.
+    The line is constant if it changes by at most MAX_CONSTANT over all sizes.
     """
     if len(terms) < 3:
         return None
@@ -96,7 +82,7 @@ def fit(terms: Sequence[float], values: Sequence[float]) -> Line | None:
     across = sum(weight * (term - middle) ** 2 for weight, term in zip(weights, terms, strict=True))
     both = zip(weights, terms, values, strict=True)
     slope = sum(weight * (term - middle) * (value - mean) for weight, term, value in both) / across
-    if abs(slope) * (max(terms) - min(terms)) <= MAX_SPREAD * statistics.median(values):
+    if abs(slope) * (max(terms) - min(terms)) <= MAX_CONSTANT * statistics.median(values):
         slope, middle, mean = 0.0, 0.0, statistics.median(values)
     start = mean - slope * middle
     off = max(abs(start + slope * term - value) / value for term, value in zip(terms, values, strict=True))
@@ -104,12 +90,11 @@ def fit(terms: Sequence[float], values: Sequence[float]) -> Line | None:
 
 
 def fitted(cells: Sequence[Cell], axis: Axis, figure: str, cores: int) -> Line | None:
-    """Fit a line to the reliable sizes; None if the largest size is not reliable, which matters most beyond."""
-    values = [(cell.size, cell.reliable(figure, cores)) for cell in cells if cell.size >= axis.fitted_from]
-    if not values or max(values)[1] is None:
-        return None
-    known = [(axis.term(size), value) for size, value in values if value is not None]
-    return fit([term for term, _ in known], [value for _, value in known])
+    """Fit a line to the best rounds of the sizes, because other work on the machine only increases times."""
+    sizes = [cell.size for cell in cells if cell.size >= axis.fitted_from]
+    bests = {cell.size: min(values) for cell in cells if (values := cell.values(figure, cores))}
+    known = [size for size in sizes if size in bests]
+    return fit([axis.term(size) for size in known], [bests[size] for size in known])
 
 
 def render(cells: Sequence[Cell], cores: int) -> str:
@@ -146,32 +131,23 @@ def _row(cell: Cell, cores: int) -> str:
 
 
 def text(values: Sequence[float], times: float = 1) -> str:
-    """Return the best and the median, or why the best is not reliable."""
-    if not values:
-        return "-"
-    more = gap(values)
-    if more is None:
-        return "one round"
-    if more > MAX_SPREAD:
-        return f"too busy: {more:.0%}"
-    return f"{_number(times * min(values))} ({_number(times * statistics.median(values))})"
+    """Return the best and the median."""
+    return f"{_number(times * min(values))} ({_number(times * statistics.median(values))})" if values else "-"
 
 
 def logging(cell: Cell) -> str:
-    """Return by how much logging prolongs a step, if that exceeds the difference of the two best rounds."""
-    logged, silent = (sorted(figures["step_s"] for figures in rounds) for rounds in (cell.logged, cell.silent))
-    if min(len(logged), len(silent)) < 2:
-        return "one round" if logged and silent else "-"
-    varies = max(logged[1] - logged[0], silent[1] - silent[0])
-    more = logged[0] - silent[0]
-    return _number(1e3 * more) if more > varies else f"under {_number(1e3 * (varies + max(more, 0)))}"
+    """Return by how much logging prolongs a step: the median of the rounds, unless they include zero."""
+    more = [logged["step_s"] - silent["step_s"] for logged, silent in zip(cell.logged, cell.silent, strict=False)]
+    if not more:
+        return "-"
+    return _number(1e3 * statistics.median(more)) if min(more) > 0 else "no difference seen"
 
 
 def _formula(cells: Sequence[Cell], axis: Axis, figure: str, cores: int) -> str:
     name, times = ("step x cores / ranks, ms", 1e3) if figure == SHARED else FIGURES[figure]
     line, beyond = fitted(cells, axis, figure, cores), f"{axis.beyond:,} {axis.name}"
     if line is None:
-        return f"| {axis.name} | {name} | too few reliable sizes | - | - |"
+        return f"| {axis.name} | {name} | too few sizes | - | - |"
     formula = _number(times * line.start)
     if line.slope:
         formula += f" {'-' if line.slope < 0 else '+'} {_number(abs(times * line.slope))} x {axis.term_name}"

@@ -1,10 +1,9 @@
-"""Shared by benchmarks that write into a page of the documentation: the section, the machine, and the spread."""
+"""Shared by benchmarks that write into a page of the documentation: the section and the machine."""
 
 import importlib.metadata
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_SPREAD = 0.15
 DISTRIBUTIONS = ("torch", "torchvision", "lightning", "accelerate", "pytorch-ignite")
 
 
@@ -44,11 +42,6 @@ class Section:
         self.check(page)
         before, rest = page.read_text().split(self.begin)
         page.write_text(f"{before}{self.begin}\n\n{measured.strip()}\n\n{self.end}{rest.split(self.end)[1]}")
-
-
-def spread(values: Sequence[float]) -> float | None:
-    """Return the difference of the largest and smallest value relative to the median; None for fewer than two."""
-    return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else None
 
 
 def facts(load: float, more: Sequence[str] = (), distributions: Sequence[str] = DISTRIBUTIONS) -> str:

@@ -146,35 +146,30 @@ def figures(step_s: float, other_s: float = 1.0) -> dict[str, float]:
     return {"step_s": step_s, "memory_mib": 100.0, "command_s": 9.0, **others}
 
 
-def test_formula_is_fitted_to_reliable_sizes(growth_table: ModuleType) -> None:
-    """Sizes whose two best rounds differ are ignored, and a figure that does not grow is constant."""
+def test_formula_is_fitted_to_the_best_rounds(growth_table: ModuleType) -> None:
     cells = []
     for ranks in (1, 2, 4, 8, 16, 32):
-        steps = [9.0, *[0.010 + 0.002 * ranks] * 3] if ranks > 1 else [0.001, 0.001]  # one round was disturbed
-        steps = [0.5, 5.0] if ranks == 16 else steps
+        steps = [9.0, 0.010 + 0.002 * ranks] if ranks > 1 else [0.001, 0.001]  # one round was disturbed
         cells.append(growth_table.Cell("ranks", ranks, *([figures(step) for step in steps] for _ in range(2))))
     line = growth_table.fitted(cells, growth_table.AXES["ranks"], "step_s", cores=2)
     assert (line.start, line.slope) == (pytest.approx(0.010), pytest.approx(0.002))
     assert line.off < 1e-9 and line.at(1024) == pytest.approx(2.058)
-    busy = [*cells[:-1], growth_table.Cell("ranks", 32, [figures(0.05), figures(0.07)])]
-    assert growth_table.fitted(busy, growth_table.AXES["ranks"], "step_s", cores=2) is None  # the largest is not known
     rows = [row.split(" | ") for row in growth_table.render(cells, cores=2).splitlines()]
     tables = {row[0].removeprefix("| "): row for row in rows if row[0].removeprefix("| ").isdigit()}
-    assert tables["8"][1:6] == ["26.0 (26.0)", "6.50 (6.50)", "under 0", "1.00 (1.00)", "1.00 (1.00)"]
-    assert tables["16"][1].startswith("too busy: ") and tables["1"][1:3] == ["1.00 (1.00)"] * 2
+    assert tables["8"][1:4] == ["26.0 (4,513)", "6.50 (1,128)", "no difference seen"]
     formulas = {row[1]: row[2:] for row in rows if row[0] == "| ranks"}
     assert formulas["step, ms"] == ["10.0 + 2.00 x ranks", "0%", "1,024 ranks: 2,058 |"]
     assert formulas["checkpoint, s"] == ["1.00 (constant)", "0%", "1,024 ranks: 1.00 |"]
 
 
-def test_cost_of_logging_must_exceed_the_difference_of_rounds(growth_table: ModuleType) -> None:
+def test_cost_of_logging_is_positive_in_every_round(growth_table: ModuleType) -> None:
     def output(logged: list[float], silent: list[float]) -> str:
         cell = growth_table.Cell("samples", 10, *([figures(step) for step in steps] for steps in (logged, silent)))
         return growth_table.logging(cell)
 
-    assert output([0.0031, 0.0900, 0.0030], [0.0020, 0.0021]) == "1.00"
-    assert output([0.0030, 0.0034], [0.0028, 0.0030]) == "under 0.600"
-    assert output([0.0030], [0.0020]) == "one round" and output([], []) == "-"
+    assert output([0.0031, 0.0900, 0.0030], [0.0020, 0.0021, 0.0020]) == "1.10"
+    assert output([0.0030, 0.0034], [0.0028, 0.0036]) == "no difference seen"
+    assert output([], []) == "-"
 
 
 def test_size_that_exceeds_the_memory_is_skipped_and_named() -> None:
@@ -200,7 +195,4 @@ def test_growth_measures_and_writes_a_row_for_each_size(
     done = commands.finish(commands.start(str(BENCHMARKS / "growth.py"), *args))
     assert done.returncode == 0, done.stderr
     (row,) = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| 1 |")]
-    assert row[1:4] == ["one round"] * 3 and row[-1] == "1 |"
-    cells_of_two = [cell if cell.startswith("too busy: ") else float(cell.partition(" (")[0]) for cell in row[4:7]]
-    assert all(isinstance(cell, str) or cell > 0 for cell in cells_of_two) and float(row[7]) > 100
-    assert (tmp_path / "images" / "growth.png").stat().st_size > 0
+    assert all(float(cell.partition(" (")[0]) > 0 for cell in [*row[1:3], *row[4:8]]) and row[-1] == "1 |"
