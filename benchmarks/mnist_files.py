@@ -4,8 +4,8 @@ usage: python benchmarks/mnist_files.py ROOT      then data=mnist data.root=ROOT
 60,000 training and 10,000 test images, each a real digit scaled and shifted; no source digit is in both.
 """
 
+import argparse
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -43,4 +43,6 @@ def main(root: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root")
+    main(parser.parse_args().root)
