@@ -263,6 +263,6 @@ def test_a_server_that_accepts_connections_and_hangs_fails_a_new_run(
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as hanging:  # the kernel accepts connections for it
         server = f"127.0.0.1:{hanging.getsockname()[1]}"
-        message = f"logger=mlflow cannot be opened: API request to http://{server}/.* failed with timeout"
+        message = f"logger=mlflow cannot be opened: API request to http://{server}/.* failed with .*(timeout|timed out)"
         with pytest.raises(Exception, match=message):
             run(tmp_path, 1, *SMALL, "logger=mlflow", f"logger.mlflow.uri=http://user:secret@{server}")
