@@ -1,4 +1,4 @@
-"""The suite's measurements as Markdown: a table for each workload, with ratios that are paired by round."""
+"""The suite's measurements as Markdown: a table for each workload, with ratios of measurements in the same round."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Cell:
 def paired_ratios(cell: Cell, baseline: Cell, metric: str) -> list[float]:
     """Return the ratio of the cell to the baseline in each round that measured both.
 
-    The commands of a round run one after the other, so that a machine whose speed drifts changes both alike.
+    The commands of a round run one after the other, so that a drift in the machine's speed affects both equally.
     """
     return [
         metrics[metric] / baseline.rounds[number][metric]
@@ -55,7 +55,7 @@ def paired_ratios(cell: Cell, baseline: Cell, metric: str) -> list[float]:
 
 
 def describe(ratios: Sequence[float]) -> str:
-    """Return the median of the ratios and their range, or that they show no difference."""
+    """Return the median and the range of the ratios, or only the range if it includes 1."""
     if not ratios:
         return "-"
     if len(ratios) == 1:
@@ -70,7 +70,7 @@ def render(cells: Sequence[Cell], baseline: str) -> str:
     """Return a table for each workload, in the order of the cells, each followed by its failures.
 
     Args:
-        baseline: The command that the ratios refer to.
+        baseline: The command by whose measurements the others are divided.
     """
     blocks = []
     for work in dict.fromkeys(cell.work for cell in cells):

@@ -1,9 +1,9 @@
-"""The overhead of a job in addition to its training: in a sweep under one torchrun, and in a shell loop of torchrun.
+"""The overhead of a job in addition to its training, in a sweep under one torchrun and in a shell loop of torchrun.
 
 usage: python benchmarks/sweep_overhead.py [--nproc 2] [--jobs 12] [OVERRIDE ...]
-The time of a job is from its start to the start of the next one: in the sweep according to its ledger, and also with
-the sweep's start and end divided among the jobs. Its training is the number of samples divided by the measured rate.
-Overrides are passed to the runner.
+The time of a job in the sweep is the average from the start of the first job to the end of the last one, by the
+sweep's ledger. A second row also divides the start and the end of the whole command among the jobs. The training time
+of a job is its number of samples divided by the measured rate. Overrides are passed to the runner.
 """
 
 import argparse
@@ -28,10 +28,10 @@ def main() -> None:
     args = parser.parse_args()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)]
     with tempfile.TemporaryDirectory() as scratch:
-        words = [*JOB, f"outputs={scratch}", *args.overrides]
-        begin = time.time()
-        run([*torchrun, "-m", "runner", "-m", *words, "name=sweep", f"seed=range({args.jobs})"])
-        whole = (time.time() - begin) / args.jobs
+        overrides = [*JOB, f"outputs={scratch}", *args.overrides]
+        start = time.time()
+        run([*torchrun, "-m", "runner", "-m", *overrides, "name=sweep", f"seed=range({args.jobs})"])
+        whole = (time.time() - start) / args.jobs
         (ledger,) = Path(scratch, "sweep").glob("*/ledger.jsonl")
         lines = [json.loads(line) for line in ledger.read_text().splitlines()]
         starts = [line["at"] for line in lines if line.get("state") == "running"]
@@ -39,18 +39,18 @@ def main() -> None:
         in_sweep = (ends[-1] - starts[0]) / args.jobs
         loop = []
         for seed in range(args.jobs):
-            begin = time.time()
-            run([*torchrun, "-m", "runner", *words, "name=loop", f"seed={seed}"])
-            loop.append(time.time() - begin)
+            start = time.time()
+            run([*torchrun, "-m", "runner", *overrides, "name=loop", f"seed={seed}"])
+            loop.append(time.time() - start)
         training = {name: train_s(Path(scratch, name)) for name in ("sweep", "loop")}
-    yardstick = statistics.mean(loop) - training["loop"]
+    in_loop = statistics.mean(loop) - training["loop"]
     rows = {
-        "shell's loop": yardstick,
+        "shell loop": in_loop,
         "sweep, job to job": in_sweep - training["sweep"],
         "sweep, with its start": whole - training["sweep"],
     }
     for name, overhead in rows.items():
-        print(f"{name:22s}  {overhead:6.3f} s per job beside its training  {overhead / yardstick:6.3f} x the loop's")
+        print(f"{name:22s}  {overhead:6.3f} s per job in addition to training  {overhead / in_loop:6.3f} x the loop's")
     print(f"{args.jobs} jobs on {args.nproc} ranks; training {training['loop']:.3f} s per job in the loop")
 
 

@@ -102,7 +102,7 @@ def test_a_missing_framework_is_named_with_its_pip_command(monkeypatch: pytest.M
         ("suite", "--work=mlp --steps=301", "--steps=301 must be at least 2 and at most 300"),
         ("suite", "--write=nowhere.md", "--write=nowhere.md must be a file with the lines"),
         ("growth", "--axis=rank", "--axis=rank must be one of ranks, samples, parameters"),
-        ("growth", "--axis=samples --most=10", "--most=10 leaves nothing; try 1000"),
+        ("growth", "--axis=samples --most=10", "--most=10 leaves no size; try 1000"),
         ("growth", "--write=nowhere.md", "--write=nowhere.md must be a file with the lines <!-- growth"),
     ],
 )
