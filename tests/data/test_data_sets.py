@@ -4,7 +4,6 @@ import importlib
 import inspect
 import pickle
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,19 +82,3 @@ def test_configuration_states_every_option_and_its_default(name):
     assert options.keys() == parameters.keys() - {reported}
     own = [parameter for parameter in list(parameters.values())[3:] if parameter.default is not parameter.empty]
     assert {p.name: options[p.name] for p in own} == {p.name: p.default for p in own}
-
-
-def test_models_and_data_are_plain_pytorch():
-    root = Path(__file__).parents[2]
-    sources = [path for folder in ("models", "data") for path in (root / folder).glob("*.py")]
-    assert len(sources) > 10
-    for path in sources:
-        text = path.read_text()
-        for word in ("runner", "hydra", "omegaconf", "torch.distributed"):
-            assert f"import {word}" not in text and f"from {word}" not in text, path
-
-
-def test_generated_datasets_import_no_unneeded_libraries():
-    for name in ("toy", "random", "counting"):
-        source = (Path(__file__).parents[2] / "data" / f"{name}.py").read_text()
-        assert "torchvision" not in source and "sklearn" not in source, name

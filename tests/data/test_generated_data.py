@@ -9,7 +9,6 @@ from runner.shipped.data.counting import Counting
 from runner.shipped.data.digits import Digits
 from runner.shipped.data.hashing import hash_numbers
 from runner.shipped.data.random import RandomRegression
-from runner.shipped.data.tensors import TensorData
 from runner.shipped.data.toy import ToyRegression
 
 
@@ -44,15 +43,6 @@ def test_digits_are_scaled_images_in_0_to_1():
     assert large.samples.min() == 0 and 0.99 < large.samples.max() <= 1
     scaled = torch.nn.functional.interpolate(small.samples, size=(28, 28), mode="bilinear")
     torch.testing.assert_close(large.samples, scaled)
-
-
-def test_digits_refuse_other_channels_and_classes():
-    with pytest.raises(ValueError, match=r"^sample_shape=\[3, 28, 28\] must be .* 1 channel, .* try \[1, 28, 28\]$"):
-        Digits(train=True, sample_shape=(3, 28, 28), num_outputs=10)
-    with pytest.raises(ValueError, match=r"^sample_shape=\[10\] must be \[channels, height, width\]"):
-        Digits(train=True, sample_shape=(10,), num_outputs=10)
-    with pytest.raises(ValueError, match=r"^num_outputs=5 must be 10, the number of classes$"):
-        Digits(train=True, sample_shape=(1, 28, 28), num_outputs=5)
 
 
 def test_toy_is_a_linear_map_and_noise():
@@ -143,11 +133,3 @@ def test_counting_refuses_invalid_sizes():
         Counting(True, (2, 4), 10)
     with pytest.raises(ValueError, match=r"^num_train=\d+ must leave at most 2\^62 .* try 4611686018427387894$"):
         Counting(True, (32,), 10, num_train=2**62, num_val=10)
-
-
-def test_tensors_of_pixels_become_floats_in_0_to_1():
-    pixels = torch.arange(256, dtype=torch.uint8).reshape(4, 1, 8, 8)
-    data = TensorData(pixels, torch.arange(4))
-    samples, _ = data.__getitems__([0, 1, 2, 3])
-    assert torch.equal(samples.flatten(), torch.arange(256, dtype=torch.float32) / 255)
-    assert data.samples.dtype == torch.uint8  # the dataset keeps a quarter of that

@@ -71,10 +71,6 @@ class Named(Dataset[Any]):
         return {"numbers": numbers}, torch.tensor([int(sample[1]) for sample in samples])
 
 
-def random_states() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
-
-
 def of(transforms: dict[str, Any], *words: str, **keys: Any) -> Config:
     return replace(configure("model=mlp", *words)[0], transforms=transforms, **keys)
 
@@ -100,16 +96,6 @@ def test_a_sample_depends_on_seed_epoch_and_index() -> None:
         assert type(inputs) is torch.Tensor and inputs.shape == (1, 8, 8)
         made[key] = tuple(inputs.flatten().tolist())
     assert len(set(made.values())) == 8
-
-
-@pytest.mark.parametrize("transform", [Jitter(), Failing()])
-def test_the_generators_of_the_process_keep_their_state(transform: Any) -> None:
-    before = random_states()
-    try:
-        Augmentation({"it": transform}, 0)((IMAGES[0], 0), 0, 0)
-    except RuntimeError:
-        assert isinstance(transform, Failing)
-    assert random_states() == before
 
 
 def test_transforms_are_called_in_their_order() -> None:

@@ -57,11 +57,6 @@ def test_the_order_without_shuffle_is_the_datasets() -> None:
     assert [list(batch) for batch in sampler.local_batches(5)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_an_epoch_continues_at_any_step() -> None:
-    sampler = Sampler(100, 16, micro_batches=3, data_rank=1, data_ranks=2, seed=1)
-    assert steps(sampler, 4, first_step=3) == steps(sampler, 4)[3:]
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("batch_size", [30_000, 90])
 def test_ten_billion_samples_cost_no_more_than_those_that_are_read(

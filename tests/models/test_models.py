@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import math
-import pickle
 from pathlib import Path
 
 import pytest
@@ -144,14 +143,6 @@ def test_mlp_options_define_the_layers():
     assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout] * 3
     assert [layer.out_features for layer in model.layers if isinstance(layer, nn.Linear)] == [5, 4, 3]
     assert [type(layer) for layer in MLP([6], 2, hidden=[5]).layers] == [nn.Linear, nn.ReLU]
-
-
-@pytest.mark.parametrize("kind", MODELS.values())
-def test_models_pickle(kind):
-    model = kind([16] if kind is GPT else [1, 16, 16], 3)
-    copy = pickle.loads(pickle.dumps(model))
-    samples = torch.randint(3, (2, 16)) if kind is GPT else torch.rand(2, 1, 16, 16)
-    assert torch.equal(copy.eval()(samples), model.eval()(samples))
 
 
 @pytest.mark.parametrize("kind", MODELS.values())
