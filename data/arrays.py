@@ -7,12 +7,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .checks import check_rows, check_sizes
+from .tensors import BatchDataset
 
 
-class Arrays(Dataset[tuple[Tensor, Tensor]]):
+class Arrays(BatchDataset):
     """Sample i consists of row i of an array of inputs, (N, *sample_shape), and of one of targets, (N,) or (N, ...).
 
     Floating point is converted to float32, and integers to int64; floating-point targets of shape () become (1,). A
@@ -58,10 +58,6 @@ class Arrays(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return len(self.inputs.array)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: (len(indices), *sample_shape) inputs, and their targets."""

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .checks import check_counts, check_rows, check_sizes
 from .hashing import MASK, hash_numbers
+from .tensors import BatchDataset
 
 MOST = 2**62  # samples, so that an int64 can represent their numbers
 
 
-class Counting(Dataset[tuple[Tensor, Tensor]]):
+class Counting(BatchDataset):
     """Sample i is a hash of i, float32 of `sample_shape`, uniform on [-1, 1).
 
     Its class is the index of the largest of its first `num_outputs` features, so that classes are equally likely,
@@ -54,10 +54,6 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        samples, targets = self.__getitems__([index])
-        return samples[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: (len(indices), *sample_shape) samples and (len(indices),) int64 classes."""

@@ -1,28 +1,12 @@
 """Fashion-MNIST: 60,000 images of clothes for training and 10,000 for validation; like MNIST, but harder."""
 
-from collections.abc import Sequence
-
-from .checks import check_images
-from .idx_files import open_idx
-from .tensors import TensorData
+from .mnist import MNIST
 
 
-class FashionMNIST(TensorData):
-    """28 x 28 gray images as (1, H, W) float32 in [0, 1], and their classes, from root/FashionMNIST/raw.
+class FashionMNIST(MNIST):
+    """28 x 28 gray images as (1, H, W) float32 in [0, 1], and their classes, from root/FashionMNIST/raw. See MNIST.
 
-    Raises ValueError unless the samples have one channel and there are 10 outputs, and if the files are missing
-    and cannot be downloaded.
     Source: https://github.com/zalandoresearch/fashion-mnist
     """
 
-    def __init__(
-        self,
-        train: bool,
-        sample_shape: Sequence[int],
-        num_outputs: int,
-        root: str = "datasets",
-        download: bool = True,
-    ) -> None:
-        check_images(sample_shape, num_outputs, images=(1, 28, 28), num_classes=10)
-        files = open_idx("FashionMNIST", root, train, download)
-        super().__init__(files.data[:, None], files.targets, image_size=sample_shape[1:])  # (N, 28, 28) -> + channel
+    name = "FashionMNIST"

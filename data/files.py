@@ -63,18 +63,13 @@ def _fetch(kind: Any, directory: Path, folder: str, names: Sequence[str], archiv
             if (directory / archive).is_file():
                 (staging / archive).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(directory / archive, staging / archive)
-        with _quiet(), _connect_timeout(CONNECT_TIMEOUT_S):
+        # Progress bars and messages about mirrors would be printed once per rank; the error contains what matters.
+        quiet = io.StringIO()
+        with redirect_stdout(quiet), redirect_stderr(quiet), _connect_timeout(CONNECT_TIMEOUT_S):
             kind(staging, download=True)
         (directory / folder).mkdir(parents=True, exist_ok=True)
         for file in names:
             os.replace(staging / folder / file, directory / folder / file)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    # Progress bars and messages about mirrors would be printed once per rank; the error contains what matters.
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield
 
 
 @contextmanager

@@ -15,6 +15,8 @@ class MNIST(TensorData):
     Source: http://yann.lecun.com/exdb/mnist/
     """
 
+    name = "MNIST"  # of the directory, and of torchvision's class
+
     def __init__(
         self,
         train: bool,
@@ -24,5 +26,5 @@ class MNIST(TensorData):
         download: bool = True,
     ) -> None:
         check_images(sample_shape, num_outputs, images=(1, 28, 28), num_classes=10)
-        files = open_idx("MNIST", root, train, download)
+        files = open_idx(self.name, root, train, download)
         super().__init__(files.data[:, None], files.targets, image_size=sample_shape[1:])  # (N, 28, 28) -> + channel

@@ -5,10 +5,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .checks import check_counts, check_rows, check_sizes
 from .hashing import MASK, hash_numbers
+from .tensors import BatchDataset
 
 BACKGROUND, DISC, SQUARE = range(3)
 MAX_SHAPES = 4
@@ -16,7 +16,7 @@ FACTS = 8  # numbers per shape: whether it exists, its class, center, size, and 
 SIZES = (0.08, 0.22)  # smallest and largest half width of a shape, relative to the shorter side of the image
 
 
-class Shapes(Dataset[tuple[Tensor, Tensor]]):
+class Shapes(BatchDataset):
     """Images of 1 to 4 filled shapes on noise, (C, H, W) float32, and the class of each pixel, (H, W) int64.
 
     Classes are 0 for background, 1 for discs and 2 for squares. A shape covers the shapes before it. Colors are uniform
@@ -63,10 +63,6 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, targets = self.__getitems__([index])
-        return images[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: (len(indices), C, H, W) images and (len(indices), H, W) classes."""

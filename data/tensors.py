@@ -1,4 +1,4 @@
-"""A dataset of samples and targets in memory, which are read in whole batches."""
+"""Datasets that read whole batches, and one whose samples and targets are in memory."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,18 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 
-class TensorData(Dataset[tuple[Tensor, Tensor]]):
+class BatchDataset(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset whose `__getitems__` returns a batch (inputs, targets), of which a sample is one row."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class TensorData(BatchDataset):
     """Sample i consists of row i of `samples` and row i of `targets`. An index outside of [0, len) raises IndexError.
 
     Args:
@@ -30,10 +41,6 @@ class TensorData(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        samples, targets = self.__getitems__([index])
-        return samples[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: (len(indices), *sample_shape) samples, and their targets."""

@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .checks import check_rows, check_sizes
 from .paths import find_files
+from .tensors import BatchDataset
 
 PARTS = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # parts of the text, by position
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # the vocabulary of the text that comes with Python
@@ -20,7 +20,7 @@ TYPED = str.maketrans(
 )
 
 
-class Text(Dataset[tuple[Tensor, Tensor]]):
+class Text(BatchDataset):
     """Blocks of int64 tokens, (block,), and as targets the token that follows each of them; sample_shape is [block].
 
     files: paths and patterns, read as UTF-8 and concatenated; None means the English help texts of pydoc (0.4 million
@@ -68,10 +68,6 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: (len(indices), block) tokens, and the tokens that follow them."""
