@@ -1,6 +1,6 @@
 """Augmentation: training samples are transformed anew in each epoch, depending only on seed, epoch and index."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,10 +18,10 @@ from runner.input.source import Source
 
 @dataclass(frozen=True)
 class Augmentation:
-    """All transforms of a sample, in their order.
+    """The transforms of a sample, in the order in which they are applied.
 
-    Of a pair (inputs, targets) the inputs are transformed, of another sample the whole. Inputs of three dimensions are
-    an image, (C, H, W). torch, NumPy and random are seeded with (seed, epoch, index), and keep their state.
+    If the sample is a pair (inputs, targets), only the inputs are transformed. Inputs of three dimensions are an image,
+    (C, H, W). torch, NumPy and random are seeded with (seed, epoch, index); their previous state is restored.
     """
 
     transforms: Mapping[str, Callable[..., Any]]
@@ -83,7 +83,9 @@ def augment(config: Config, source: Source) -> Source:
 
 def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:
     """Return True if the targets contain a class for each pixel of the image."""
-    tensors = [torch.as_tensor(item) for item in sample] if _is_pair(sample) and _are_arrays(sample) else []
+    arrays = (torch.Tensor, np.ndarray, np.generic, int, float)
+    is_pair_of_arrays = _is_pair(sample) and all(isinstance(item, arrays) for item in sample)
+    tensors = [torch.as_tensor(item) for item in sample] if is_pair_of_arrays else []
     fits = len(tensors) == 2 and tensors[0].dim() == 3 and tensors[0].shape[1:] == tensors[1].shape
     if wanted is True and not fits:
         found = _shapes(tensors) if tensors else "of another kind"
@@ -97,10 +99,6 @@ def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:
 def _shapes(sample: Any) -> str:
     """Describe the shapes of the tensors and arrays."""
     return " and ".join(str(list(leaf.shape)) for leaf in tree_leaves(register_types(sample)) if hasattr(leaf, "shape"))
-
-
-def _are_arrays(sample: Sequence[Any]) -> bool:
-    return all(isinstance(item, (torch.Tensor, np.ndarray, np.generic, int, float)) for item in sample)
 
 
 def _is_pair(sample: Any) -> bool:

@@ -108,9 +108,18 @@ class Loader:
         self._loader = None
 
     def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
-        """Yield local micro-batches on the device. Raise ValueError if a batch that was read ahead cannot be split."""
+        """Yield local micro-batches on the device.
+
+        Raise WorkerDied if a worker has exited, and ValueError if a batch that was read ahead cannot be split.
+        """
         while True:
-            batch = map_tensors(self._place, self._next(batches))
+            try:
+                batch = next(batches)
+            except (RuntimeError, OSError, EOFError) as error:  # torch's error, or a closed connection
+                if died := worker_death(error, getattr(batches, "_workers", ())):
+                    raise died from None
+                raise
+            batch = map_tensors(self._place, batch)
             requested = self._requested.popleft()
             if self._reads_ahead and self._at_once is None and requested[0]:
                 largest = num_bytes(batch) * self.sampler.local_size // len(requested[0])  # the first may be smaller
@@ -120,15 +129,6 @@ class Loader:
                 continue
             for part, indices in zip(split(batch, [len(each) for each in requested]), requested, strict=True):
                 yield MicroBatch(part, indices)
-
-    def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch. Raise WorkerDied if its worker has exited."""
-        try:
-            return next(batches)
-        except (RuntimeError, OSError, EOFError) as error:  # torch's error, or a closed connection
-            if died := worker_death(error, getattr(batches, "_workers", ())):
-                raise died from None
-            raise
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = cast_floating(tensor.to(self.device, non_blocking=True), self.dtype)

@@ -60,21 +60,17 @@ def worker_death(error: Exception, workers: Sequence[Any]) -> WorkerDied | None:
     dead = [(number, worker) for number, worker in enumerate(workers) if not worker.is_alive()]
     if not dead:
         return None
-    deaths = [
-        f"loader worker {number} (process {worker.pid}) died: {_status(worker.exitcode)}" for number, worker in dead
-    ]
+    deaths = []
+    for number, worker in dead:
+        code = worker.exitcode
+        status = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        deaths.append(f"loader worker {number} (process {worker.pid}) died: {status}")
     hint = ""
     if any(worker.exitcode == -signal.SIGBUS for _, worker in dead):
         hint = f"; {_free_memory()}; {FIX}"
     elif any(worker.exitcode == -signal.SIGKILL for _, worker in dead):
         hint = "; the kernel may have killed it for lack of memory: see dmesg, or try a smaller loader.num_workers"
     return WorkerDied(", ".join(deaths) + hint)
-
-
-def _status(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "unknown exit status"
-    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit status {exit_code}"
 
 
 def _free_memory() -> str:

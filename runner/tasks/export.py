@@ -197,6 +197,8 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
     assert config.run is not None
     run = Path(config.run)
     recorded, step = read_result(run) or {}, trained.progress.step
+    logged = [line.items() for line in read_metrics(run) if line.get("step") == step]
+    metrics = {key: value for items in logged for key, value in items if "/" in key and not key.startswith("perf/")}
     return {
         "format": config.export.format,
         "model": {
@@ -209,18 +211,9 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
         "run": str(run),
         "checkpoint": {"read_as": config.checkpoint.load, "step": step, "epoch": trained.progress.epoch},
         "monitor": recorded.get("monitor"),
-        "metrics": _metrics_at(run, step),
+        "metrics": metrics,
         "versions": versions() | {package: version(package) for package in PACKAGES[config.export.format]},
         "git": {"trained": recorded.get("git"), "exported": git_state()},
         "choices": dict(request.choices),
         "configuration": asdict(config),
     }
-
-
-def _metrics_at(run: Path, step: int) -> dict[str, float]:
-    """Return the metrics that the run logged at this step."""
-    found: dict[str, float] = {}
-    for measured in read_metrics(run):
-        if measured.get("step") == step:
-            found |= {key: value for key, value in measured.items() if "/" in key and not key.startswith("perf/")}
-    return found

@@ -45,10 +45,17 @@ class Csv:
 
     def __init__(self, path: Path, num_samples: int):
         self._file = path.open("w", newline="")
-        self._writer, self._shapes = csv.writer(self._file), _Shapes("csv", widest=MAX_NUMBERS)
+        self._writer = csv.writer(self._file)
+        self._shapes: dict[str, list[int]] = {}
 
     def add(self, columns: Columns) -> None:
-        self._shapes.check(columns)
+        for name, values in columns.items():
+            if values[0].size > MAX_NUMBERS:
+                raise JobFailed(
+                    f"predict.format=csv: {name} has {values[0].size:,} numbers per sample, and a table may have "
+                    f"{MAX_NUMBERS:,}; try predict.format=npy or parquet"
+                )
+        _check_shapes("csv", columns, self._shapes)
         flat = flatten(columns)
         if not self._file.tell():
             self._writer.writerow(flat)
@@ -114,12 +121,12 @@ class Arrays:
 
     def __init__(self, path: Path, num_samples: int):
         self._path, self._num_samples, self._position = path, num_samples, 0
-        self._shapes = _Shapes("npy", widest=None)
+        self._shapes: dict[str, list[int]] = {}
         self._arrays: dict[str, Any] = {}
         path.mkdir()
 
     def add(self, columns: Columns) -> None:
-        self._shapes.check(columns)
+        _check_shapes("npy", columns, self._shapes)
         for name, values in columns.items():
             if name not in self._arrays:
                 shape = (self._num_samples, *values.shape[1:])
@@ -135,28 +142,17 @@ class Arrays:
         self._arrays.clear()
 
 
-class _Shapes:
-    """Checks that all samples have the same columns as the first ones, each with at most `widest` numbers."""
-
-    def __init__(self, kind: str, widest: int | None):
-        self._kind, self._widest = kind, widest
-        self._first: dict[str, Any] = {}
-
-    def check(self, columns: Columns) -> None:
-        for name, values in columns.items():
-            if self._widest is not None and values[0].size > self._widest:
-                raise JobFailed(
-                    f"predict.format={self._kind}: {name} has {values[0].size:,} numbers per sample, and a table may "
-                    f"have {self._widest:,}; try predict.format=npy or parquet"
-                )
-        found = {name: list(values.shape[1:]) for name, values in columns.items()}
-        self._first = self._first or found
-        for name in {**found, **self._first}:
-            if found.get(name) != self._first.get(name):
-                raise JobFailed(
-                    f"predict.format={self._kind}: {name} has the shape {found.get(name)} for some samples and "
-                    f"{self._first.get(name)} for others; try predict.format=parquet"
-                )
+def _check_shapes(kind: str, columns: Columns, first: dict[str, list[int]]) -> None:
+    """Raise JobFailed unless the columns have the shapes of the first samples, which are added to an empty `first`."""
+    found = {name: list(values.shape[1:]) for name, values in columns.items()}
+    if not first:
+        first.update(found)
+    for name in {**found, **first}:
+        if found.get(name) != first.get(name):
+            raise JobFailed(
+                f"predict.format={kind}: {name} has the shape {found.get(name)} for some samples and "
+                f"{first.get(name)} for others; try predict.format=parquet"
+            )
 
 
 def flatten(columns: Columns) -> Columns:

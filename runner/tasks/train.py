@@ -57,7 +57,10 @@ class Train(JobTask):
             )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter()
-        recorder = Recorder(directory, experiment.logger, meter, metric_names(experiment))
+        losses = [LOSS, *(f"val/{name}" for name in experiment.objective.losses)]
+        values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
+        names = list(dict.fromkeys([experiment.monitor.name, *losses, *values]))  # of an evaluation's metrics
+        recorder = Recorder(directory, experiment.logger, meter, names)
         callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, recorder)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if list_checkpoints(directory.checkpoints):
@@ -170,13 +173,6 @@ def make_all_callbacks(
     )
     callbacks.add("checkpointing", checkpointing)
     return callbacks
-
-
-def metric_names(experiment: Experiment) -> list[str]:
-    """Return the names of an evaluation's metrics, the monitor first."""
-    losses = [LOSS, *(f"val/{name}" for name in experiment.objective.losses)]
-    values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
-    return list(dict.fromkeys([experiment.monitor.name, *losses, *values]))
 
 
 def describe(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:
