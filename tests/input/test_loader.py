@@ -83,19 +83,8 @@ def test_reading_ahead_returns_the_same_batches(
         assert 0 < rows.reads < once.reads
 
 
-def test_reading_ahead_is_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows(torch.zeros(NUM_SAMPLES, 64), torch.arange(NUM_SAMPLES))
-    monkeypatch.setattr("runner.input.loader.BYTES_AT_ONCE", 3 * 2 * (64 * 4 + 8))  # 3 local micro-batches of 2 samples
-    loader = Loader(rows, Sampler(NUM_SAMPLES, batch_size=2), torch.float32, CPU)
-    rows.reads = 0
-    assert len(list(loader.steps(epoch=0))) == 11
-    assert rows.reads == 1 + 4  # the first one separately, to measure its size
-    assert len(list(loader.steps(epoch=1))) == 11
-    assert rows.reads == 5 + 4
-
-
 @pytest.mark.parametrize("first_step", [0, 7])
-def test_the_limit_is_computed_from_the_largest_size(first_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_ahead_is_limited_in_bytes(first_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run may resume at the end of an epoch, where the last step has one sample instead of three."""
     rows = Rows(torch.zeros(NUM_SAMPLES, 64), torch.arange(NUM_SAMPLES))
     monkeypatch.setattr("runner.input.loader.BYTES_AT_ONCE", 2 * 3 * (64 * 4 + 8))  # 2 local micro-batches of 3 samples

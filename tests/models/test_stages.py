@@ -204,12 +204,6 @@ def test_inputs_are_moved_to_the_device_of_each_part():
     assert moved(samples("net", 2).float().to("meta")).shape == (2, 5)
 
 
-def test_split_divides_stages_evenly():
-    split = Split(ConvNet(IMAGE, 5))
-    split.place(["cpu", "meta"])
-    assert [next(stage.parameters()).device.type for stage in split.stages()] == ["cpu", "meta", "meta"]
-
-
 class Bare(nn.Module):
     def __init__(self):
         super().__init__()
