@@ -17,7 +17,7 @@ CONNECT_TIMEOUT_S = 10.0
 def open_files(
     kind: Any, root: str, train: bool, download: bool, folder: str, names: Sequence[str], archives: Sequence[str]
 ) -> Any:
-    """Return the torchvision dataset `kind`, with its .data and .targets, of the files `names` in root/folder.
+    """Return the torchvision dataset `kind` of the files `names` in root/folder, with its .data and .targets.
 
     If `download` is true, missing files are unpacked from `archives` (paths below root) or downloaded. Several
     processes may do so at once: each file is complete or absent at any time.
@@ -28,7 +28,7 @@ def open_files(
     missing = [name for name in names if not (home / name).is_file()]
     if missing:
         problem = f"root={root} has no {kind.__name__}: {', '.join(missing)} missing in {home}"
-        other_root = f"set data.root to the directory that holds {folder}"
+        other_root = f"set data.root to the directory that contains {folder}"
         if not download:
             raise ValueError(
                 f"{problem}, and data.download is off; put them there, set data.download=true, or {other_root}"
@@ -55,7 +55,7 @@ def open_files(
 
 
 def _fetch(kind: Any, directory: Path, folder: str, names: Sequence[str], archives: Sequence[str]) -> None:
-    # Unpacked to a temporary directory and moved, so that no failure or reader leaves or sees half a dataset.
+    # Unpack to a temporary directory and move the files, so that neither a failure nor a reader finds half a dataset.
     existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     with tempfile.TemporaryDirectory(dir=existing, prefix=".download-") as name:
         staging = Path(name)
@@ -74,7 +74,7 @@ def _fetch(kind: Any, directory: Path, folder: str, names: Sequence[str], archiv
 
 @contextmanager
 def _connect_timeout(seconds: float) -> Iterator[None]:
-    # torchvision sets none, and a host that drops packets would block the run for minutes per mirror.
+    # torchvision sets no timeout, and a host that drops packets would block the run for minutes per mirror.
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -46,7 +46,7 @@ class Split(nn.Module):
             self.place(devices)
 
     def place(self, devices: Sequence[str | torch.device]) -> None:
-        """Move each part to its device. Raise ValueError unless there is one device per part, and all exist."""
+        """Move each part to its device. Raise ValueError unless each part has a device that exists."""
         option = f"devices=[{','.join(map(str, devices))}]"
         if len(devices) != len(self._parts):
             raise ValueError(f"{option} must be {len(self._parts)} devices, one per part")

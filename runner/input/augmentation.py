@@ -1,4 +1,4 @@
-"""Augmentation: training samples are transformed anew in each epoch, depending only on seed, epoch and index."""
+"""Random transforms of training samples, which depend only on seed, epoch and index."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

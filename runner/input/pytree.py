@@ -139,9 +139,9 @@ def _flatten_with_names(mapping: Any) -> tuple[list[tuple[Any, Any]], _Mapping]:
 
 def _unflatten_mapping(values: Iterable[Any], mapping: _Mapping) -> Any:
     """Return a copy with new values, and with all other attributes of the original."""
-    made = copy.copy(mapping.original)
-    made.update(zip(mapping.names, values, strict=True))
-    return made
+    changed = copy.copy(mapping.original)
+    changed.update(zip(mapping.names, values, strict=True))
+    return changed
 
 
 def _align(tensor: torch.Tensor) -> torch.Tensor:

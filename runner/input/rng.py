@@ -11,7 +11,7 @@ import torch
 T = TypeVar("T")
 # The last number of a key (seed, epoch, index, …), which separates these streams from those of the trainer and sampler.
 TRANSFORMS, SAMPLE, EPOCH, COLLATE = range(2**63, 2**63 + 4)
-_BLANK = 0x5EED  # seeds a source that is not known to be used
+_BLANK = 0x5EED  # the seed of generators that a function is not known to use
 _spare: list[np.random.BitGenerator] = []  # constructing one takes longer than seeding it
 
 
@@ -31,10 +31,10 @@ def make_generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(*key))
 
 
-class _Source:
+class _Generator:
     """One of the process's three global generators on the CPU.
 
-    peek: returns what follows in the stream. It may draw, because the caller seeds the generator afterwards.
+    peek: returns a value that depends on the state. It may draw, because the caller seeds the generator afterwards.
     """
 
     def __init__(self, seed: Callable[[int], Any], peek: Callable[[], Any]):
@@ -50,17 +50,17 @@ class _Source:
         return bool(found != self._blank)
 
 
-_SOURCES = (
-    _Source(torch.default_generator.manual_seed, lambda: torch.default_generator.get_state().numpy().tobytes()),
-    _Source(lambda key: np.random.seed(key % 2**32), lambda: np.random.bytes(16)),
-    _Source(random.seed, lambda: random.getrandbits(128)),
+_GENERATORS = (
+    _Generator(torch.default_generator.manual_seed, lambda: torch.default_generator.get_state().numpy().tobytes()),
+    _Generator(lambda key: np.random.seed(key % 2**32), lambda: np.random.bytes(16)),
+    _Generator(random.seed, lambda: random.getrandbits(128)),
 )
 
 
 def seed_all(key: int) -> None:
     """Seed torch on the CPU, NumPy and random."""
-    for source in _SOURCES:
-        source.seed(key)
+    for generator in _GENERATORS:
+        generator.seed(key)
 
 
 def seed_step(key: int, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class DrawDetector:
     """
 
     def __init__(self) -> None:
-        self._used: list[int] = []  # indices into _SOURCES
+        self._used: list[int] = []  # indices into _GENERATORS
 
     def __bool__(self) -> bool:
         """Return True if the function has ever drawn."""
@@ -120,8 +120,8 @@ class DrawDetector:
             while True:
                 seed_all(_BLANK)
                 result = function()
-                others = (number for number in range(len(_SOURCES)) if number not in self._used)
-                found = [number for number in others if _SOURCES[number].has_drawn()]
+                others = (number for number in range(len(_GENERATORS)) if number not in self._used)
+                found = [number for number in others if _GENERATORS[number].has_drawn()]
                 if not found:
                     return result
                 self._used += found
@@ -131,4 +131,4 @@ class DrawDetector:
         if self._used:
             seed = derive_seed(*key)
             for number in self._used:
-                _SOURCES[number].seed(seed)
+                _GENERATORS[number].seed(seed)

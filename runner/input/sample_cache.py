@@ -64,7 +64,7 @@ class SampleCache:
     def share(self, exchange: LocalExchange | None) -> None:
         """Use memory that the ranks of this machine share, all of which must call it; None for a single rank.
 
-        If that is not available, each rank keeps a cache of its own.
+        If shared memory is not available, each rank keeps its own cache.
         """
         if exchange is None or (file := exchange.share_file(lambda: new_file(self.num_bytes))) is None:
             return
@@ -90,7 +90,7 @@ class SampleCache:
     def _map(self, file: int | None) -> None:
         """Allocate an empty cache, which forked workers share. Pages that are never written take no memory."""
         memory = mmap.mmap(-1 if file is None else file, self.num_bytes)
-        if file is None:  # an empty file for the lock alone
+        if file is None:  # an empty file, only for the lock
             with tempfile.TemporaryFile() as empty:
                 file = os.dup(empty.fileno())
         self._close()

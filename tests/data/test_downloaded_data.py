@@ -118,7 +118,7 @@ def test_missing_files_are_named_in_one_line_and_nothing_is_written(kind, downlo
     names = ["data_batch_1", "test_batch", "batches.meta"] if kind is CIFAR10 else ["train-images-idx3-ubyte"]
     assert message.startswith(f"root={root} has no {kind.__name__}: ") and "\n" not in message
     assert all(name in message for name in names) and f"missing in {root / folder}" in message
-    assert message.endswith(f"set data.root to the directory that holds {folder}")
+    assert message.endswith(f"set data.root to the directory that contains {folder}")
     assert ("no network" in message) == download and ("data.download=true" in message) != download
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
