@@ -5,13 +5,10 @@ Source: http://yann.lecun.com/exdb/mnist/
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from .files import open_files
 
 NAMES = tuple(f"{part}-{what}-ubyte" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1"))
 
@@ -31,13 +28,6 @@ class IdxFiles:
         images, labels = NAMES[:2] if train else NAMES[2:]
         self.data = read_idx(root / name / "raw" / images, num_dims=3)
         self.targets = read_idx(root / name / "raw" / labels, num_dims=1).to(torch.int64)
-
-
-def open_idx(name: str, root: str, train: bool, download: bool) -> Any:
-    """Open the files of torchvision's dataset of that name; see `open_files`."""
-    kind, folder = type(name, (IdxFiles,), {}), f"{name}/raw"
-    archives = [f"{folder}/{file}.gz" for file in NAMES]
-    return open_files(kind, root, train, download, folder=folder, names=NAMES, archives=archives)
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from .checks import check_images
-from .idx_files import open_idx
+from .files import open_files
+from .idx_files import NAMES, IdxFiles
 from .tensors import TensorData
 
 
@@ -26,5 +27,7 @@ class MNIST(TensorData):
         download: bool = True,
     ) -> None:
         check_images(sample_shape, num_outputs, images=(1, 28, 28), num_classes=10)
-        files = open_idx(self.name, root, train, download)
+        kind, folder = type(self.name, (IdxFiles,), {}), f"{self.name}/raw"
+        archives = [f"{folder}/{name}.gz" for name in NAMES]
+        files = open_files(kind, root, train, download, folder=folder, names=NAMES, archives=archives)
         super().__init__(files.data[:, None], files.targets, image_size=sample_shape[1:])  # (N, 28, 28) -> + channel
