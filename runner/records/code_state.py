@@ -169,14 +169,11 @@ def files_of(archive_path: str, source: Path) -> Iterator[tuple[str, Path]]:
             directories.clear()
             continue
         links = [name for name in directories if (here / name).is_symlink()]
-        directories[:] = sorted(name for name in directories if name not in links and not _is_skipped(name))
+        skipped = {*links, *fnmatch.filter(directories, ".*"), "__pycache__", "_shipped"}
+        directories[:] = sorted(set(directories) - skipped)
         for name in sorted([*names, *links]):
             file = here / name
             if name.startswith(".") or (is_runner and file.suffix not in RUNNER_SUFFIXES):
                 continue
             if file.is_file() or name in links:
                 yield f"{archive_path}/{file.relative_to(source)}", file
-
-
-def _is_skipped(directory: str) -> bool:
-    return directory.startswith(".") or directory in ("__pycache__", "_shipped")

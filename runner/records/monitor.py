@@ -39,8 +39,8 @@ def recorded_monitor(result: Mapping[str, Any], metrics: Collection[str]) -> Mon
     if not isinstance(recorded, Mapping) or recorded.get("direction") not in ("max", "min"):
         return None
     name = str(recorded.get("name"))
-    bare = name_without_split(name)
-    names = [name, *sorted(other for other in metrics if name_without_split(other) == bare)]
+    suffix = name.partition("/")[2]  # f1/macro of val/f1/macro
+    names = [name, *sorted(other for other in metrics if other.partition("/")[2] == suffix)]
     found = next((other for other in names if other in metrics), None)
     return Monitor(found, recorded["direction"]) if found else None
 
@@ -54,8 +54,3 @@ def main_metrics(monitors: Iterable[Monitor], known: Collection[str]) -> list[st
 def evaluation_metrics(known: Iterable[str]) -> list[str]:
     """Return the metrics of evaluations, without components such as val/f1/class_0."""
     return [name for name in known if name.startswith(("val/", "test/")) and name.count("/") == 1]
-
-
-def name_without_split(name: str) -> str:
-    """Return f1/macro for val/f1/macro."""
-    return name.partition("/")[2]

@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 from runner.errors import require_packages
 from runner.records.loggers.contract import RunOutcome
-from runner.records.loggers.dashboard import (
-    BackgroundThread,
-    History,
-    ProjectRun,
-    read_facts,
-    read_ids,
-    save_id,
-)
+from runner.records.loggers.dashboard import BackgroundThread, History, ProjectRun, read_facts, read_ids, save_id
 from runner.records.records import Trial
 
 CLOSE_S = 120
