@@ -12,7 +12,7 @@ import runner
 from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.record_files import append_json_lines, dumps, parse_metrics, read_json_lines, read_string_list
+from runner.records.record_files import dumps, parse_metrics, read_string_list
 from runner.records.records import read_jobs
 from runner.records.report.render import best
 from runner.records.report.statistics import summarize
@@ -36,15 +36,6 @@ def test_non_finite_numbers_are_written_as_null_and_read_as_nan() -> None:
     metrics = parse_metrics({"x": None, "y": 2, "z": "text"})
     assert math.isnan(metrics.pop("x")) and metrics == {"y": 2}
     assert parse_metrics(None) == {}
-
-
-def test_lines_appended_after_a_truncated_line_are_readable(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    append_json_lines(path, {"a": 1})
-    with path.open("a") as file:
-        file.write('{"a": 2')
-    append_json_lines(path, {"a": 3}, {"a": NAN})
-    assert list(read_json_lines(path)) == [{"a": 1}, {"a": 3}, {"a": None}]
 
 
 @pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("a: 1", "is not a list of strings"), ("[", "cannot")])

@@ -1,6 +1,5 @@
 """The files of a run directory."""
 
-import json
 import threading
 from pathlib import Path
 
@@ -71,18 +70,6 @@ def test_an_attempt_without_a_step_restores_the_record(state: str, tmp_path: Pat
     second.end(state)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in before} == before
     assert [attempt.state for attempt in read_attempts(tmp_path)] == ["finished", state]
-
-
-def test_metrics_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    for step in range(1, 6):
-        directory.log_metrics(step, 1, {"train/loss": step / 10})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "epo')  # truncated by a crash
-    directory.drop_metrics_after(3)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[0] == {"step": 1, "epoch": 1, "train/loss": 0.1}
 
 
 def test_a_run_with_flipped_bits_in_its_metrics_can_be_resumed(tmp_path: Path) -> None:
