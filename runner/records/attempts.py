@@ -67,7 +67,6 @@ def parse_attempt(facts: Any) -> Attempt | None:
 
 
 def append_attempt(directory: Path, attempt: Attempt) -> None:
-    """Append the attempt's line."""
     append_json_lines(directory / ATTEMPTS, asdict(attempt))
 
 

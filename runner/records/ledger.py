@@ -110,7 +110,6 @@ def write_lines(directory: Path, *lines: dict[str, Any]) -> None:
 
 
 def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
-    """Record the state of a job."""
     write_lines(directory, {"number": number, "state": state, "at": round(time.time(), 3), **facts})
 
 

@@ -161,7 +161,6 @@ def read_trial(directory: Path) -> Trial:
 
 
 def finished_jobs(jobs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the finished jobs."""
     return [job for job in jobs if job.state == "finished"]
 
 

@@ -82,7 +82,6 @@ class RunDirectory:
             raise JobFailed(f"{self.path} has been taken over by another process, because this one seemed dead")
 
     def release(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -43,7 +43,6 @@ class RunLock:
         return self._lost
 
     def release(self) -> None:
-        """Release the lock."""
         self._released.set()
         self._thread.join()
         with suppress(OSError):

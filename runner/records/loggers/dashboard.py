@@ -130,7 +130,6 @@ class BackgroundThread:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Queue a call."""
         self._raise()
         self._calls.put(call)
 
