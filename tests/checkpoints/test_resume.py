@@ -12,25 +12,29 @@ from runner.errors import InputError
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
 ALONE = ("none", "dp")
-WAYS = [
-    *((f"parallel={mode}",) for mode in MODES),
+# On four ranks, each way in which gradients are summed; soak repeats it with options that do not change the order.
+SUMS = [
+    *((f"parallel={mode}",) for mode in ("allreduce", "ddp", "local_sgd", "ps", "zero")),
+    ("parallel=fsdp", "parallel.replicate=2"),
+    ("parallel=tp", "parallel.rest=fsdp"),
+    ("parallel=pipeline", "parallel.stages=2"),
+]
+REPEATS = [
+    *((f"parallel={mode}",) for mode in ("fsdp", "tp", "pipeline")),
     ("parallel=ddp", "parallel.static_graph=true"),
     ("parallel=ddp", "parallel.find_unused_parameters=true"),
     ("parallel=ddp", "parallel.bucket_cap_mb=0.001"),
     ("parallel=ddp", "parallel.comm_hook=fp16"),
     ("parallel=ddp", "micro_batches=2"),
-    ("parallel=fsdp", "parallel.replicate=2"),
-    ("parallel=tp", "parallel.rest=fsdp"),
-    ("parallel=pipeline", "parallel.stages=2"),
 ]
 SLICE = [
     pytest.param((f"parallel={mode}",), 1 if mode in ALONE else 2, id=f"{mode}-{1 if mode in ALONE else 2}")
     for mode in MODES
 ]
 ON_FOUR = [
-    pytest.param(words, 4, id=f"{' '.join(words)}-4", marks=pytest.mark.thorough)
-    for words in WAYS
-    if words[0].removeprefix("parallel=") not in ALONE
+    pytest.param(words, 4, id=f"{' '.join(words)}-4", marks=mark)
+    for ways, mark in ((SUMS, pytest.mark.thorough), (REPEATS, pytest.mark.soak))
+    for words in ways
 ]
 
 

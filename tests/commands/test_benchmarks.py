@@ -72,9 +72,12 @@ def test_table_has_best_median_ratio_and_failures(table: ModuleType) -> None:
     assert "- fabric on 2 ranks: status 1: it fell over" in text
 
 
-def test_measurements_are_written_between_the_marks_of_a_page(table: ModuleType, tmp_path: Path) -> None:
+def test_measurements_are_written_between_the_marks_of_a_page(
+    table: ModuleType, growth_table: ModuleType, tmp_path: Path
+) -> None:
     section = table.MEASURED
-    section.check(ROOT / "docs" / "benchmarks.md")
+    for each in (section, growth_table.MEASURED):
+        each.check(ROOT / "docs" / "benchmarks.md")
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{section.begin}\nold\n{section.end}\n\nafter\n")
     section.write(page, "new\n")
@@ -184,11 +187,10 @@ def test_size_that_exceeds_the_memory_is_skipped_and_named() -> None:
     assert counts == pytest.approx(growth.AXES["parameters"].sizes, rel=0.01)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak  # what it runs is what suite.py runs
 def test_growth_measures_and_writes_a_row_for_each_size(
     commands: Commands, growth_table: ModuleType, tmp_path: Path
 ) -> None:
-    growth_table.MEASURED.check(ROOT / "docs" / "benchmarks.md")
     page = tmp_path / "page.md"
     page.write_text(f"{growth_table.MEASURED.begin}\n{growth_table.MEASURED.end}\n")
     args = ["--axis=ranks", "--most=1", "--rounds=1", "--cores=2", f"--write={page}"]

@@ -20,6 +20,7 @@ TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, "epochs=100000", "log_every=100")
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 CHOSEN = {"spawn": ("launcher=spawn",), "agent": ("launcher=torchrun",)}
+soak = pytest.mark.soak
 FOUND = {"torchrun": "torchrun", "launch": "torch.distributed.launch", "spawn": "spawn", "agent": "torchrun"}
 
 
@@ -34,10 +35,10 @@ def start(commands: Commands, way: str, *args: str, num_ranks: int = 2) -> "subp
     ("way", "num_ranks"),
     [
         *((way, 2) for way in ("torchrun", "spawn")),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("launch", 2), ("agent", 4))),
+        pytest.param("agent", 4, marks=pytest.mark.thorough),
         *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (("torchrun", 1), ("launch", 1), *((way, 4) for way in FOUND if way != "agent"))
+            pytest.param(*case, marks=soak)
+            for case in (("torchrun", 1), ("launch", 2), *((way, 4) for way in FOUND if way != "agent"))
         ),
     ],
 )
@@ -54,14 +55,14 @@ def test_every_launcher_produces_the_same_weights(way: str, num_ranks: int, comm
 
 @pytest.mark.thorough
 def test_simultaneous_runs_use_different_ports_and_directories(commands: Commands, tmp_path: Path) -> None:
-    together = [start(commands, way, *TINY, "epochs=1") for way in ("agent", "agent", "spawn")]
+    together = [start(commands, way, *TINY, "epochs=1") for way in ("agent", "agent")]
     done = [commands.finish(process) for process in together]
-    assert [each.returncode for each in done] == [0, 0, 0], "".join(each.stderr for each in done)
-    assert len(list((tmp_path / "outputs" / "run").iterdir())) == 3
+    assert [each.returncode for each in done] == [0, 0], "".join(each.stderr for each in done)
+    assert len(list((tmp_path / "outputs" / "run").iterdir())) == 2
 
 
 @pytest.mark.fault("Ctrl-C", outcome="went_on")
-@pytest.mark.parametrize("way", ["spawn", pytest.param("agent", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("way", ["spawn", pytest.param("agent", marks=soak)])
 def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_path: Path) -> None:
     process = start_and_wait(commands, way, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
@@ -73,7 +74,7 @@ def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_pa
 
 @pytest.mark.fault("kill -9 of the agent", outcome="refused")
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["spawn", "torchrun", "agent"])
+@pytest.mark.parametrize("way", ["torchrun", "agent", pytest.param("spawn", marks=soak)])
 def test_ranks_save_and_exit_after_their_parent_was_killed(
     way: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,10 +96,10 @@ def test_ranks_save_and_exit_after_their_parent_was_killed(
     assert list_checkpoints(one.path / "checkpoints")[-1].name == f"step_{one.result['step']}"
 
 
-@pytest.mark.fault("a rank stopped by SIGSTOP, under every launcher", outcome="refused")
+@pytest.mark.fault("rank 0 stopped by SIGSTOP", outcome="refused")
 @pytest.mark.leaves_tmp  # rank 0's temporary directory of the best checkpoint
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["hand", "spawn", "torchrun", "agent"])
+@pytest.mark.parametrize("way", ["hand", "agent", *(pytest.param(way, marks=soak) for way in ("spawn", "torchrun"))])
 def test_a_stopped_rank_0_is_named_and_all_ranks_exit(way: str, commands: Commands, tmp_path: Path) -> None:
     """Started by hand, rank 0 serves the ranks' store itself, which then does not respond."""
     args = (*LONG, "backend.timeout_s=5", "checkpoint.every_epochs=100000")
@@ -129,7 +130,7 @@ def start_and_wait(commands: Commands, way: str, tmp_path: Path, *args: str) -> 
 
 @pytest.mark.fault("kill -9 of a rank that is restarted", outcome="survived")
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["spawn", "agent"])
+@pytest.mark.parametrize("way", ["agent", pytest.param("spawn", marks=soak)])
 def test_a_killed_rank_is_replaced_and_the_run_continues_in_its_directory(
     way: str, commands: Commands, tmp_path: Path
 ) -> None:

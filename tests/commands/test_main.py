@@ -178,7 +178,7 @@ def test_spawn_uses_loopback_leaves_no_process_and_returns_metrics(
 
 
 @pytest.mark.fault("one rank raises", outcome="refused")
-@pytest.mark.parametrize("launched", ["torchrun", pytest.param("spawn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("launched", ["torchrun", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_a_rank_that_raises_fails_the_run_with_its_traceback(
     launched: str, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_rank_that_raises_fails_the_run_with_its_traceback(
 
 
 @pytest.mark.fault("SIGTERM to the command", outcome="survived")
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_preempted_run_resumes_to_the_same_weights(
     num_ranks: int, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
@@ -228,13 +228,11 @@ def in_one_process(commands: Commands, *args: str) -> CompletedProcess[str]:
     return commands.forked(*args)
 
 
-def under_torchrun(commands: Commands, *args: str) -> CompletedProcess[str]:
-    return commands.torchrun(2, *args, "parallel=ddp")
+def on_two_ranks(commands: Commands, *args: str) -> CompletedProcess[str]:
+    return commands.forked_world(2, *args, "parallel=ddp")[0]
 
 
-LAUNCHED = pytest.mark.parametrize(
-    "launched", [in_one_process, pytest.param(under_torchrun, marks=pytest.mark.thorough)]
-)
+LAUNCHED = pytest.mark.parametrize("launched", [in_one_process, pytest.param(on_two_ranks, marks=pytest.mark.thorough)])
 
 
 @LAUNCHED

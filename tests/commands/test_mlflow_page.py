@@ -41,10 +41,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (commands.folder / "mine" / "callbacks").mkdir(parents=True)
     (commands.folder / "mine" / "ends.py").write_text(ENDS)
     (commands.folder / "mine" / "callbacks" / "ends.yaml").write_text("ends: {_target_: ends.Ends, how: raise}\n")
-    done = commands.runner("-m", *SMALL, "name=digits", "optimizer.lr=0.1,0.01", "seed=0,1")
+    done = commands.forked("-m", *SMALL, "name=digits", "optimizer.lr=0.1,0.01", "seed=0,1")
     assert done.returncode == 0, done.stderr
     args = ("--config-dir", "mine", "callbacks=ends", "callbacks.ends.how=raise,term")
-    ended = commands.runner("-m", *SMALL, "name=ends", *args)
+    ended = commands.forked("-m", *SMALL, "name=ends", *args)
     assert ended.returncode in (1, 143), ended.stderr
     return commands.folder / "outputs"
 

@@ -165,7 +165,6 @@ SAVED = [
         pytest.param(*case, marks=thorough)
         for case in (
             ("alone", "HUP", "parent", "loaded"),
-            ("agent", "QUIT", "parent", "loaded"),
             ("torchrun", "USR1", "rank", "loaded"),
         )
     ),
@@ -220,9 +219,7 @@ EARLY = [
     *(
         pytest.param(*case, marks=thorough)
         for case in (
-            ("hand", "import", "HUP", "rank"),
             ("hand", "build", "TERM", "rank"),
-            ("agent", "build", "INT", "group"),
             ("spawn", "build", "TERM", "group"),
         )
     ),
@@ -257,7 +254,7 @@ def test_a_command_stopped_before_its_run_exits_at_once_and_writes_nothing(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["alone", "spawn"])
+@pytest.mark.parametrize("way", ["spawn", pytest.param("alone", marks=soak)])
 def test_a_stopped_evaluation_saves_nothing(way: str, start_at: Callable, commands: Commands, tmp_path: Path) -> None:
     """In a world of two, one rank receives the signal, and the other one loses it during a collective."""
     write_files(tmp_path, WAITING)
@@ -323,7 +320,7 @@ def test_a_run_continues_when_its_output_is_closed(commands: Commands, tmp_path:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["alone", "spawn", "agent", "torchrun"])
+@pytest.mark.parametrize("way", ["alone", "agent", *(pytest.param(way, marks=soak) for way in ("spawn", "torchrun"))])
 def test_a_second_ctrl_c_ends_a_command_that_does_not_exit(
     way: str, start_at: Callable, commands: Commands, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ def run_both(folder: Path, *overrides: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_rendezvous_without_a_master(kind: str, tmp_path: Path) -> None:
     init = f"file://{tmp_path / 'meeting'}" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
     second, first = run_both(tmp_path, *TINY, f"backend.init={init}")

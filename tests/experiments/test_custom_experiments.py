@@ -60,7 +60,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     ("name", "mode", "micro_batches"),
     [
         pytest.param(
-            *cell, id="-".join(map(str, cell)), marks=tier(cell[1:] == ("ddp", 1), cell[1] != "ddp" and cell[2] == 3)
+            *cell,
+            id="-".join(map(str, cell)),
+            marks=tier(cell[1:] == ("ddp", 1), cell[1] in ("fsdp", "pipeline") and cell[2] == 3),
         )
         for cell in CELLS
     ],
@@ -84,7 +86,7 @@ def test_parameters_of_a_loss_and_of_an_objective_are_trained(
 
 @pytest.mark.parametrize(
     ("mode", "world_size"),
-    [("none", 1), *(pytest.param(mode, 2, marks=pytest.mark.thorough) for mode in ("ddp", "fsdp", "zero"))],
+    [("none", 1), *(pytest.param(mode, 2, marks=tier(False, mode == "fsdp")) for mode in ("ddp", "fsdp", "zero"))],
 )
 def test_a_gan_resumed_within_an_epoch_ends_with_the_same_weights(mode: str, world_size: int, tmp_path: Path) -> None:
     def play(*options: str) -> Run:

@@ -25,6 +25,9 @@ SUPPORTED = [case for case in CASES if "parallel.forward=remote" not in case.opt
 ]
 
 
+SPLIT_BACKWARD = Case("pipeline", 2, ("parallel.schedule=ZBV",))
+
+
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     "case",
@@ -32,7 +35,7 @@ SUPPORTED = [case for case in CASES if "parallel.forward=remote" not in case.opt
         pytest.param(
             case,
             id=str(case),
-            marks=tier(case in ONCE and case.mode in BY_DEFAULT, case in ONCE or case.world_size > 1),
+            marks=tier(case in ONCE and case.mode in BY_DEFAULT, case in ONCE or case == SPLIT_BACKWARD),
         )
         for case in SUPPORTED
     ],

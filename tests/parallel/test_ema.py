@@ -7,7 +7,7 @@ from pathlib import Path
 import custom_models
 import pytest
 import torch
-from mode_cases import CASES, ONCE, Case
+from mode_cases import CASES, ONCE, Case, tier
 from parity import COMMON, assert_equal
 from ranks import RankError
 from torch import nn
@@ -99,10 +99,7 @@ def test_one_process_equals_a_loop_with_torchs_averaged_model(one_process: Calla
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     ("overrides", "case"),
-    [
-        pytest.param(*cell, id=str(cell[1]), marks=() if str(cell[1]) in BY_DEFAULT else pytest.mark.thorough)
-        for cell in PARITY
-    ],
+    [pytest.param(*cell, id=str(cell[1]), marks=tier(str(cell[1]) in BY_DEFAULT, cell[1] in ONCE)) for cell in PARITY],
 )
 def test_average_in_every_mode_equals_one_process(
     overrides: tuple[str, ...], case: Case, one_process: Callable[..., Run], tmp_path: Path

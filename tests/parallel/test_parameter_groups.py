@@ -30,7 +30,7 @@ def reference(one_process: Callable[..., Run]) -> Callable[..., Run]:
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=tier(case in ONCE, case.world_size > 1), id=str(case)) for case in CASES]
+    "case", [pytest.param(case, marks=tier(case in ONCE, bool(case.options)), id=str(case)) for case in CASES]
 )
 def test_mode_equals_one_process(case: Case, reference: Callable[..., Run], tmp_path: Path) -> None:
     expected = reference(*case.reference)

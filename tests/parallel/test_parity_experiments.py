@@ -56,11 +56,7 @@ def is_default(name: str, mode: str, size: int, micro_batches: int) -> bool:
 
 
 def is_thorough(name: str, mode: str, size: int, micro_batches: int) -> bool:
-    if (name, mode, size, micro_batches) in ON_TWO_RANKS:
-        return True
-    return (size, micro_batches) == SIZES.get(mode, ((4, 3),))[-1] and (
-        name == "padded targets" or mode not in {cell[1] for cell in ON_TWO_RANKS}
-    )
+    return (size, micro_batches) == SIZES.get(mode, ((4, 3),))[-1] and name in ("padded targets", "two losses")
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")

@@ -37,16 +37,11 @@ def _in_slice(model: str, case: Case) -> bool:
     return case in ONCE and case.mode in slices.get(model, ("zero",))
 
 
-def _is_thorough(model: str, case: Case) -> bool:
-    """Return True for each mode once, and for all options with one model."""
-    return case in ONCE or (bool(case.options) and model == "Tied")
-
-
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        pytest.param(model, case, marks=tier(_in_slice(model, case), _is_thorough(model, case)), id=f"{model}-{case}")
+        pytest.param(model, case, marks=tier(_in_slice(model, case), case in ONCE), id=f"{model}-{case}")
         for model in MODELS
         for case in CASES
         if not (model == "Backbone" and _is_unsupported(case))

@@ -74,21 +74,45 @@ class Commands:
 
         Warnings are errors in it.
         """
-        out, err = (self.folder / f"{name}-{uuid.uuid4().hex}" for name in ("out", "err"))
-        process = multiprocessing.get_context("fork").Process(target=_enter, args=(self.folder, arguments, out, err))
-        with warnings.catch_warnings():  # as in ranks.py
-            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-            process.start()
-        process.join(timeout_s)
-        output = [path.read_text() for path in (out, err)]
-        for path in (out, err):
-            path.unlink()
-        if process.is_alive():
+        (done,) = self._forked([{}], arguments, timeout_s)
+        return done
+
+    def forked_world(self, num_ranks: int, *arguments: str) -> list[CompletedProcess[str]]:
+        """Run `runner ARGUMENTS` as the ranks of one world, as torchrun does, each as `forked`. Return them by rank."""
+        size = str(num_ranks)
+        world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        world["MASTER_PORT"] = str(free_port())
+        ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+        return self._forked(ranks, arguments, timeout_s=300)
+
+    def _forked(
+        self, environments: Sequence[Mapping[str, str]], arguments: Sequence[str], timeout_s: float
+    ) -> list[CompletedProcess[str]]:
+        deadline = time.monotonic() + timeout_s
+        started = []
+        for env in environments:
+            files = [self.folder / f"{name}-{uuid.uuid4().hex}" for name in ("out", "err")]
+            process = multiprocessing.get_context("fork").Process(
+                target=_enter, args=(self.folder, arguments, env, *files)
+            )
+            with warnings.catch_warnings():  # as in ranks.py
+                warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+                process.start()
+            started.append((process, files))
+        for process, _ in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        is_late = any(process.is_alive() for process, _ in started)
+        done = []
+        for process, files in started:
             process.kill()
             process.join()
-            pytest.fail(f"{arguments} still ran after {timeout_s} s\n{output[0]}\n{output[1]}")
-        assert process.exitcode is not None
-        return CompletedProcess(arguments, process.exitcode, *output)
+            assert process.exitcode is not None
+            done.append(CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in files)))
+            for path in files:
+                path.unlink()
+        if is_late:
+            pytest.fail(f"{arguments} still ran after {timeout_s} s\n" + "".join(d.stdout + d.stderr for d in done))
+        return done
 
     def torchrun(self, num_ranks: int, *arguments: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
         """Run `torchrun --nproc-per-node NUM_RANKS -m runner ARGUMENTS` on a free port."""
@@ -130,7 +154,7 @@ class Commands:
         process.wait(timeout=60)
 
 
-def _enter(folder: Path, arguments: Sequence[str], out: Path, err: Path) -> None:
+def _enter(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> None:
     import torch
 
     from runner.cli import main
@@ -141,7 +165,7 @@ def _enter(folder: Path, arguments: Sequence[str], out: Path, err: Path) -> None
         setattr(sys, name, open(number, "w", closefd=False, buffering=1))  # noqa: SIM115
     for name in WORLD:
         os.environ.pop(name, None)
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env})
     torch.set_num_threads(1)
     os.chdir(folder)
     sys.argv = ["runner", *arguments]

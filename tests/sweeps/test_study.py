@@ -58,8 +58,8 @@ def write_model(directory: Path) -> tuple[str, ...]:
 def test_ranks_run_the_same_trials_and_prune_at_the_same_step(commands: Commands, tmp_path: Path) -> None:
     arguments = ("-m", *write_model(tmp_path), "parallel=ddp", *STUDY, "hydra/sweeper/pruner=median")
     pruner = ("hydra.sweeper.pruner.n_startup_trials=2", "hydra.sweeper.n_trials=8")
-    done = commands.torchrun(2, *arguments, *pruner, "optimizer.lr=tag(log,interval(0.0001,0.3))")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = commands.forked_world(2, *arguments, *pruner, "optimizer.lr=tag(log,interval(0.0001,0.3))")
+    assert [each.returncode for each in done] == [0, 0], done[0].stdout + done[0].stderr
     jobs, trials = jobs_of(tmp_path), open_study(tmp_path).trials
     assert [job.trial for job in jobs] == [trial.number for trial in trials] == list(range(8))
     assert {job.state for job in jobs} == {"finished", "pruned"}

@@ -146,7 +146,7 @@ def test_a_sweep_that_is_killed_twice_runs_each_job_to_its_end_once(commands: Co
         time.sleep(random.uniform(0, 0.5))
         process.send_signal(signal.SIGSTOP)  # the process keeps its lock of the sweep
         if kills == 1:
-            second = commands.runner("-m", "resume=last")
+            second = commands.forked("-m", "resume=last")
             assert second.returncode == 2 and f": process {process.pid} on " in second.stderr
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
@@ -168,16 +168,16 @@ def test_a_failure_on_one_rank_fails_only_its_job(commands: Commands, custom: Pa
     fails = ",".join("true" if number == 4 else "false" for number in range(12))
     seeds = ",".join(str(number % 2) for number in range(12))
     zipped = ("hydra.sweeper.zip=[model.fails,seed]", f"model.fails={fails}", f"seed={seeds}")
-    done = commands.torchrun(2, "-m", *CUSTOM, "parallel=ddp", *zipped)
-    assert done.returncode == 1
+    done, other = commands.forked_world(2, "-m", *CUSTOM, "parallel=ddp", *zipped)
+    assert (done.returncode, other.returncode) == (1, 1)
     jobs = jobs_of(custom)
     assert [job.state for job in jobs] == [*["finished"] * 4, "failed", *["finished"] * 7]
     assert "11 of 12 jobs finished" in done.stdout
     assert f"{jobs[4].label} failed: {jobs[4].directory / 'log.txt'}\n" in done.stdout
     assert "ArithmeticError: failed on rank 1" in (jobs[4].directory / "log.txt").read_text()
     hashes = [result_of(job.directory).get("weights_sha256") for job in jobs]
-    alone = commands.torchrun(2, *CUSTOM, "parallel=ddp", "name=alone", "seed=1")
-    assert alone.returncode == 0, alone.stderr
+    alone = commands.forked_world(2, *CUSTOM, "parallel=ddp", "name=alone", "seed=1")
+    assert [each.returncode for each in alone] == [0, 0], alone[0].stderr
     (single,) = (custom / "outputs" / "alone").iterdir()
     assert {hashes[number] for number in (1, 3, 5, 7, 9, 11)} == {result_of(single)["weights_sha256"]}
     assert hashes[0] == hashes[6] != hashes[1]

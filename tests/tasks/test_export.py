@@ -179,8 +179,8 @@ assert not {"runner", "hydra", "data", "conf"} & sys.modules.keys()
 @pytest.mark.thorough
 def test_in_a_world_of_several_ranks_one_process_exports(commands: Commands, tmp_path: Path) -> None:
     done = train(tmp_path, *TOY, "model=toy")
-    went = commands.torchrun(2, "task=export", f"run={done.path}")
-    assert went.returncode == 0 and went.stdout.count("written") == 1, went.stderr
-    went = commands.torchrun(2, "task=export", f"run={done.path}", "export.output=here.onnx")
-    assert went.stderr.count("must be a file that ends in .safetensors") == 1
+    went = commands.forked_world(2, "task=export", f"run={done.path}")
+    assert [each.returncode for each in went] == [0, 0] and sum(each.stdout.count("written") for each in went) == 1
+    went = commands.forked_world(2, "task=export", f"run={done.path}", "export.output=here.onnx")
+    assert sum(each.stderr.count("must be a file that ends in .safetensors") for each in went) == 1
     assert not (tmp_path / "here.onnx").exists()
