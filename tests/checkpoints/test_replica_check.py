@@ -1,4 +1,4 @@
-"""A copy of the weights that is not what it should be, on any rank, is told at the next checkpoint."""
+"""A replica whose weights differ from those of the other ranks is named at the next checkpoint."""
 
 from pathlib import Path
 from typing import Any

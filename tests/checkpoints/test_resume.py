@@ -1,4 +1,4 @@
-"""A run that goes on after its last checkpoint: it ends at the weights of a run left alone, in every mode."""
+"""A run resumed from a checkpoint ends at the weights of an uninterrupted run, in every mode."""
 
 import shutil
 from pathlib import Path

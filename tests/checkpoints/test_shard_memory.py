@@ -1,4 +1,4 @@
-"""What saving and resuming cost in memory: of a model that is cut over ranks, no rank ever has the whole."""
+"""Memory needed to save and resume a sharded model: no rank ever holds the whole model."""
 
 import functools
 from pathlib import Path

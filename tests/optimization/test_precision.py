@@ -63,7 +63,7 @@ def test_a_cpu_with_tiles_computes_attention_in_bfloat16(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("products")
 def test_attention_without_autocast_is_unchanged() -> None:
-    """Where a model has switched it off for a while, and of float64, which autocast leaves."""
+    """Also where a model disables autocast, and with float64, which autocast does not change."""
     inputs = [drawn(seed) for seed in range(3)]
     wide = [each.double() for each in inputs]
     expected, exact = F.scaled_dot_product_attention(*inputs), F.scaled_dot_product_attention(*wide)

@@ -1,4 +1,4 @@
-"""Gradients that ranks of one machine sum themselves, in the place of DistributedDataParallel."""
+"""Gradients that ranks of one machine sum themselves, instead of DistributedDataParallel."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""activation_checkpointing: less is kept for backward, and no number changes, in every mode that supports it."""
+"""activation_checkpointing: fewer activations are stored for backward, and no number changes, in every mode."""
 
 from pathlib import Path
 

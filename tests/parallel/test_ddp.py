@@ -1,4 +1,4 @@
-"""What DistributedDataParallel sends besides gradients."""
+"""The messages of DistributedDataParallel other than gradients."""
 
 from pathlib import Path
 

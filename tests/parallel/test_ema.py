@@ -1,4 +1,4 @@
-"""ema.decay: torch's own average in every mode, evaluated in the place of the weights, exact over a resume."""
+"""ema.decay: torch's own average in every mode, evaluated instead of the weights, and restored exactly by a resume."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Custom callbacks: when and with what they are called, that they do not change the training, and their errors."""
+"""Custom callbacks: when and with which arguments they are called, their errors, and that training stays the same."""
 
 import json
 import sys
@@ -134,7 +134,7 @@ def test_callbacks_are_called_on_every_rank_with_the_metrics(
         called = calls(tmp_path, rank)
         epoch = ["after_step"] * 4 + ["after_evaluation"]
         expected = ["on_start", *epoch, "after_checkpoint", "after_epoch", *epoch, "after_checkpoint", "on_end"]
-        # The callback that saves is the last of all, and so it is the first that is told of the end.
+        # The callback that saves checkpoints comes last, so its on_end is called first.
         assert [call["called"] for call in called] == expected
         assert called[0] == {"called": "on_start", "world_size": world_size, "num_steps": 8, "first_step": 0}
         steps = [call for call in called if call["called"] == "after_step"]
@@ -202,7 +202,7 @@ def test_an_exception_fails_the_run_and_names_the_callback(
     assert f"raised by the callback watch in {method}\nTraceback" in result["error"]
     assert result["error"].splitlines()[-1] == "RuntimeError: the printer is on fire"  # which tables of jobs show
     if method != "on_end":
-        assert calls(tmp_path)[-1]["outcome"] == "failed"  # it is told of the end all the same
+        assert calls(tmp_path)[-1]["outcome"] == "failed"  # on_end is called nevertheless
 
 
 def test_an_exception_on_one_rank_ends_all_ranks(tmp_path: Path, watch: Callable[..., tuple[str, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""A model built without memory gets, part by part, the very weights that its constructor would have given it."""
+"""A model built on the meta device gets, part by part, the weights that its constructor would have drawn."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Odd(nn.Module):
-    """What constructors do besides calling reset_parameters in the order of modules()."""
+    """Initializes its weights in ways other than reset_parameters in the order of modules()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Odd(nn.Module):
         self.other = nn.Parameter(torch.empty(4).uniform_(generator=generator), requires_grad=False)
         self.register_buffer("waves", torch.outer(torch.arange(4.0), 1 / torch.tensor(10.0) ** torch.arange(3)).sin())
         nn.init.orthogonal_(self.tied.weight)  # does nothing for a tensor on the meta device
-        nn.init.trunc_normal_(self.embed.weight, std=0.02)  # may draw until it has looked at what it drew
+        nn.init.trunc_normal_(self.embed.weight, std=0.02)  # may draw again, depending on the values
         with torch.no_grad():
             self.attention.in_proj_weight[:8].normal_()
             torch._foreach_mul_([self.own, self.other], 2.0)
@@ -53,7 +53,7 @@ class Odd(nn.Module):
     ids=["convnet", "transformer", "resnet18", "lstm", "odd"],
 )
 def test_materialized_weights_equal_those_of_the_constructor(make: Callable[[], nn.Module]) -> None:
-    # In a process of its own: one that has computed with several threads cannot fork any that will.
+    # In a separate process, because a process that has computed with several threads cannot fork one that does.
     run_ranks(compare_weights, 1, make)
 
 
@@ -66,7 +66,7 @@ def compare_weights(rank: int, world_size: int, make: Callable[[], nn.Module]) -
     with deferred:
         model = make()
     deferred.record_names(model)
-    assert torch.equal(torch.rand(1), drawn)  # what follows draws as it would have, too
+    assert torch.equal(torch.rand(1), drawn)  # the generator is in the same state
     assert all(parameter.is_meta for parameter in model.parameters())
 
     for each in (expected, model):

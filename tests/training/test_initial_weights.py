@@ -1,4 +1,4 @@
-"""What of a file of weights goes where, what is refused and why; and what freezing leaves alone."""
+"""init_from: which tensors of a file are loaded, which files are refused, and what freezing a layer means."""
 
 import argparse
 import copy
@@ -40,7 +40,7 @@ def weights(seed: int = 7) -> dict[str, Tensor]:
 
 
 def load(held: Mapping[str, Any], path: Path, *entries: str, strict: bool = True, into: nn.Module | None = None) -> Any:
-    """What a file that holds this gives a model of other weights, and the lines that tell of it."""
+    """Load a file with this content into a model with other weights. Return the weights and the lines of the log."""
     if path.suffix == ".safetensors":
         save_file(dict(held), path)
     elif not path.exists():
@@ -48,7 +48,7 @@ def load(held: Mapping[str, Any], path: Path, *entries: str, strict: bool = True
     module = into or Net()
     initial = InitialWeights(InitFrom(str(path), list(entries), strict), path, module)
     initial.fill(module)
-    assert initial._file is None  # let go, when all is copied
+    assert initial._file is None  # closed once all is copied
     return module.state_dict(), "\n".join(initial.describe())
 
 
@@ -57,7 +57,7 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def test_what_a_file_may_hold(tmp_path: Path) -> None:
-    """A state dict plain, nested or in the form of older torch; less than it where nothing is lost."""
+    """A state dict, plain, nested or in the format of older torch versions, or without tensors that can be derived."""
     held = weights()
     held["tied.weight"] = held["embed.weight"]
     legacy = tmp_path / "legacy.pth"
@@ -65,11 +65,11 @@ def test_what_a_file_may_hold(tmp_path: Path) -> None:
     for path, value in ((tmp_path / "plain.pt", held), (tmp_path / "nested.ckpt", {"state_dict": held, "epoch": 3})):
         assert equal(load(value, path)[0], held)
     assert equal(load(held, legacy)[0], held)
-    # safetensors keep what is shared once; torch of before 0.4 counted no batches; a convolution's layout is kept
+    # safetensors stores shared tensors once, torch before 0.4 had no num_batches_tracked, and a layout is preserved
     less = {name: t for name, t in held.items() if name not in ("embed.weight", "norm.num_batches_tracked")}
-    found, told = load(less, tmp_path / "less.safetensors")
+    found, printed = load(less, tmp_path / "less.safetensors")
     assert equal(found, held)
-    assert told == (
+    assert printed == (
         f"init     {tmp_path}/less.safetensors, 8 of 9 weights: embed.weight, norm.weight, norm.bias, "
         "head.weight, head.bias, tied.weight, norm.running_mean, norm.running_var\n"
         "         not in the file, initial values kept: norm.num_batches_tracked"
@@ -97,7 +97,7 @@ def test_names_are_mapped_in_turn(tmp_path: Path) -> None:
         assert message in str(refused.value), message
 
 
-def test_what_does_not_fit_is_told_with_the_fix(tmp_path: Path) -> None:
+def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
     held = weights()
     del held["tied.weight"]
     one = tmp_path / "1.safetensors"
@@ -114,10 +114,10 @@ def test_what_does_not_fit_is_told_with_the_fix(tmp_path: Path) -> None:
         "[5] in the model; init_from.strict=false keeps the model's initial values"
     ]
     before = other.head.weight.clone()
-    found, told = load(held, one, strict=False, into=other)
+    found, printed = load(held, one, strict=False, into=other)
     assert torch.equal(found["head.weight"], before)
     assert torch.equal(found["norm.weight"], held["norm.weight"])
-    assert "of another shape, initial values kept: head.weight [3, 2] in the file, [5, 2] in the model; head" in told
+    assert "of another shape, initial values kept: head.weight [3, 2] in the file, [5, 2] in the model; head" in printed
     renamed = {f"model.net.{name}": t for name, t in held.items()}
     for line in refuse(renamed):
         assert "; try init_from.map='[\"^model[.]net[.]->\"]'; or " in line
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_told_with_the_fix(tmp_path: Path) -> None:
 
 
 class Touch:
-    """What a pickle can be: a command that runs when it is loaded."""
+    """Unpickling it runs a command."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -140,7 +140,7 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
-def test_no_file_of_weights_is_refused_unread(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused_without_reading_it(tmp_path: Path) -> None:
     sound = {"weight": torch.zeros(2)}
     save_file(sound, tmp_path / "sound.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "sound.safetensors").read_bytes()[:-1])
@@ -183,7 +183,7 @@ def test_a_file_with_code_is_refused_by_all_ranks_and_nothing_written(tmp_path: 
 
 
 def test_frozen_layers_keep_their_statistics() -> None:
-    """Those whose parameters are all frozen, under any class and in a copy, whatever train() asks for."""
+    """Those whose parameters are all frozen, in any class and in a copy, also after model.train()."""
     module = nn.Sequential(
         nn.BatchNorm1d(2),
         nn.BatchNorm1d(2),

@@ -1,4 +1,4 @@
-"""Metrics over ranks: the same number at any world size, also those of torchmetrics, and what a sample shows."""
+"""Metrics over ranks: the same value at any world size, also for torchmetrics and for rows of single samples."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +32,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Spearman:
-    """What no sums can give: the correlation of ranks, of all samples in their order."""
+    """The rank correlation of all samples in their order, which cannot be computed from sums."""
 
     higher_is_better = None
 
@@ -46,14 +46,14 @@ class Spearman:
 
 
 def spread_over(world_size: int, make: Callable[[], Mapping[str, Any]], idle_rank: bool = False) -> dict[str, float]:
-    """What an evaluation over so many ranks gives on each of them; an idle one has no outputs, as in a pipeline."""
+    """Return the metrics that each rank computes. An idle rank has no outputs, as in a pipeline."""
     outputs, targets = samples()
     data_ranks = world_size - idle_rank
 
     def evaluate(rank: int, world_size: int) -> dict[str, float]:
         world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
         sums = MetricSums(make(), outputs[:1], targets[:1])
-        sums.add(outputs, targets)  # what is left of an earlier evaluation does not count
+        sums.add(outputs, targets)  # sums of an earlier evaluation must not count
         sums.reset(world.device)
         sampler = Sampler(
             NUM_SAMPLES, 7, data_rank=rank if rank < data_ranks else None, data_ranks=data_ranks, shuffle=False
@@ -168,7 +168,7 @@ def test_gathered_rows_keep_their_dtype_and_shape() -> None:
 
 
 class Given:
-    """Says what it is told to."""
+    """A metric that returns a given value."""
 
     higher_is_better = True
 

@@ -26,7 +26,7 @@ ALONE = World(RankInfo(), None, Backend())
 
 
 def measure(metric: Any, outputs: torch.Tensor, targets: torch.Tensor, batch_size: int = 7) -> dict[str, float]:
-    """What an evaluation of these samples gives, in batches the last of which is a short one."""
+    """Return the metrics of these samples, evaluated in batches of which the last one is shorter."""
     sums = MetricSums({"it": metric}, outputs[:1], targets[:1])
     for start in range(0, len(outputs), batch_size):
         sums.add(outputs[start : start + batch_size], targets[start : start + batch_size])
@@ -173,7 +173,7 @@ def made(metrics: dict[str, Any], loss: nn.Module, outputs: torch.Tensor, target
 
 @pytest.mark.parametrize("name", ["accuracy", "top_k", "perplexity", "f1", "iou", "auto"])
 def test_auto_options_are_those_of_the_loss(name: str) -> None:
-    """Which class counts nothing, and, where the shapes leave it open, which dim holds the classes."""
+    """The ignored class, and the dimension of the classes if the shapes are ambiguous."""
     node = yaml.safe_load((CONF / "metrics" / f"{name}.yaml").read_text())
     if name == "top_k":
         node["top_k"]["k"] = 2

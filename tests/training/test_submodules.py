@@ -1,4 +1,4 @@
-"""What belongs to a model, and what was attached to it so that it is trained with it."""
+"""The parts of a model, and modules that are attached to be trained with it."""
 
 import pytest
 from torch import nn
