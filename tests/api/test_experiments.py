@@ -220,7 +220,7 @@ print(run.result["world_size"], run.state, multiprocessing.active_children(), ch
 """
 
 
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_script_without_a_main_guard_starts_ranks_once(commands: Commands, tmp_path: Path, launcher: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = (*TOY, "epochs=1", f"launcher={launcher}", "parallel=ddp")

@@ -266,7 +266,7 @@ if os.environ.get("RANK") == "0":
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        pytest.param("model=convnt", TABLE["model=convnt"], marks=pytest.mark.thorough),
+        pytest.param("model=convnt", TABLE["model=convnt"], marks=pytest.mark.soak),
         ("parallel=none", ONE_PROCESS),
     ],
 )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.thorough
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (
-    "model=mlp", "parallel=ddp", "threads=1", "logger=none", "epochs=1000", "backend.timeout_s=8",
+    "model=mlp", "parallel=ddp", "threads=1", "logger=none", "epochs=1000", *SLOWLY, "backend.timeout_s=8",
     "checkpoint.every_steps=20", "launcher=torchrun", "launcher.nproc_per_node=1", "launcher.join_timeout_s=20",
 )  # fmt: skip
 PORT = 29400
@@ -147,7 +147,7 @@ def attempts(path: Path) -> list[dict[str, Any]]:
 def test_the_other_machine_continues_in_the_same_directory(hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
     """The rendezvous is on the second machine; rank 0 and the ranks' store are on the first."""
     write_files(tmp_path, SLOW)
-    args = (*SLOWLY, "launcher.nodes='1:2'", "launcher.max_restarts=1", "max_steps=300", rendezvous(2))
+    args = ("launcher.nodes='1:2'", "launcher.max_restarts=1", "max_steps=300", rendezvous(2))
     first, second = started = start(hosts, commands, *args)
     wait_for_checkpoint(tmp_path, commands, started)
     hosts.lose(1, commands, first)
@@ -175,6 +175,7 @@ def test_the_other_machine_continues_in_the_same_directory(hosts: Hosts, command
 def test_without_the_rendezvous_the_other_machine_reports_it_and_how_to_resume(
     elastic: bool, hosts: Hosts, commands: Commands, tmp_path: Path
 ) -> None:
+    write_files(tmp_path, SLOW)
     nodes = ("launcher.nodes='1:2'", "launcher.max_restarts=1") if elastic else ("launcher.nodes=2",)
     first, second = started = start(hosts, commands, "max_steps=100000", *nodes, rendezvous(1))
     wait_for_checkpoint(tmp_path, commands, started)
@@ -194,6 +195,7 @@ def test_without_the_rendezvous_the_other_machine_reports_it_and_how_to_resume(
     assert output == [f"{lost} resume={one.path}"] or not (elastic or output)
     if elastic:
         return
+    (tmp_path / "has-acted").touch()
     step = newest_step(tmp_path)
     again = start(hosts, commands, f"max_steps={step + 20}", *nodes, rendezvous(1), "resume=last")
     reported, silent = (commands.finish(process) for process in again)

@@ -17,7 +17,7 @@ from worlds import only_run, run
 from runner.checkpoints.layout import list_checkpoints
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
-LONG = (*TINY, "epochs=100000", "log_every=100")
+LONG = (*TINY, *SLOWLY, "epochs=100000", "log_every=100")
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 CHOSEN = {"spawn": ("launcher=spawn",), "agent": ("launcher=torchrun",)}
 soak = pytest.mark.soak
@@ -103,6 +103,7 @@ def test_ranks_save_and_exit_after_their_parent_was_killed(
 def test_a_stopped_rank_0_is_named_and_all_ranks_exit(way: str, commands: Commands, tmp_path: Path) -> None:
     """Started by hand, rank 0 serves the ranks' store itself, which then does not respond."""
     args = (*LONG, "backend.timeout_s=5", "checkpoint.every_epochs=100000")
+    write_files(tmp_path, SLOW)
     if way == "hand":
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         started = [commands.start("-m", "runner", *args, env={**world, "RANK": str(rank)}) for rank in range(2)]
@@ -123,6 +124,7 @@ def test_a_stopped_rank_0_is_named_and_all_ranks_exit(way: str, commands: Comman
 
 def start_and_wait(commands: Commands, way: str, tmp_path: Path, *args: str) -> "subprocess.Popen[str]":
     """Start the command, and wait until its ranks have saved a checkpoint."""
+    write_files(tmp_path, SLOW)
     process = start(commands, way, *LONG, *args)
     wait_until(lambda: newest_step(tmp_path) > 0, process)
     return process
