@@ -139,7 +139,7 @@ def test_sbatch_and_srun_give_the_same_weights(cluster: Cluster, commands: Comma
 
 
 def test_invalid_input_is_reported_once_under_srun(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    step = (*SRUN, "--chdir", str(tmp_path), "python", "-m", "runner")
+    step = ("srun", "-N2", "-n2", "--chdir", str(tmp_path), "python", "-m", "runner")
     done = cluster.run(commands, *step, "model=convnt")
     assert done.stderr.count("model=convnt: ") == done.stderr.count("did you mean convnet?") == 1
     assert not (tmp_path / "outputs").exists()

@@ -34,6 +34,7 @@ MORE = {
     "uncertainty": ("pipeline",),
     "uncertainty of some": ("pipeline",),
 }
+SHARDED = (("fsdp", 3), ("pipeline", 3))
 CELLS = [
     (name, mode, micro_batches)
     for name in EXPERIMENTS
@@ -62,7 +63,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
         pytest.param(
             *cell,
             id="-".join(map(str, cell)),
-            marks=tier(cell[1:] == ("ddp", 1), cell[1] in ("fsdp", "pipeline") and cell[2] == 3),
+            marks=tier(cell[1:] == ("ddp", 1), cell[1:] in SHARDED and cell[0] != "finetuning"),  # ResNet-18 is slow
         )
         for cell in CELLS
     ],

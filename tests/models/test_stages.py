@@ -141,7 +141,7 @@ def apply_plan(model: nn.Module, mesh: dist.DeviceMesh) -> None:
     parallelize_module(model, mesh, styles)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_plan_produces_the_same_numbers(world_size):
     # 4 does not divide the 50 hidden units of net; a ResNet would take the most time for one layer.
     names = [name for name in MAKES if name not in {2: ("resnet18",), 4: ("resnet18", "net", "convnet")}[world_size]]

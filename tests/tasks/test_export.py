@@ -134,7 +134,9 @@ def test_models_that_cannot_be_exported_are_reported_and_leave_no_file(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("fp64", 1e-12)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-6), pytest.param("fp64", 1e-12, marks=pytest.mark.soak)]
+)
 def test_plain_torch_loads_it_as_documented(
     precision: str, tolerance: float, here: Callable[..., int], tmp_path: Path
 ) -> None:

@@ -35,19 +35,18 @@ def test_a_run_is_repeated_to_the_same_weights_in_another_environment(commands: 
     assert other.result["weights_sha256"] == one.result["weights_sha256"]
     assert one.result["machine"]["threads"] == other.result["machine"]["threads"] == 2
     # Another learning rate makes it another run, which is reported.
-    changed = commands.runner("task=rerun", f"run={one.path}", "optimizer.lr=0.2")
+    changed = commands.forked("task=rerun", f"run={one.path}", "optimizer.lr=0.2")
     assert "differs optimizer.lr: was 0.3, is 0.2\n" in changed.stdout and "other weights: they were" in changed.stdout
 
 
 @pytest.mark.thorough
 def test_a_job_of_a_sweep_on_two_ranks_is_repeated(commands: Commands, tmp_path: Path) -> None:
-    spread = ("launcher=spawn", "parallel=ddp")
-    done = commands.runner("-m", *SMALL, *spread, "seed=4")
+    done = commands.forked("-m", *SMALL, "launcher=spawn", "parallel=ddp", "seed=4")
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "outputs" / "run").iterdir()
-    again = commands.runner("task=rerun", f"run={sweep}/0")
+    again = commands.forked("task=rerun", f"run={sweep}/0")
     assert again.returncode == 0 and "same weights: " in again.stdout, again.stdout + again.stderr
-    alone = commands.runner("task=rerun", f"run={sweep}/0", "launcher=env")
+    alone = commands.forked("task=rerun", f"run={sweep}/0", "launcher=env")
     assert alone.returncode == 2
     assert "had 2 ranks and cannot be repeated to the bit" in alone.stderr and "nproc_per_node=2" in alone.stderr
     assert len(list((tmp_path / "outputs" / "run").iterdir())) == 2
