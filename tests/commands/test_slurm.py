@@ -64,7 +64,7 @@ class Fails(MLP):
             raise RuntimeError("no step after this one")
         return super().forward(samples)
 """
-LONG = ("epochs=20", "eval_every=20", "checkpoint.every_steps=5")
+LONG = ("epochs=12", "eval_every=12", "checkpoint.every_steps=5")
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +231,11 @@ def test_a_task_that_cannot_save_in_time_resumes_from_its_checkpoint(
     assert jobs[1].result["weights_sha256"] == alone.result["weights_sha256"]
 
 
-def test_a_cancelled_job_is_not_requeued_and_can_be_submitted_again(cluster: Cluster, commands: Commands) -> None:
-    long = ("epochs=100000", "log_every=100", "launcher=slurm")
-    job, one = submitted(submit(cluster, commands, *TINY, *long))
+def test_a_cancelled_job_is_not_requeued_and_can_be_submitted_again(
+    cluster: Cluster, commands: Commands, tmp_path: Path
+) -> None:
+    long = (*write_model(tmp_path, "slow", SLOW), "epochs=1000", "checkpoint.every_steps=5", "launcher=slurm")
+    job, one = submitted(submit(cluster, commands, *long))
     wait_until(lambda: newest_step(one) > 0)
     refused = submit(cluster, commands, f"resume={one.path}")
     assert refused.returncode == 2

@@ -200,7 +200,7 @@ def wait_until(condition: Callable[[], bool], process: Popen[str] | None = None,
         if process is not None and process.poll() is not None:
             pytest.fail(f"ended with status {process.returncode}\n" + "".join(process.communicate()))
         assert time.monotonic() < deadline, f"nothing after {timeout_s} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def newest_step(folder: Path) -> int:
