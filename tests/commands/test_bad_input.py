@@ -275,7 +275,8 @@ def test_ranks_of_torchrun_report_it_once(line: str, message: str, folder: Path,
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(LATE)
     before = listing(folder)
-    done = commands.torchrun(2, line, env=commands.with_path(folder / "site"))
+    env = {**commands.with_path(folder / "site"), "PYTHONDONTWRITEBYTECODE": "1"}  # of sitecustomize
+    done = commands.torchrun(2, line, env=env)
     assert done.returncode == 1  # torchrun's own status; its report follows
     own = [text for text in done.stderr.splitlines(keepends=True) if text.startswith(line)]
     assert_refused(message, 2, done.stdout, "".join(own))
