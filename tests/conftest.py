@@ -1,5 +1,6 @@
 """Fixtures that several test modules share."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,14 @@ torch.ones((), requires_grad=True).backward()
 
 # Dashboards send telemetry and query newer versions over the network. Tests must not.
 os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", WANDB_ERROR_REPORTING="false")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections during tests, and in forked ranks, skip what exists by now
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some objects print a warning if they are never collected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

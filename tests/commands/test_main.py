@@ -178,14 +178,15 @@ def test_spawn_uses_loopback_leaves_no_process_and_returns_metrics(
 
 
 @pytest.mark.fault("one rank raises", outcome="refused")
-@pytest.mark.parametrize("launched", ["torchrun", pytest.param("spawn", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("launched", ["forked", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_a_rank_that_raises_fails_the_run_with_its_traceback(
     launched: str, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
     args = (*mine(RAISES), "parallel=ddp")
-    done = commands.torchrun(2, *args) if launched == "torchrun" else commands.runner(*args, "launcher=spawn")
-    output = done.stdout + done.stderr
-    assert done.returncode == 1
+    spawn = launched == "spawn"
+    ended = [commands.runner(*args, "launcher=spawn")] if spawn else commands.forked_world(2, *args)
+    output = "".join(done.stdout + done.stderr for done in ended)
+    assert {done.returncode for done in ended} == {1}
     assert output.count("ArithmeticError: lost on rank 1\n") == 1
     assert output.count("in act") == output.count("error: rank") == 1  # and no error of rank 0, which lost a peer
     result = only_run(tmp_path).result

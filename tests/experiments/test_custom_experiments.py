@@ -63,7 +63,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
         pytest.param(
             *cell,
             id="-".join(map(str, cell)),
-            marks=tier(cell[1:] == ("ddp", 1), cell[1:] in SHARDED and cell[0] != "finetuning"),  # ResNet-18 is slow
+            marks=tier(cell[1:] == ("ddp", 1), cell[1:] in SHARDED and cell[0] != "finetuning"),
         )
         for cell in CELLS
     ],

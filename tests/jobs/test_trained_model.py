@@ -11,13 +11,13 @@ from worlds import Run, run
 from runner.errors import InputError
 from runner.jobs.trained_model import load_trained
 
-DATA = ("logger=none", "batch_size=300", "optimizer.lr=0.01")
+DATA = ("logger=none", "batch_size=300", "optimizer.lr=0.01", "data.sample_shape=[1,16,16]")
 TIED = ("model=linear", "model._target_=custom_models.Tied")
 SPLIT = ("model=split", "model.devices=[cpu,cpu]", "parallel=ddp")
 
 
 def loss(model: torch.nn.Module, dtype: torch.dtype) -> float:
-    data = Digits(False, [1, 28, 28], 10)
+    data = Digits(False, [1, 16, 16], 10)
     with torch.no_grad():
         outputs = model(torch.stack([sample for sample, _ in data]).to(dtype))
     return torch.nn.functional.cross_entropy(outputs, torch.tensor([int(target) for _, target in data])).item()
@@ -47,7 +47,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     done: Run = run(tmp_path, 1, *DATA, "model=mlp", "model.hidden=[8]", "max_steps=2")
     recorded = yaml.safe_load((done.path / "config.yaml").read_text())
     for change, message in (
-        ({"hidden": [9]}, "which has other shapes: layers.0.weight [8, 784] there and [9, 784] here"),
+        ({"hidden": [9]}, "which has other shapes: layers.0.weight [8, 256] there and [9, 256] here"),
         ({"hidden": [8, 8]}, "which lacks layers.2.weight, layers.2.bias"),
         ({"hidden": [8], "depth": 3}, "depth"),
     ):

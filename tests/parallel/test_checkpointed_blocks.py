@@ -58,12 +58,11 @@ def test_ranks_without_a_sample(tmp_path: Path) -> None:
         *COMMON[:3],
         "max_steps=6",
     )
-    for mode in ("ddp", "fsdp"):
-        made = [
-            run(tmp_path / f"{mode}-{extent}", 3, *overrides, f"parallel={mode}", f"activation_checkpointing={extent}")
-            for extent in ("none", "full")
-        ]
-        assert made[1].losses == pytest.approx(made[0].losses, rel=1e-12)
+    made = [
+        run(tmp_path / extent, 3, *overrides, "parallel=fsdp", f"activation_checkpointing={extent}")
+        for extent in ("none", "full")
+    ]
+    assert made[1].losses == pytest.approx(made[0].losses, rel=1e-12)
 
 
 def test_less_is_kept_for_backward() -> None:

@@ -1,9 +1,9 @@
-"""torchvision's ResNet-18 of which only the head is trained."""
+"""A small ResNet of torchvision, of which only the head is trained."""
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from torchvision.models import resnet18
+from torchvision.models.resnet import BasicBlock, ResNet
 
 
 class Stripes(TensorDataset):
@@ -25,7 +25,7 @@ class Finetuned(nn.Module):
 
     def __init__(self, num_outputs: int):
         super().__init__()
-        self.resnet = resnet18(weights=None)  # pretrained weights would be loaded here
+        self.resnet = ResNet(BasicBlock, [1, 1, 1, 1])  # pretrained weights would be loaded here
         self.resnet.requires_grad_(False)
         self.resnet.fc = nn.Linear(512, num_outputs)
 
