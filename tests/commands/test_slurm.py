@@ -89,7 +89,7 @@ def write_model(directory: Path, name: str, code: str) -> list[str]:
 
 
 def submit(cluster: Cluster, commands: Commands, *arguments: str) -> CompletedProcess[str]:
-    return commands.runner(*arguments, env=cluster.env)
+    return commands.forked(*arguments, env=cluster.env)
 
 
 def submitted(done: CompletedProcess[str]) -> tuple[str, Run]:
@@ -123,7 +123,7 @@ def test_sbatch_and_srun_give_the_same_weights(cluster: Cluster, commands: Comma
     # The prefix clears the environment, as a container may.
     env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     bare = "launcher.prefix='env -i PATH=$PATH'"
-    waited = commands.runner(*TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", bare, env=env)
+    waited = commands.forked(*TINY, "epochs=1", *TWO_BY_TWO, "launcher.wait=true", bare, env=env)
     _, one = submitted(waited)
     assert one.result["state"] == "finished" and one.result["world_size"] == 4
     assert one.result["weights_sha256"] == here.result["weights_sha256"]
@@ -183,11 +183,10 @@ def test_a_queued_job_runs_the_code_of_its_submission_or_reports_the_changes(
     arguments = write_model(tmp_path, "doubled", DOUBLED.replace("FACTOR", "1"))[:-1]
     queued = ("max_steps=5", "epochs=1", "launcher=slurm", "launcher.nproc_per_node=1", "launcher.sbatch={hold:true}")
     options = {"frozen": (), "live": ("launcher.code=live",), "damaged": ()}
-    started = {
-        name: commands.start("-m", "runner", *arguments, *queued, *own, f"name={name}", env=cluster.env)
+    jobs = {
+        name: submitted(submit(cluster, commands, *arguments, *queued, *own, f"name={name}"))
         for name, own in options.items()
     }
-    jobs = {name: submitted(commands.finish(process)) for name, process in started.items()}
     (tmp_path / "mine" / "doubled.py").write_text(DOUBLED.replace("FACTOR", "2"))
     (archive,) = jobs["damaged"][1].path.glob("code-*.tar")
     archive.write_bytes(archive.read_bytes()[:-1])
@@ -297,7 +296,7 @@ def test_a_sweep_is_one_array_whose_outcomes_a_later_command_reads(
     again = submit(cluster, commands, "-m", f"resume={path}")
     assert "in the queue, 0 unfinished, 0 new" in again.stdout or "3 jobs are done" in again.stdout, again.stdout
     wait_until(lambda: all(job.state == "finished" for job in read_ledger(path)), timeout_s=300)
-    report = commands.runner("task=report", f"run={path}")
+    report = commands.forked("task=report", f"run={path}")
     assert report.returncode == 0 and re.search(r"\b3\b", report.stdout), report.stdout + report.stderr
     hashes = {Run(job.directory).result["weights_sha256"] for job in read_ledger(path)}
     assert len(hashes) == 3

@@ -66,8 +66,8 @@ REFUSED = {
 CELLS = [(row, model, world_size) for row in ROWS for model in MODELS for world_size in row.world_sizes]
 # The default tier has every mode, on two ranks if it supports several, and all refused cells.
 DEFAULT = {(mode, "mlp", 1 if mode in ("none", "dp") else 2) for mode in MODES} | REFUSED
-# CI also has every row on four ranks with a model that has BatchNorm, and on two with one without.
-THOROUGH = {("convnet", 4), ("transformer", 2)}
+# CI also has every row on four ranks with a model that has BatchNorm.
+THOROUGH = {("convnet", 4)}
 
 
 def is_only_cell(row: Row, model: str) -> bool:

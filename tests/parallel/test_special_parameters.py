@@ -41,7 +41,12 @@ def _in_slice(model: str, case: Case) -> bool:
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        pytest.param(model, case, marks=tier(_in_slice(model, case), case in ONCE), id=f"{model}-{case}")
+        pytest.param(
+            model,
+            case,
+            marks=tier(_in_slice(model, case), case in ONCE and model in ("Tied", "Frozen", "Idle")),
+            id=f"{model}-{case}",
+        )
         for model in MODELS
         for case in CASES
         if not (model == "Backbone" and _is_unsupported(case))

@@ -69,12 +69,14 @@ class Commands:
         """Run `python -m runner ARGUMENTS`."""
         return self.finish(self.start("-m", "runner", *arguments, env=env))
 
-    def forked(self, *arguments: str, timeout_s: float = 300) -> CompletedProcess[str]:
+    def forked(
+        self, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 300
+    ) -> CompletedProcess[str]:
         """Run `runner ARGUMENTS` in a fork of the tests' process, which saves the start of Python and torch.
 
         Warnings are errors in it.
         """
-        (done,) = self._forked([{}], arguments, timeout_s)
+        (done,) = self._forked([env or {}], arguments, timeout_s)
         return done
 
     def forked_world(self, num_ranks: int, *arguments: str) -> list[CompletedProcess[str]]:
