@@ -9,6 +9,7 @@ Markdown for each mutation: the place, the change, and the first test that fails
 
 import argparse
 import ast
+import os
 import random
 import re
 import shutil
@@ -113,7 +114,10 @@ def first_failure(copy: Path, mutation: Mutation) -> str | None:
         for tests in ([str(package)] if (copy / package).is_dir() else [], ["tests"]):
             if tests:
                 command = [sys.executable, "-m", "pytest", "-x", "-q", *tests]
-                done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+                env = {**os.environ, "PYTHONPATH": str(copy)}  # commands that the tests start import the copy too
+                done = subprocess.run(
+                    command, cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+                )
                 if done.returncode != 0:
                     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
                     return failed[1] if failed else f"status {done.returncode}"
