@@ -16,6 +16,7 @@ from worlds import jobs_of, only_run
 
 from runner.records.ledger import JobRecord
 from runner.sweeps.run_sweep import job_table
+from runner.sweeps.slot_process import confine
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
 # A custom model that draws from global generators, changes a global setting, and fails or blocks on request.
@@ -263,6 +264,14 @@ def test_a_sweep_in_slots_is_stopped_by_a_signal_and_resumed(commands: Commands,
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)
     wait_until(lambda: commands.living(process) == [])
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("", "1,2"), ("4,5,7", "5,7")])
+def test_a_slot_sees_only_its_gpus(visible: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    confine([0], [1, 2])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_the_joblib_launcher_runs_the_same_jobs(commands: Commands, custom: Path) -> None:

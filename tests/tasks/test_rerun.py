@@ -113,6 +113,9 @@ def test_the_uncommitted_diff_restores_the_state(tmp_path: Path, monkeypatch: py
     (tmp_path / "kept.diff").write_text(diff)
     git("apply", "kept.diff")
     assert (tmp_path / "code.py").read_text() == "one = 2\n"
+    whole = provenance.git_diff()
+    monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", len(whole.encode()))
+    assert provenance.git_diff() == whole
     monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", 40)
     cut = provenance.git_diff()
     assert len(cut) < 120 and "truncated here: the whole diff has" in cut
