@@ -1,4 +1,4 @@
-"""Whether a Slurm job is requeued, decided from the files of its run, and what its agents print."""
+"""Whether a Slurm job is requeued, decided from the files of its run, what its agents print, and how it is followed."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from runner.launchers.slurm import agent, requeue
+from runner.errors import JobFailed
+from runner.launchers.slurm import agent, queue, requeue
 
 End = Callable[[str | None, int, int, str], int]
 
@@ -100,3 +101,26 @@ def test_a_signaled_agent_leaves_a_file(run: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RUNNER_RESTART_FILE", "")
     assert agent.run() == 0
     assert (run / requeue.STOPPED).exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "result", "expected"),
+    [
+        ("COMPLETED", 0, "finished", 0),
+        ("COMPLETED", 0, "failed", 1),  # Slurm reports a job that it has forgotten as completed
+        ("FAILED", 3, "finished", 3),
+    ],
+)
+def test_a_followed_job_returns_the_metrics_of_a_finished_run(
+    state: str, status: int, result: str, expected: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter([("RUNNING", 0), (state, status)])
+    monkeypatch.setattr(queue, "job_state", lambda job: next(states))
+    monkeypatch.setattr(queue, "POLL_S", 0.0)
+    (run / "result.json").write_text(json.dumps({"state": result, "metrics": {"val/loss": 0.5}}))
+    if expected == 0:
+        assert queue.follow("7", run, run / "job.log") == {"val/loss": 0.5}
+        return
+    with pytest.raises(JobFailed, match=f"job 7 ended {state}, status {status}; its log is") as failed:
+        queue.follow("7", run, run / "job.log")
+    assert failed.value.status == expected
