@@ -37,7 +37,13 @@ PLUGINS = "hydra_plugins/runner"
 
 HYDRA = ("hydra", "omegaconf", "hydra_plugins")
 MAY_IMPORT_HYDRA = ("runner/cli.py", "runner/config/", "runner/sweeps/", "hydra_plugins/")
-MAY_READ_ENVIRONMENT = ("runner/distributed/", "runner/jobs/", "runner/launchers/", "runner/sweeps/slot_process.py")
+MAY_READ_ENVIRONMENT = (
+    "runner/__main__.py",
+    "runner/distributed/",
+    "runner/jobs/",
+    "runner/launchers/",
+    "runner/sweeps/slot_process.py",
+)
 MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_FILES = 300, 250, 25
 VAGUE_NAMES = ("utils", "helpers", "misc", "common", "manager", "registry")
 
