@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.config.resume import Arguments, add_recorded
+
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
 
 
@@ -133,3 +135,12 @@ def test_missing_directory_is_reported_before_torch_is_imported(key: str, tmp_pa
         done.stderr
         == f"{key.partition('=')[0]}={tmp_path}/nowhere is no directory; name one under outputs/, or run=last\n"
     )
+
+
+def test_launched_processes_get_the_options_that_are_not_recorded(run: Path) -> None:
+    def arguments(*overrides: str) -> Arguments:
+        return add_recorded([f"run={run}", "task=evaluate", *overrides], [], multirun=False)
+
+    assert arguments().launch_overrides == []
+    trusting = arguments("trust=true")
+    assert "trust=true" in trusting.launch_overrides and "trust=true" not in trusting.recorded
