@@ -22,7 +22,8 @@ TINY = ("model=mlp", "model.hidden=[4]", "data=toy", "data.num_train=8", "batch_
 # without __init__.py.
 FOLDERS = {
     "packages": ("models/__init__.py", "data/__init__.py", "conf/model/mlp.yaml"),
-    "modules": ("models.py", "data.py", "conf/config.yaml"),
+    "modules": ("models.py", "data.py", "conf.py"),
+    "bare": ("models/weights.pt", "data/digits.csv", "conf/config.yaml"),
 }
 
 
@@ -65,7 +66,7 @@ def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> P
     return target
 
 
-@pytest.mark.parametrize(("folder", "form"), [("packages", "module"), ("modules", "script")])
+@pytest.mark.parametrize(("folder", "form"), [("packages", "module"), ("modules", "script"), ("bare", "module")])
 def test_it_runs_in_a_directory_with_modules_of_the_same_names(
     folder: str, form: str, commands: Commands, tmp_path: Path, installed: Path
 ) -> None:

@@ -253,6 +253,7 @@ def test_a_cancelled_job_is_not_requeued_and_can_be_submitted_again(
 @pytest.mark.parametrize(
     ("cause", "status", "error"),
     [
+        ("launcher.setup=['exit 3']", 3, "the job ended with status 3 before its run was started, at: exit 3"),
         ("launcher.venv=/no/venv", 1, 'before its run was started, at: source "/no/venv/bin/activate"'),
         ("data=image_folder data.root=nowhere", 1, "data.root=nowhere"),  # only the job reads the data
     ],

@@ -47,7 +47,8 @@ def test_no_number_changes(case: Case, tmp_path: Path) -> None:
     assert_equal(made, run(tmp_path / "kept", case.world_size, *overrides), tolerance=1e-12)
 
 
-def test_ranks_without_a_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_ranks_without_a_sample(mode: str, tmp_path: Path) -> None:
     """36 samples in batches of 16: the third step has two for each micro-batch of three ranks."""
     overrides = (
         *CHAIN,
@@ -59,7 +60,7 @@ def test_ranks_without_a_sample(tmp_path: Path) -> None:
         "max_steps=6",
     )
     made = [
-        run(tmp_path / extent, 3, *overrides, "parallel=fsdp", f"activation_checkpointing={extent}")
+        run(tmp_path / extent, 3, *overrides, f"parallel={mode}", f"activation_checkpointing={extent}")
         for extent in ("none", "full")
     ]
     assert made[1].losses == pytest.approx(made[0].losses, rel=1e-12)
