@@ -88,24 +88,12 @@ def test_measurements_are_written_between_the_marks_of_a_page(
         section.check(page)
 
 
-def test_a_missing_framework_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = importlib.import_module("peers.commands")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("lightning", "ignite") else name)
-    assert peers.missing(["hand-written", "runner", "fabric", "accelerate", "ignite"]) == {
-        "fabric": "pip install lightning",
-        "ignite": "pip install pytorch-ignite",
-    }
-
-
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
     [
         ("suite", "--work=convnt", "--work=convnt must be one of convnet, mlp"),
-        ("suite", "--work=mlp --nproc=3", "--nproc=3 must divide mlp's batch of 200"),
         ("suite", "--work=mlp --steps=301", "--steps=301 must be at least 2 and at most 300"),
-        ("suite", "--write=nowhere.md", "--write=nowhere.md must be a file with the lines"),
         ("growth", "--axis=rank", "--axis=rank must be one of ranks, samples, parameters"),
-        ("growth", "--axis=samples --most=10", "--most=10 leaves no size; try 1000"),
         ("growth", "--write=nowhere.md", "--write=nowhere.md must be a file with the lines <!-- growth"),
     ],
 )
@@ -163,38 +151,3 @@ def test_formula_is_fitted_to_the_best_rounds(growth_table: ModuleType) -> None:
     formulas = {row[1]: row[2:] for row in rows if row[0] == "| ranks"}
     assert formulas["step, ms"] == ["10.0 + 2.00 x ranks", "0%", "1,024 ranks: 2,058 |"]
     assert formulas["checkpoint, s"] == ["1.00 (constant)", "0%", "1,024 ranks: 1.00 |"]
-
-
-def test_cost_of_logging_is_positive_in_every_round(growth_table: ModuleType) -> None:
-    def output(logged: list[float], silent: list[float]) -> str:
-        cell = growth_table.Cell("samples", 10, *([figures(step) for step in steps] for steps in (logged, silent)))
-        return growth_table.logging(cell)
-
-    assert output([0.0031, 0.0900, 0.0030], [0.0020, 0.0021, 0.0020]) == "1.10"
-    assert output([0.0030, 0.0034], [0.0028, 0.0036]) == "no difference seen"
-    assert output([], []) == "-"
-
-
-def test_size_that_exceeds_the_memory_is_skipped_and_named() -> None:
-    growth = importlib.import_module("growth")
-    lines = growth.left_out([("ranks", 1), ("ranks", 32), ("parameters", 10**8)], free=2000.0)
-    assert list(lines.values()) == [
-        "32 ranks are skipped: they need about 9,600 MiB, and 2,000 are free",
-        "100,000,000 parameters are skipped: they need about 2,507 MiB, and 2,000 are free",
-    ]
-    widths = [growth.width_of(size) for size in growth.AXES["parameters"].sizes]
-    counts = [33 * width + width * (width + 1) + 10 * (width + 1) for width in widths]
-    assert counts == pytest.approx(growth.AXES["parameters"].sizes, rel=0.01)
-
-
-@pytest.mark.soak  # what it runs is what suite.py runs
-def test_growth_measures_and_writes_a_row_for_each_size(
-    commands: Commands, growth_table: ModuleType, tmp_path: Path
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"{growth_table.MEASURED.begin}\n{growth_table.MEASURED.end}\n")
-    args = ["--axis=ranks", "--most=1", "--rounds=1", "--cores=2", f"--write={page}"]
-    done = commands.finish(commands.start(str(BENCHMARKS / "growth.py"), *args))
-    assert done.returncode == 0, done.stderr
-    (row,) = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| 1 |")]
-    assert all(float(cell.partition(" (")[0]) > 0 for cell in [*row[1:3], *row[4:8]]) and row[-1] == "1 |"

@@ -34,7 +34,8 @@ def start(commands: Commands, way: str, *args: str, num_ranks: int = 2) -> "subp
 @pytest.mark.parametrize(
     ("way", "num_ranks"),
     [
-        *((way, 2) for way in ("torchrun", "spawn")),
+        ("torchrun", 2),
+        pytest.param("spawn", 2, marks=pytest.mark.thorough),
         pytest.param("agent", 4, marks=pytest.mark.thorough),
         *(
             pytest.param(*case, marks=soak)
@@ -59,17 +60,6 @@ def test_simultaneous_runs_use_different_ports_and_directories(commands: Command
     done = [commands.finish(process) for process in together]
     assert [each.returncode for each in done] == [0, 0, 0], "".join(each.stderr for each in done)
     assert len(list((tmp_path / "outputs" / "run").iterdir())) == 3
-
-
-@pytest.mark.fault("Ctrl-C", outcome="went_on")
-@pytest.mark.parametrize("way", ["spawn", pytest.param("agent", marks=soak)])
-def test_ctrl_c_saves_and_leaves_no_process(way: str, commands: Commands, tmp_path: Path) -> None:
-    process = start_and_wait(commands, way, tmp_path)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
-    done = commands.finish(process)
-    assert done.returncode == 143, done.stderr
-    assert "SIGINT: saved after step" in done.stdout or "SIGTERM: saved after step" in done.stdout
-    wait_until(lambda: commands.living(process) == [])
 
 
 @pytest.mark.fault("kill -9 of the agent", outcome="refused")

@@ -142,17 +142,6 @@ def test_ranks_started_by_hand_may_have_different_clocks(commands: Commands, tmp
     assert second.stdout + second.stderr == ""
 
 
-def test_one_process_opens_no_listening_socket(
-    commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
-) -> None:
-    process = commands.start("-m", "runner", *mine(WAITS))
-    wait_until((tmp_path / "ready-1").exists, process)
-    assert len(commands.living(process)) == 1
-    assert listening(commands.living(process)) == []
-    (tmp_path / "go").touch()
-    assert commands.finish(process).returncode == 0
-
-
 @pytest.mark.thorough
 def test_spawn_uses_loopback_leaves_no_process_and_returns_metrics(
     commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
@@ -195,20 +184,17 @@ def test_a_rank_that_raises_fails_the_run_with_its_traceback(
 
 
 @pytest.mark.fault("SIGTERM to the command", outcome="survived")
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_preempted_run_resumes_to_the_same_weights(
-    num_ranks: int, commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
+    commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
-    spread = ("parallel=ddp", "launcher=spawn") if num_ranks == 2 else ()
-    whole = run(tmp_path / "whole", num_ranks, *TINY, "backend=gloo", "logger=none", *spread[:1])
+    whole = run(tmp_path / "whole", 1, *TINY, "backend=gloo", "logger=none")
 
-    process = commands.start("-m", "runner", *mine(WAITS), *spread)
-    ranks = range(num_ranks) if spread else (1,)
-    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in ranks), process)
+    process = commands.start("-m", "runner", *mine(WAITS), "loader.num_workers=1")
+    wait_until((tmp_path / "ready-1").exists, process)
     assert only_run(tmp_path).result["state"] == "running"
+    assert listening(commands.living(process)) == []
     process.send_signal(signal.SIGTERM)
-    # The command forwards it to its ranks, all of which wait in their fifth step.
-    wait_until(lambda: all((tmp_path / f"received-{rank}").exists() for rank in ranks), process)
+    wait_until((tmp_path / "received-1").exists, process)
     (tmp_path / "go").touch()
     stopped = commands.finish(process)
     assert stopped.returncode == 143, stopped.stderr

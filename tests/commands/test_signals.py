@@ -160,14 +160,8 @@ def have_received(folder: Path, ranks: int) -> Callable[[], bool]:
 
 thorough, soak = pytest.mark.thorough, pytest.mark.soak
 SAVED = [
-    ("spawn", "HUP", "group", ""),
-    *(
-        pytest.param(*case, marks=thorough)
-        for case in (
-            ("alone", "HUP", "parent", "loaded"),
-            ("torchrun", "USR1", "rank", "loaded"),
-        )
-    ),
+    pytest.param("spawn", "INT", "group", "", marks=pytest.mark.fault("Ctrl-C", outcome="survived")),
+    pytest.param("torchrun", "USR1", "rank", "loaded", marks=thorough),
     *(
         pytest.param(way, number, receiver, loaded, marks=soak)
         for way in ("spawn", "agent", "torchrun")
@@ -216,13 +210,7 @@ def test_a_stopped_run_is_saved_and_resumes_to_the_same_weights(
 
 EARLY = [
     ("alone", "import", "TERM", "parent"),
-    *(
-        pytest.param(*case, marks=thorough)
-        for case in (
-            ("hand", "build", "TERM", "rank"),
-            ("spawn", "build", "TERM", "group"),
-        )
-    ),
+    pytest.param("spawn", "build", "TERM", "group", marks=thorough),
     *(
         pytest.param(way, place, number, receiver, marks=soak)
         for way in ("alone", "spawn", "agent", "hand", "torchrun")

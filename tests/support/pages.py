@@ -67,11 +67,11 @@ class Page:
 
 
 def finish(line: str, commands: Commands, *more: str) -> CompletedProcess[str]:
-    """Run a command of a page with further arguments. It is forked unless it spawns; so are the ranks of torchrun."""
-    args = [*shlex.split(line), *more]
-    if args[:5] == ["torchrun", "--nproc-per-node", "2", "-m", "runner"]:
-        ranks = commands.forked_world(2, *args[5:])
-        return max(ranks, key=lambda rank: rank.returncode != 0)  # the first rank that failed, or else rank 0
-    assert args[:3] == ["python", "-m", "runner"]
-    # A fork cannot use the fork server that an earlier test may have started in this process.
-    return commands.runner(*args[3:]) if "launcher=spawn" in line else commands.forked(*args[3:])
+    """Fork a command of a page with further arguments, or the two ranks that torchrun or launcher=spawn would start."""
+    before, _, typed = line.partition(" -m runner ")
+    assert before in ("python", "torchrun --nproc-per-node 2")
+    args = [*shlex.split(typed), *more]
+    if before == "python" and "launcher=spawn" not in args:
+        return commands.forked(*args)
+    ranks = commands.forked_world(2, *(arg for arg in args if arg != "launcher=spawn"))
+    return max(ranks, key=lambda rank: rank.returncode != 0)  # the first rank that failed, or else rank 0
