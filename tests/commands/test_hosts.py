@@ -92,43 +92,20 @@ def test_unreachable_machine_is_named_with_its_address(hosts: Hosts, commands: C
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize(
-    "elastic",
-    [
-        pytest.param(False, marks=pytest.mark.fault("a disconnected host", outcome="refused")),
-        pytest.param(True, marks=pytest.mark.fault("a disconnected host, with elastic nodes", outcome="went_on")),
-    ],
-)
-def test_disconnected_machine_is_named(elastic: bool, hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
-    """The other machine exits, or continues from the newest checkpoint if the number of machines may decrease."""
+@pytest.mark.fault("a disconnected host", outcome="refused")
+def test_disconnected_machine_is_named(hosts: Hosts, commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
-    nodes = agents("1:2" if elastic else "2")
-    restarts = ("launcher.max_restarts=1",) if elastic else ()
-    args = [
-        *TINY,
-        *SLOWLY,
-        "epochs=1000",
-        "max_steps=300",
-        "backend.timeout_s=4",
-        "launcher.join_timeout_s=15",
-        *nodes,
-        *restarts,
-    ]
+    timeouts = ("backend.timeout_s=4", "launcher.join_timeout_s=15")
+    args = (*TINY, *SLOWLY, "epochs=1000", "max_steps=300", *timeouts, *agents("2"))
     first, second = (hosts.runner(commands, host, *args) for host in (1, 2))
     wait_until(lambda: newest_step(tmp_path) > 0, first)
     hosts.cut(2)
     (tmp_path / "has-acted").touch()
     reported = commands.finish(first)
-    one = only_run(tmp_path)
     output = reported.stdout + reported.stderr
     assert "no response from rank 2 on host2" in output and "no response from rank 3 on host2" in output
-    if elastic:
-        assert reported.returncode == 0 and one.result["state"] == "finished", output
-        assert (one.result["world_size"], one.result["step"]) == (2, 300)
-        assert output.count("resuming after step") == 1
-    else:
-        assert reported.returncode == 1 and one.result["state"] == "failed"
-        assert commands.finish(second).returncode == 1, "the machine that was cut off exits too"
+    assert (reported.returncode, only_run(tmp_path).result["state"]) == (1, "failed")
+    assert commands.finish(second).returncode == 1, "the machine that was cut off exits too"
 
 
 def wait_for_checkpoint(tmp_path: Path, commands: Commands, processes: list[Popen[str]]) -> None:
