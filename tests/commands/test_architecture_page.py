@@ -1,5 +1,6 @@
 """The examples of docs/architecture.md, as printed there: each contract's files, and the command behind them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def test_the_command_runs(line: str, mine: Path, commands: Commands) -> None:
         assert commands.forked("model=toy", "data=toy", "max_steps=3").returncode == 0
     done = finish(line, commands, *([] if reads else ["max_steps=6"]))
     assert done.returncode == 0, done.stderr
+    if "parallel=pipeline" in line:
+        assert re.search(r"pipeline rank 1: stages 1 of 2, \d+\.\d% of the parameters", done.stdout), done.stdout
     newest = max((mine.parent / "outputs" / "run").iterdir(), key=lambda path: path.stat().st_mtime)
     for name, made in (("plot", "loss.png"), ("csv_file", "scalars.csv")):
         if any(name in word.partition("=")[2].strip("[]'").split(",") for word in line.split()):

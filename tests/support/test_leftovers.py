@@ -112,15 +112,6 @@ def test_leftovers_fail_their_test_and_faults_are_in_the_matrix(tmp_path: Path) 
     assert all(row in shown for row in inner)
 
 
-def test_soak_tests_run_only_on_request(tmp_path: Path) -> None:
-    chosen = {args: pytest_in(tmp_path, "--collect-only", "-m", args) for args in ("thorough", "soak", "faults")}
-    assert {args: "test_skipped" in output for args, output in chosen.items()} == {
-        "thorough": False,
-        "soak": True,
-        "faults": True,
-    }
-
-
 def words_of(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
