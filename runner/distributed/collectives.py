@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.distributed.local.exchange import exchange_of, is_small
+from runner.distributed.local.exchange import exchange_of, is_plain, is_small
 
 # torch 2.14 renamed these two functions and deprecated the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,8 +20,10 @@ def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
     """
     exchange, num_ranks = exchange_of(group), dist.get_world_size(group)
     if not is_small(tensor, num_ranks):
-        if exchange is None or not exchange.sum_large(tensor):
+        if exchange is None or not is_plain(tensor):
             dist.all_reduce(tensor, group=group)
+        else:
+            exchange.sum_large(tensor)
     elif exchange is not None:
         exchange.sum(tensor)
     else:

@@ -1,10 +1,10 @@
 """The rendezvous of a world's processes: each connects to the world's store, once."""
 
 import json
-import queue
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import start_daemon
+from runner.distributed.failures.daemon_threads import call_in_daemon
 from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
 from runner.distributed.network import is_loopback
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
@@ -107,28 +107,12 @@ def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.S
 
 def _connect_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.Store:
     """Return `connect()`. Raise TimeoutError if the listening process does not respond: torch would wait forever."""
-    results: queue.Queue[dist.Store | Exception] = queue.Queue()
-
-    def run() -> None:
-        try:
-            results.put(connect())
-        except Exception as error:
-            results.put(error)
-
-    start_daemon(run, "connect")
-    start = time.monotonic()
-    deadline = max(deadline, start + 1.0)
-    while True:
-        try:
-            result = results.get(timeout=min(max(deadline - time.monotonic(), 0.0), TRY_S))
-        except queue.Empty:
-            if time.monotonic() >= deadline:
-                raise TimeoutError("the process there accepts connections and does not respond") from None
-            _check_stop(start)
-            continue
-        if isinstance(result, Exception):
-            raise result
-        return result
+    connecting, start = call_in_daemon(connect, "connect"), time.monotonic()
+    while not wait([connecting], TRY_S).done:
+        if time.monotonic() >= max(deadline, start + 1.0):
+            raise TimeoutError("the process there accepts connections and does not respond")
+        _check_stop(start)
+    return connecting.result()
 
 
 def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:

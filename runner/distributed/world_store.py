@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import call_with_timeout
+from runner.distributed.failures.daemon_threads import call_in_daemon
 
 T = TypeVar("T")
 RESPONSE_S = 5.0  # for the store to respond
@@ -65,23 +65,23 @@ class WorldStore:
             return False
         return True
 
-    def call(self, function: Callable[[], T], timeout_s: float = RESPONSE_S) -> T | None:
-        """Return `function()`, which uses the store. If the store does not respond, disconnect and return None."""
-        root, result = self.root, None
-        if root is None:
+    def call(self, function: Callable[[dist.Store], T], timeout_s: float = RESPONSE_S) -> T | None:
+        """Return `function(job)`. If the store does not respond, disconnect and return None."""
+        root, job = self.root, self.job
+        if root is None or job is None:
             return None
-        # The system still accepts connections for a process that is stopped.
-        if self.is_reachable() and call_with_timeout(RESPONSE_S, lambda: root.check([_STOPPED])) is not None:
-            result = call_with_timeout(timeout_s, function)
-        if result is None:
-            self.disconnect()
-        return result
+        with suppress(RuntimeError, TimeoutError):
+            if self.is_reachable():
+                # The system still accepts connections for a process that is stopped.
+                call_in_daemon(lambda: root.check([_STOPPED]), "store").result(RESPONSE_S)
+                return call_in_daemon(lambda: function(job), "store").result(timeout_s)
+        self.disconnect()
+        return None
 
-    def announce_stop(self, reason: str) -> str:
-        """Let the ranks that wait for this one know why it stops. Return the reason."""
+    def announce_stop(self, reason: str) -> None:
+        """Let the ranks that wait for this one know why it stops."""
         if self.root is not None:
             self.root.set(_STOPPED, reason)
-        return reason
 
     def stop_reason(self) -> str | None:
         """Return the reason of the last rank that announced its stop; None if none has."""

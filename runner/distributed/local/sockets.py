@@ -74,8 +74,8 @@ class LocalSockets:
         """Return what the rank sends with the tag."""
         return self._receive(rank, tag, deadline, lambda connection: connection.recv_into(self._buffer))
 
-    def receive_file(self, rank: int, tag: Tag, deadline: float) -> int | None:
-        """Return the file that the rank sends with the tag, which the caller has to close; None if it sends none.
+    def receive_file(self, rank: int, tag: Tag, deadline: float) -> int:
+        """Return the file that the rank sends with the tag, which the caller has to close.
 
         Everything that the rank sends before must have been received.
         """
@@ -87,7 +87,9 @@ class LocalSockets:
             return size
 
         self._receive(rank, tag, deadline, read)
-        return found[0] if found else None
+        if not found:
+            raise OSError(f"no file from rank {rank}: this process has too many open files")
+        return found[0]
 
     def _receive(self, rank: int, tag: Tag, deadline: float, read: Callable[[socket.socket], int]) -> bytearray:
         """Receive a message. read: stores a connection's next message in the buffer, and returns its size."""
@@ -133,25 +135,18 @@ class LocalSockets:
 
 
 class Listener:
-    """The socket to which the other ranks of the machine connect; closed by `close` or `join`.
-
-    It needs Linux, and a system that reports which process connects; see `ready`.
-    """
+    """The socket to which the other ranks of the machine connect; closed by `close` or `join`. It needs Linux."""
 
     def __init__(self, own: RankProcess):
         self._own, self._socket = own, None
-        if sys.platform == "linux" and own.network:
-            with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # another process has the address
                 self._socket = _listen(own)
 
     @property
     def ready(self) -> bool:
         """True if this process listens."""
         return self._socket is not None
-
-    def reaches(self, process: RankProcess) -> bool:
-        """Return True if the process can connect to this one."""
-        return (process.network, process.host) == (self._own.network, self._own.host)
 
     def join(self, others: Mapping[int, RankProcess], timeout_s: float) -> LocalSockets:
         """Connect to the lower ranks and wait for the others, once all of them listen. All of them must call it."""
@@ -160,11 +155,11 @@ class Listener:
         try:
             for rank in sorted(others):
                 if rank < self._own.rank:
-                    joined[rank] = _connect_to_rank(others[rank])
+                    joined[rank] = _connect(others[rank])
             expected = {process.pid: rank for rank, process in others.items() if rank > self._own.rank}
             deadline = time.monotonic() + min(timeout_s, JOIN_S)
+            self._socket.settimeout(TICK_S)
             while expected:
-                self._socket.settimeout(TICK_S)
                 try:
                     connection, _ = self._socket.accept()
                 except TimeoutError:
@@ -195,14 +190,10 @@ def _address(process: RankProcess) -> str:
 
 
 def _listen(own: RankProcess) -> socket.socket:
-    """Return a listening socket. Raise OSError if the system lacks a needed feature, or the address is taken."""
     listener = _new()
     try:
         listener.bind(_address(own))
         listener.listen(4096)  # the system uses its own limit if that is lower
-        with _connect(own) as there, listener.accept()[0] as here:
-            if _process_of(here) != own.pid or there.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * LARGEST:
-                raise OSError("the system reports another process, or does not accept messages of such a size")
     except OSError:
         listener.close()
         raise
@@ -210,24 +201,16 @@ def _listen(own: RankProcess) -> socket.socket:
 
 
 def _connect(process: RankProcess) -> socket.socket:
-    """Return a connection to the process. Raise OSError if another process listens at its address."""
+    """Return a connection to a rank that was listening. Raise PeerMissing if its process has exited."""
     connection = _new()
     try:
         connection.connect(_address(process))
         if _process_of(connection) != process.pid:
-            raise OSError(f"another process than that of rank {process.rank} listens at its address")
-    except OSError:
+            raise ConnectionError("another process listens at its address")
+    except OSError as error:
         connection.close()
-        raise
-    return connection
-
-
-def _connect_to_rank(process: RankProcess) -> socket.socket:
-    """Return a connection to a process that was listening. Raise PeerMissing if it has exited."""
-    try:
-        return _connect(process)
-    except ConnectionError as error:
         raise PeerMissing(f"rank {process.rank} of this machine does not respond ({error})") from None
+    return connection
 
 
 def _new() -> socket.socket:
