@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import call_in_daemon
 from runner.distributed.local import exchange
 from runner.distributed.local.local_ranks import LocalRanks
-from runner.distributed.local.sockets import Listener, LocalSockets
-from runner.distributed.network import choose_interface, environment_variables, listening_on
-from runner.distributed.world_store import WorldStore
+from runner.distributed.local.sockets import Listener
+from runner.distributed.network import choose_interface, environment_variables
+from runner.distributed.world_store import WorldStore, call_in_daemon
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,10 @@ class ProcessGroup:
                 num_ready = torch.tensor([int(listener.ready)])
                 dist.all_reduce(num_ready)
                 if num_ready.item() == self._rank_info.world_size:
-                    self._connect_local_ranks(listener.join(self._local_ranks.others, backend.timeout_s))
+                    sockets = listener.join(self._local_ranks.others, backend.timeout_s)
+                    self.on_leave(lambda went_well: sockets.close())
+                    exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
+                    self.on_leave(lambda went_well: exchange.use(None))
         finally:
             if listener is not None:
                 listener.close()
@@ -74,23 +76,13 @@ class ProcessGroup:
         """Call `callback(went_well)` before this job's group is destroyed. It must not raise."""
         self._callbacks.append(callback)
 
-    def _connect_local_ranks(self, sockets: LocalSockets) -> None:
-        """Let the ranks of this machine exchange small tensors through these sockets until the group is destroyed."""
-
-        def disconnect(went_well: bool) -> None:
-            exchange.use(None)
-            sockets.close()
-
-        self.on_leave(disconnect)
-        exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
-
     def _choose_interface(self, backend: Backend) -> None:
         """Choose the network interface of this group, and of those that are created later, until it is destroyed."""
-        interface, libraries = choose_interface(self._rank_info, backend.interface, self._store.namespace("addresses"))
-        environment = ExitStack()
+        variables = choose_interface(self._rank_info, backend.interface, self._store.namespace("addresses"))
         # Lets gloo read the addresses of all ranks in one operation of the store, not in two operations for each.
-        environment.enter_context(environment_variables({"GLOO_ENABLE_STORE_V2_API": "1"}, override=False))
-        environment.enter_context(listening_on(interface, libraries, override=backend.interface is not None))
+        variables |= {"GLOO_ENABLE_STORE_V2_API": "1"}
+        environment = ExitStack()
+        environment.enter_context(environment_variables(variables, override=backend.interface is not None))
         self.on_leave(lambda went_well: environment.close())
 
 

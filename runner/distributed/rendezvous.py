@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import call_in_daemon
 from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
 from runner.distributed.network import is_loopback
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
-from runner.distributed.world_store import set_tcp_timeouts
+from runner.distributed.world_store import call_in_daemon, set_tcp_timeouts
 from runner.errors import InputError, Preempted
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
@@ -128,17 +127,16 @@ def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> R
         # One operation for all hosts, so that the number of operations does not grow with the number of ranks.
         hosts = [] if missing else [host.decode() for host in arrivals.multi_get(ranks)]
         arrivals.set("hosts", json.dumps(hosts))
-        arrivals.set("missing", json.dumps(missing))
         if missing:
             raise InputError(
                 f"ranks {missing} of {rank_info.world_size} did not appear within launcher.join_timeout_s="
                 f"{timeout_s:g}; check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
             )
-    elif not _are_set(arrivals, ["missing"], time.monotonic() + timeout_s + REPORT_TIMEOUT_S):
+    elif not _are_set(arrivals, ["hosts"], time.monotonic() + timeout_s + REPORT_TIMEOUT_S):
         raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
-    elif json.loads(arrivals.get("missing")):
+    elif not (hosts := json.loads(arrivals.get("hosts"))):  # rank 0 reports the missing ranks
         raise InputError
-    return _counted(rank_info, json.loads(arrivals.get("hosts"))) if rank_info.inferred else rank_info
+    return _counted(rank_info, hosts) if rank_info.inferred else rank_info
 
 
 def _counted(rank_info: RankInfo, hosts: list[str]) -> RankInfo:

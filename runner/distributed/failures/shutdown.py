@@ -14,7 +14,7 @@ from runner.distributed.failures.peer_failure import RECORD_TIMEOUT_S, FirstFail
 from runner.distributed.failures.signals import PARENT_EXITED, received
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
-from runner.distributed.world_store import WorldStore
+from runner.distributed.world_store import STOPPED, WorldStore
 
 PATIENCE_S = 5.0  # for a loop that waits for a failed rank to raise an error by itself
 
@@ -90,7 +90,8 @@ class Shutdown:
     def report_stop(self, reason: str) -> None:
         """Let the other ranks know that a signal stops this rank at a point where they do not expect it."""
         self.failed = True
-        self._store.call(lambda _: self._store.announce_stop(reason))
+        if (root := self._store.root) is not None:
+            self._store.call(lambda _: root.set(STOPPED, reason))
 
     def stop_reason(self) -> str | None:
         """Return why a rank that this one misses was stopped; None if it was not stopped by a signal."""

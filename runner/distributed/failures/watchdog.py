@@ -10,12 +10,11 @@ from contextlib import suppress
 from functools import partial
 
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import call_in_daemon
 from runner.distributed.failures.heartbeat import Heartbeat
 from runner.distributed.failures.hung_ranks import save_stacks
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.local.local_ranks import LocalRanks
-from runner.distributed.world_store import WorldStore
+from runner.distributed.world_store import WorldStore, call_in_daemon
 
 POLL_S = 0.5
 QUIET_S = 5.0  # without a step, after which the store is checked for failures

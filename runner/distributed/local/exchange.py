@@ -15,14 +15,13 @@ from runner.distributed.traffic import count
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 MAX_ALL_TO_ALL = 4  # ranks that send to each other directly; more of them would send too many messages
-Merge = Callable[[torch.Tensor, torch.Tensor], object]  # adds the second to the first, in place
+_DESCRIPTOR = struct.Struct("<qq")  # process, file
 
 
 class LocalExchange:
     """The exchanges of a group of ranks on one machine. All of them must call each, in the same order.
 
-    Sums are computed in the order of the ranks, so that the result is identical to the bit on all ranks and in each
-    run. Few ranks send to each other; of more, all send to the lowest, which sends them the result. Each method raises
+    Few ranks send to each other; of more, all send to the lowest, which sends them everything. Each method raises
     PeerMissing if a rank does not respond.
     """
 
@@ -33,14 +32,6 @@ class LocalExchange:
         self._group = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         self._count = 0
         self._memory: SharedMemory | None = None
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Sum a small tensor over the ranks, in place."""
-        self._merge(tensor, torch.Tensor.add_)
-
-    def max(self, tensor: torch.Tensor) -> None:
-        """Take the maximum of a small tensor over the ranks, in place."""
-        self._merge(tensor, lambda total, other: torch.maximum(total, other, out=total))
 
     def sum_large(self, tensor: torch.Tensor) -> None:
         """Sum a tensor of any size in memory that the ranks share, in place."""
@@ -80,25 +71,15 @@ class LocalExchange:
 
     def share_file(self, num_bytes: int) -> int:
         """Return a descriptor of a file in memory that the lowest rank creates. The caller has to close it."""
-        root, *leaves = self._ranks
-        tag, deadline = self._next_tag(), self._sockets.deadline()
-        if self._rank != root:
-            return self._sockets.receive_file(root, tag, deadline)
-        file = os.memfd_create("runner")
-        os.ftruncate(file, num_bytes)  # pages that are never written take no memory
-        for leaf in leaves:
-            self._sockets.send(leaf, tag, b"", deadline, file)
+        file = -1
+        if self._rank == self._ranks[0]:
+            file = os.memfd_create("runner")
+            os.ftruncate(file, num_bytes)  # pages that are never written take no memory
+        pid, number = _DESCRIPTOR.unpack_from(self._gather(_DESCRIPTOR.pack(os.getpid(), file)))
+        if file < 0:
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        self._gather(b"")  # until all ranks have opened it
         return file
-
-    def _merge(self, tensor: torch.Tensor, merge: Merge) -> None:
-        count("all_reduce", tensor.nbytes)
-        own = tensor.detach().contiguous()
-        with _profiled("all_reduce"):
-            gathered = self._gather(_bytes(own))
-        merged, *others = _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
-        for other in others:
-            merge(merged, other)
-        tensor.detach().copy_(merged)
 
     def _gather(self, own: bytes | memoryview) -> bytearray:
         """Return the data of all ranks in their order. Each rank has the same number of bytes."""

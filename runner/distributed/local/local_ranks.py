@@ -36,8 +36,8 @@ class LocalRanks:
             return
         texts = store.multi_get([f"rank/{rank}" for rank in range(self._rank_info.world_size)])
         self.all = {rank: RankProcess(*json.loads(text)) for rank, text in enumerate(texts)}
-        same = {rank: process for rank, process in self.all.items() if process.machine == own.machine}
-        self.others = {rank: process for rank, process in same.items() if rank != own.rank}
+        others = [process for process in self.all.values() if process.machine == own.machine and process != own]
+        self.others = {process.rank: process for process in others}
 
     def exited(self) -> list[int]:
         """Return the ranks on this machine whose processes have exited."""

@@ -8,20 +8,18 @@ import contextlib
 import os
 import socket
 import struct
-import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from runner.distributed.failures.heartbeat import RankProcess, state_of
+from runner.distributed.failures.heartbeat import RankProcess
 from runner.distributed.failures.peer_failure import PeerMissing
 
 LARGEST = 65_536  # bytes of a message, which must fit into the system's send buffer
-JOIN_S = 60.0  # until all ranks are connected
+JOIN_S = 60.0  # for a rank to connect
 TICK_S = 0.5  # after which a wait checks its deadline
 Tag = tuple[int, int]  # identifies a group of ranks, and one of its exchanges by their number
 _HEADER = struct.Struct("=QQ")
-_FILE = struct.Struct("@i")
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _TIME = struct.Struct("@ll")  # seconds, microseconds
 _open: "weakref.WeakSet[LocalSockets]" = weakref.WeakSet()
@@ -53,14 +51,11 @@ class LocalSockets:
         """Return the end of the timeout of an exchange that starts now, on the monotonic clock."""
         return time.monotonic() + self._timeout_s
 
-    def send(
-        self, rank: int, tag: Tag, data: bytes | bytearray | memoryview, deadline: float, file: int | None = None
-    ) -> None:
-        """Send at most LARGEST bytes, and an open file, without waiting until they are received."""
-        files = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(file))]
+    def send(self, rank: int, tag: Tag, data: bytes | bytearray | memoryview, deadline: float) -> None:
+        """Send at most LARGEST bytes, without waiting until they are received."""
         while True:
             try:
-                self._sockets[rank].sendmsg([_HEADER.pack(*tag), data], files)
+                self._sockets[rank].sendmsg([_HEADER.pack(*tag), data])
                 return
             except BlockingIOError:
                 self._check_deadline(rank, "received", deadline)
@@ -72,32 +67,11 @@ class LocalSockets:
 
     def receive(self, rank: int, tag: Tag, deadline: float) -> bytearray:
         """Return what the rank sends with the tag."""
-        return self._receive(rank, tag, deadline, lambda connection: connection.recv_into(self._buffer))
-
-    def receive_file(self, rank: int, tag: Tag, deadline: float) -> int:
-        """Return the file that the rank sends with the tag, which the caller has to close.
-
-        Everything that the rank sends before must have been received.
-        """
-        found: list[int] = []
-
-        def read(connection: socket.socket) -> int:
-            size, ancillary, *_ = connection.recvmsg_into([self._buffer], socket.CMSG_SPACE(_FILE.size))
-            found.extend(_FILE.unpack(data)[0] for level, kind, data in ancillary)
-            return size
-
-        self._receive(rank, tag, deadline, read)
-        if not found:
-            raise OSError(f"no file from rank {rank}: this process has too many open files")
-        return found[0]
-
-    def _receive(self, rank: int, tag: Tag, deadline: float, read: Callable[[socket.socket], int]) -> bytearray:
-        """Receive a message. read: stores a connection's next message in the buffer, and returns its size."""
         while True:
             if self._early and (early := self._early.pop((rank, tag), None)) is not None:
                 return early
             try:
-                size = read(self._sockets[rank])
+                size = self._sockets[rank].recv_into(self._buffer)
             except BlockingIOError:
                 self._check_deadline(rank, "sent", deadline)
                 continue
@@ -135,18 +109,19 @@ class LocalSockets:
 
 
 class Listener:
-    """The socket to which the other ranks of the machine connect; closed by `close` or `join`. It needs Linux."""
+    """The socket to which the other ranks of the machine connect; closed by `close` or `join`.
+
+    ready: this process listens, which needs Linux.
+    """
 
     def __init__(self, own: RankProcess):
-        self._own, self._socket = own, None
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # another process has the address
-                self._socket = _listen(own)
-
-    @property
-    def ready(self) -> bool:
-        """True if this process listens."""
-        return self._socket is not None
+        self._own, self.ready = own, False
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):  # not Linux, or another process has the address
+            self._socket = _new()
+            self._socket.bind(_address(own))
+            self._socket.listen(4096)  # the system uses its own limit if that is lower
+            self.ready = True
 
     def join(self, others: Mapping[int, RankProcess], timeout_s: float) -> LocalSockets:
         """Connect to the lower ranks and wait for the others, once all of them listen. All of them must call it."""
@@ -157,24 +132,19 @@ class Listener:
                 if rank < self._own.rank:
                     joined[rank] = _connect(others[rank])
             expected = {process.pid: rank for rank, process in others.items() if rank > self._own.rank}
-            deadline = time.monotonic() + min(timeout_s, JOIN_S)
-            self._socket.settimeout(TICK_S)
+            self._socket.settimeout(min(timeout_s, JOIN_S))
             while expected:
-                try:
-                    connection, _ = self._socket.accept()
-                except TimeoutError:
-                    late = sorted(expected.values())
-                    if time.monotonic() > deadline or any(state_of(others[rank]) == "exited" for rank in late):
-                        ranks = ", ".join(map(str, late))
-                        raise PeerMissing(f"ranks {ranks} of this machine have not connected to this one") from None
-                    continue
+                connection, _ = self._socket.accept()
                 if (pid := _process_of(connection)) in expected:
                     joined[expected.pop(pid)] = connection
                 else:  # an unknown process
                     connection.close()
-        except BaseException:
+        except BaseException as error:
             for each in joined.values():
                 each.close()
+            if isinstance(error, TimeoutError):
+                late = ", ".join(map(str, sorted(expected.values())))
+                raise PeerMissing(f"ranks {late} of this machine have not connected to this one") from None
             raise
         finally:
             self.close()
@@ -187,17 +157,6 @@ class Listener:
 
 def _address(process: RankProcess) -> str:
     return f"\0runner/{process.pid}/{process.started}"
-
-
-def _listen(own: RankProcess) -> socket.socket:
-    listener = _new()
-    try:
-        listener.bind(_address(own))
-        listener.listen(4096)  # the system uses its own limit if that is lower
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _connect(process: RankProcess) -> socket.socket:
