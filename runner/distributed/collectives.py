@@ -20,7 +20,8 @@ def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
     """
     exchange = exchange_of(group)
     if is_small(tensor, dist.get_world_size(group)):
-        first, *others = gather_over(group, tensor.detach())
+        gathered = gather_over(group, tensor) if exchange is None else exchange.gather(tensor, "all_reduce")
+        first, *others = gathered
         for other in others:
             first += other
         tensor.detach().copy_(first)

@@ -67,9 +67,10 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         port, serves = int(text), rank_info.rank == 0
     try:
         if not serves:
-            return _find(host, port, rank_info, timeout_s)
-        socket.getaddrinfo(host, port)  # fails at once if the name does not resolve
-        return serve_store(host, port, rank_info.on_one_machine and _is_loopback_name(host), timeout_s)
+            return _find(host, port, timeout_s)
+        found = socket.getaddrinfo(host, port)  # fails at once if the name does not resolve
+        is_local = rank_info.on_one_machine and all(is_loopback(str(address[0])) for *_, address in found)
+        return serve_store(host, port, is_local, timeout_s)
     except (RuntimeError, OSError) as error:
         failed = "could serve" if serves else "found"
         raise InputError(
@@ -79,11 +80,7 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         ) from None
 
 
-def _is_loopback_name(host: str) -> bool:
-    return all(is_loopback(str(found[4][0])) for found in socket.getaddrinfo(host, None, socket.AF_INET))
-
-
-def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.Store:
+def _find(host: str, port: int, timeout_s: float) -> dist.Store:
     """Connect to a store that another process serves, or is about to serve."""
     start = time.monotonic()
     deadline = start + timeout_s
@@ -98,10 +95,7 @@ def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.S
             _check_stop(start)
             time.sleep(0.1)
     timeout = timedelta(seconds=timeout_s)
-    size = rank_info.world_size
-    return _connect_before(
-        deadline, lambda: dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
-    )
+    return _connect_before(deadline, lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False))
 
 
 def _connect_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.Store:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 STACKS_SIGNAL = signal.SIGUSR2  # writes the stacks of all threads, whatever the process is doing
 _POSITION = struct.Struct("d192s")  # the time on the machine's monotonic clock, and the position; the stacks follow
 _STATE, _STARTED = 0, 19  # fields of /proc/PID/stat, counted after the name
-_tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # missing in Python
 
 
 class RankProcess(NamedTuple):
@@ -99,9 +98,9 @@ def read_stacks(process: RankProcess, timeout_s: float) -> str:
         with open(f"/proc/{process.pid}/fd/{process.file}", "rb") as file:
             file.seek(0, os.SEEK_END)
             # The main thread of a stopped process has to handle the signal before it does anything else. A signal to
-            # the process would be handled by whichever thread wakes first.
-            if _tgkill is not None and state_of(process) != "exited":
-                _tgkill(process.pid, process.pid, STACKS_SIGNAL)
+            # the process would be handled by whichever thread wakes first. Python lacks tgkill.
+            if state_of(process) != "exited":
+                ctypes.CDLL(None).tgkill(process.pid, process.pid, int(STACKS_SIGNAL))
             send_signal(process, signal.SIGCONT)
             stacks = b""
             while time.monotonic() < deadline:

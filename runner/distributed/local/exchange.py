@@ -46,10 +46,13 @@ class LocalExchange:
         if not tensor.is_contiguous():
             tensor.detach().copy_(flat.view(tensor.shape))
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)"""
-        count("all_gather", tensor.nbytes * len(self._ranks))
-        with _profiled("all_gather"):
+    def gather(self, tensor: torch.Tensor, kind: str = "all_gather") -> torch.Tensor:
+        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)
+
+        kind: as which collective it is counted and profiled, all_gather or all_reduce.
+        """
+        count(kind, tensor.nbytes * (len(self._ranks) if kind == "all_gather" else 1))
+        with _profiled(kind):
             gathered = self._gather(_bytes(tensor.detach().contiguous()))
         return _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
 
