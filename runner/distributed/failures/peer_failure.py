@@ -116,18 +116,19 @@ class FirstFailure:
         start = time.monotonic()
         for rank in self.local_ranks.others.keys() & silent:
             self.examine(rank)
-        findings: dict[int, Finding] = {}
-        for rank in silent:
-            keys = [f"finding/{rank}"]
-            _wait_until(lambda keys=keys: self.store.check(keys), start + 2 * STACKS_S - time.monotonic())
-            host = self.local_ranks.all[rank].host if self.local_ranks.all else "an unknown host"
-            findings[rank] = Finding(f"no response from rank {rank} on {host}")
-            if self.store.check(keys):
-                findings[rank] = Finding(*json.loads(self.store.get(keys[0])))
+        findings = {rank: self._finding(rank, start + 2 * STACKS_S) for rank in silent}
         causes = [rank for rank in silent if not findings[rank].is_waiting] or silent
         stacks = [findings[rank].stacks for rank in causes if findings[rank].stacks]
         lines = [findings[rank].line for rank in sorted(silent, key=causes.__contains__)]
         return [*stacks, *self._waiting_lines(), *lines]
+
+    def _finding(self, rank: int, deadline: float) -> Finding:
+        key = f"finding/{rank}"
+        _wait_until(lambda: self.store.check([key]), deadline - time.monotonic())
+        if self.store.check([key]):
+            return Finding(*json.loads(self.store.get(key)))
+        host = self.local_ranks.all[rank].host if self.local_ranks.all else "an unknown host"
+        return Finding(f"no response from rank {rank} on {host}")
 
     def _waiting_lines(self) -> list[str]:
         """Return the positions of the ranks that have failed like this one; ranks at one position share a line."""
