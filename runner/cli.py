@@ -22,7 +22,7 @@ from runner.config.compose import compose
 from runner.config.custom_dirs import absolute_dirs, add_to_path
 from runner.config.help.topics import render_help
 from runner.config.resume import Arguments
-from runner.distributed.environment import RankInfo, find_rank_info, started_by_launch
+from runner.distributed.environment import RankInfo, find_rank_info
 from runner.errors import InputError, Preempted, print_messages
 from runner.jobs.process_tuning import tune_process
 from runner.paths import CONF
@@ -36,14 +36,14 @@ def main() -> int:
         sys.path.append(os.getcwd())  # as `python -m` does for the console script
     init = "env"
     try:
-        args, local_rank = _read_flags()
+        args = _read_flags()
         init = _find_init(args.overrides)
         if args.help:
             add_to_path(args.config_dirs)
             search_path = [*map(Path, reversed(args.config_dirs)), CONF]
             print(render_help(search_path, args.overrides), end="", flush=True)
             return FINISHED
-        rank_info = started_by_launch(find_rank_info(init), local_rank)
+        rank_info = find_rank_info(init)
         with composing(args.overrides, args.config_dirs, args.multirun) as arguments:
             if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
                 return _run_hydra(args, arguments)
@@ -59,11 +59,8 @@ def main() -> int:
         return FINISHED
 
 
-def _read_flags() -> tuple[Namespace, int | None]:
-    """Return the flags, and the --local-rank that torch.distributed.launch appends to every command.
-
-    Raise InputError for unknown flags, and for those of Hydra that have no effect here.
-    """
+def _read_flags() -> Namespace:
+    """Return the flags. Raise InputError for unknown flags, and for those of Hydra that have no effect here."""
     parser, dirs_parser = get_args_parser(), ArgumentParser(add_help=False, allow_abbrev=False)
 
     def refuse(message: str) -> NoReturn:
@@ -74,7 +71,7 @@ def _read_flags() -> tuple[Namespace, int | None]:
     # Hydra's own flag accepts one directory, which hides nothing: see runner.config.custom_dirs.
     dirs_parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
     dirs, sys.argv[1:] = dirs_parser.parse_known_args()
-    parser.add_argument("--local-rank", "--local_rank", type=int, default=None)
+    parser.add_argument("--local-rank", "--local_rank")  # appended by torch.distributed.launch, as LOCAL_RANK
     args, unknown = parser.parse_known_intermixed_args()
     if unknown:
         key, _, value = unknown[0].lstrip("-").partition("=")
@@ -92,7 +89,7 @@ def _read_flags() -> tuple[Namespace, int | None]:
     for word in args.overrides:
         flags.remove(word)
     sys.argv[1:] = [*args.overrides, *flags]
-    return args, args.local_rank
+    return args
 
 
 def _run(arguments: Arguments, multirun: bool, rank_info: RankInfo) -> int:

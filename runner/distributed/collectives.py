@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.distributed.local.exchange import exchange_of, is_small
+from runner.distributed.local.exchange import exchange_of, is_plain, is_small
 
 # torch 2.14 renamed these two functions and deprecated the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,26 +18,22 @@ def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
 
     A small tensor on the CPU is summed in the order of the ranks on any machines, a large one only on one machine.
     """
-    exchange, num_ranks = exchange_of(group), dist.get_world_size(group)
-    if not is_small(tensor, num_ranks):
-        if exchange is None or not exchange.sum_large(tensor):
-            dist.all_reduce(tensor, group=group)
-    elif exchange is not None:
-        exchange.sum(tensor)
-    else:
-        first, *others = gather_over(group, tensor)
+    exchange = exchange_of(group)
+    if is_small(tensor, dist.get_world_size(group)):
+        gathered = gather_over(group, tensor) if exchange is None else exchange.gather(tensor, "all_reduce")
+        first, *others = gathered
         for other in others:
             first += other
-        tensor.copy_(first)
+        tensor.detach().copy_(first)
+    elif exchange is not None and is_plain(tensor):
+        exchange.sum_large(tensor)
+    else:
+        dist.all_reduce(tensor, group=group)
 
 
 def max_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
     """Take the maximum over the group's ranks, or over all ranks, in place. All of them must call it."""
-    exchange = exchange_of(group)
-    if exchange is not None and is_small(tensor, dist.get_world_size(group)):
-        exchange.max(tensor)
-    else:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    tensor.copy_(gather_over(group, tensor).amax(0))
 
 
 def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,20 +71,9 @@ class Collectives:
         """
         if self._world_size == 1:
             return rows
-        sizes = torch.zeros(self._world_size, dtype=torch.int64, device=rows.device)
-        sizes[dist.get_rank()] = len(rows)
-        counts = self.sum(sizes).tolist()
-        if not any(counts):
-            return rows
-        # As bytes, which every backend can send, and padded, because all_gather needs tensors of equal size.
-        own = rows.contiguous().flatten().view(torch.uint8)
-        row_bytes = rows[:1].new_empty(rows.shape[1:]).numel() * rows.element_size()
-        padded = own.new_zeros(max(counts) * row_bytes)
-        padded[: len(own)] = own
-        gathered = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(gathered, padded)
-        parts = [part[: count * row_bytes] for part, count in zip(gathered, counts, strict=True)]
-        return torch.cat(parts).view(rows.dtype).reshape(sum(counts), *rows.shape[1:])
+        gathered: list[torch.Tensor] = [rows] * self._world_size
+        dist.all_gather_object(gathered, rows.cpu())
+        return torch.cat(gathered).to(rows.device)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks, in their order, on rank 0; None on the others."""

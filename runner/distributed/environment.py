@@ -6,7 +6,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runner.errors import InputError
 
@@ -86,20 +86,6 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         has_parent=is_torchrun,
         on_one_machine=(is_counted or master_addr.startswith("127.")) and local_world_size == world_size,
     )
-
-
-def started_by_launch(rank_info: RankInfo, local_rank: int | None) -> RankInfo:
-    """Return the info for a command to which `python -m torch.distributed.launch` has appended --local-rank.
-
-    Raises InputError if the flag contradicts the environment.
-    """
-    if local_rank is None:
-        return rank_info
-    if rank_info.world_size > 1 and local_rank != rank_info.local_rank:
-        raise InputError(
-            f"--local-rank={local_rank} is not LOCAL_RANK={rank_info.local_rank} of the environment; drop it"
-        )
-    return replace(rank_info, source="torch.distributed.launch") if rank_info.source == "torchrun" else rank_info
 
 
 def integer(environ: Mapping[str, str], key: str, default: int | None = None) -> int:

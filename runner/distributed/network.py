@@ -4,7 +4,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -15,11 +15,12 @@ from runner.distributed.environment import RankInfo
 from runner.errors import InputError
 
 GLOO, NCCL, TENSORPIPE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 @contextmanager
-def environment_variables(values: dict[str, str], override: bool = True) -> Iterator[None]:
+def environment_variables(values: Mapping[str, str], override: bool = True) -> Iterator[None]:
     """Set these variables within the context. override: replace values that are set already."""
     values = {name: value for name, value in values.items() if override or name not in os.environ}
     before = {name: os.environ[name] for name in values if name in os.environ}
@@ -32,43 +33,36 @@ def environment_variables(values: dict[str, str], override: bool = True) -> Iter
         os.environ.update(before)
 
 
-@contextmanager
-def listening_on(interface: str | None, libraries: Sequence[str], override: bool = True) -> Iterator[None]:
-    """Let these libraries open sockets on the interface within the context. None leaves the choice to them.
-
-    override: replace an interface that the environment names.
-    """
-    with environment_variables(dict.fromkeys(libraries, interface) if interface else {}, override):
-        yield
-
-
-def loopback() -> str:
-    """Return the interface that no other machine reaches."""
-    return "lo0" if sys.platform == "darwin" else "lo"
-
-
-def choose_interface(
-    rank_info: RankInfo, requested: str | None, addresses: dist.Store
-) -> tuple[str | None, Sequence[str]]:
-    """Return this rank's interface, or None for the libraries' own choice, and the libraries that have to use it.
+def choose_interface(rank_info: RankInfo, requested: str | None, addresses: dist.Store) -> dict[str, str]:
+    """Return the environment variables that select this rank's interface; {} for the libraries' own choice.
 
     All ranks must call it. Raises InputError if an address is invalid or unreachable. addresses: an empty store.
     """
     if requested:
-        return requested, (GLOO, NCCL, TENSORPIPE)
+        return dict.fromkeys((GLOO, NCCL, TENSORPIPE), requested)
     if rank_info.on_one_machine:
-        return loopback(), (GLOO, TENSORPIPE)  # nccl uses shared memory on one machine, and does not accept a loopback
+        return loopback_only()
     if not rank_info.master_addr:
-        return None, ()
+        return {}
     own = address_towards(rank_info.master_addr)
     addresses.set(str(rank_info.rank), own)
     if is_loopback(own):
         # The master's name is often an alias of its loopback; another machine's address leads to the right interface.
         others = [other.decode() for other in addresses.multi_get([str(rank) for rank in range(rank_info.world_size)])]
         outside = next((other for other in others if not is_loopback(other)), None)
-        own = own if outside is None else address_towards(outside)
+        if outside is None:
+            return loopback_only()
+        own = address_towards(outside)
     found = interface_of(own)
-    return found, ((GLOO, TENSORPIPE) if found == loopback() else (GLOO, NCCL, TENSORPIPE))
+    return dict.fromkeys((GLOO, NCCL, TENSORPIPE), found) if found else {}
+
+
+def loopback_only() -> dict[str, str]:
+    """Return the environment variables that select the interface that no other machine reaches.
+
+    NCCL uses shared memory on one machine, and does not accept a loopback.
+    """
+    return dict.fromkeys((GLOO, TENSORPIPE), LOOPBACK)
 
 
 def check_interface(requested: str | None) -> list[str]:
@@ -96,8 +90,6 @@ def address_towards(host: str, key: str = "MASTER_ADDR") -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the interface that has the address; None if the system does not list it."""
-    if is_loopback(address):
-        return loopback()
     return next((name for _, name in socket.if_nameindex() if address in _addresses_of(name)), None)
 
 

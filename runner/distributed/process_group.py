@@ -11,13 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import start_daemon
-from runner.distributed.failures.peer_failure import PeerMissing
 from runner.distributed.local import exchange
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.local.sockets import Listener
-from runner.distributed.network import choose_interface, environment_variables, listening_on
-from runner.distributed.world_store import WorldStore
+from runner.distributed.network import choose_interface, environment_variables
+from runner.distributed.world_store import WorldStore, call_in_daemon
 
 log = logging.getLogger(__name__)
 
@@ -36,30 +34,31 @@ class ProcessGroup:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._choose_interface(backend)
-        listener = None
-        if self._local_ranks.own is not None:  # before another rank may look for it
-            listener = Listener(self._local_ranks.own)
-            self.on_leave(lambda went_well: listener.close())
+        self._local_ranks.discover()
+        listener = None if self._local_ranks.own is None else Listener(self._local_ranks.own)
         store = self._store.namespace("group")
         store.set_timeout(backend.timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
-        world_size = self._rank_info.world_size
-        dist.init_process_group(
-            backend.process_group_backend(),
-            store=store,
-            rank=self._rank_info.rank,
-            world_size=world_size,
-            timeout=backend.timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        num_ready = torch.tensor([0 if listener is None else int(listener.ready)])
-        # gloo returns before the others have connected. A rank that leaves early would fail the others in here.
-        if world_size > 1:
-            dist.all_reduce(num_ready)
-        self._local_ranks.discover()
-        if listener is not None and num_ready.item() == world_size > 1:
-            self._connect_local_ranks(listener, backend)
-        elif listener is not None:
-            listener.close()
+        try:
+            dist.init_process_group(
+                backend.process_group_backend(),
+                store=store,
+                rank=self._rank_info.rank,
+                world_size=self._rank_info.world_size,
+                timeout=backend.timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            if listener is not None:
+                # gloo returns before the others have connected. A rank that leaves early would fail the others in here.
+                num_ready = torch.tensor([int(listener.ready)])
+                dist.all_reduce(num_ready)
+                if num_ready.item() == self._rank_info.world_size:
+                    sockets = listener.join(self._local_ranks.others, backend.timeout_s)
+                    self.on_leave(lambda went_well: sockets.close())
+                    exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
+                    self.on_leave(lambda went_well: exchange.use(None))
+        finally:
+            if listener is not None:
+                listener.close()
 
     def leave(self, went_well: bool) -> None:
         """Destroy the process group if it exists.
@@ -77,36 +76,13 @@ class ProcessGroup:
         """Call `callback(went_well)` before this job's group is destroyed. It must not raise."""
         self._callbacks.append(callback)
 
-    def _connect_local_ranks(self, listener: Listener, backend: Backend) -> None:
-        """Connect the ranks of each machine until the group is destroyed; none if one of them cannot be connected."""
-        reached = {rank: process for rank, process in self._local_ranks.others.items() if listener.reaches(process)}
-        sockets, cause = None, None
-        try:
-            sockets = listener.join(reached, backend.timeout_s)
-        except (PeerMissing, OSError) as error:  # if the peer has died, a collective fails soon
-            cause = error
-        num_connected = torch.tensor([int(sockets is not None)])
-        dist.all_reduce(num_connected)
-        if sockets is None or num_connected.item() < self._rank_info.world_size:
-            log.warning("falling back to the process group on this machine: %s", cause or "another rank failed")
-            if sockets is not None:
-                sockets.close()
-            return
-
-        def disconnect(went_well: bool) -> None:
-            exchange.use(None)
-            sockets.close()
-
-        self.on_leave(disconnect)
-        exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
-
     def _choose_interface(self, backend: Backend) -> None:
         """Choose the network interface of this group, and of those that are created later, until it is destroyed."""
-        interface, libraries = choose_interface(self._rank_info, backend.interface, self._store.namespace("addresses"))
-        environment = ExitStack()
+        variables = choose_interface(self._rank_info, backend.interface, self._store.namespace("addresses"))
         # Lets gloo read the addresses of all ranks in one operation of the store, not in two operations for each.
-        environment.enter_context(environment_variables({"GLOO_ENABLE_STORE_V2_API": "1"}, override=False))
-        environment.enter_context(listening_on(interface, libraries, override=backend.interface is not None))
+        variables |= {"GLOO_ENABLE_STORE_V2_API": "1"}
+        environment = ExitStack()
+        environment.enter_context(environment_variables(variables, override=backend.interface is not None))
         self.on_leave(lambda went_well: environment.close())
 
 
@@ -120,7 +96,7 @@ def _destroy() -> None:
     if torch.cuda.is_initialized():
         dist.destroy_process_group()  # nccl's belongs to the thread with this rank's device, and aborts by itself
         return
-    destroying = start_daemon(dist.destroy_process_group, "destroy")
-    destroying.join(DESTROY_S)
-    if destroying.is_alive():
+    try:
+        call_in_daemon(dist.destroy_process_group, "destroy").result(DESTROY_S)
+    except TimeoutError:
         log.warning("the process group could not be destroyed within %g s, and is given up", DESTROY_S)

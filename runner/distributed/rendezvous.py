@@ -1,10 +1,10 @@
 """The rendezvous of a world's processes: each connects to the world's store, once."""
 
 import json
-import queue
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import start_daemon
 from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
 from runner.distributed.network import is_loopback
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
-from runner.distributed.world_store import set_tcp_timeouts
+from runner.distributed.world_store import call_in_daemon, set_tcp_timeouts
 from runner.errors import InputError, Preempted
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
@@ -68,9 +67,10 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         port, serves = int(text), rank_info.rank == 0
     try:
         if not serves:
-            return _find(host, port, rank_info, timeout_s)
-        socket.getaddrinfo(host, port)  # fails at once if the name does not resolve
-        return serve_store(host, port, rank_info.on_one_machine and _is_loopback_name(host), timeout_s)
+            return _find(host, port, timeout_s)
+        found = socket.getaddrinfo(host, port)  # fails at once if the name does not resolve
+        is_local = rank_info.on_one_machine and all(is_loopback(str(address[0])) for *_, address in found)
+        return serve_store(host, port, is_local, timeout_s)
     except (RuntimeError, OSError) as error:
         failed = "could serve" if serves else "found"
         raise InputError(
@@ -80,11 +80,7 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         ) from None
 
 
-def _is_loopback_name(host: str) -> bool:
-    return all(is_loopback(str(found[4][0])) for found in socket.getaddrinfo(host, None, socket.AF_INET))
-
-
-def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.Store:
+def _find(host: str, port: int, timeout_s: float) -> dist.Store:
     """Connect to a store that another process serves, or is about to serve."""
     start = time.monotonic()
     deadline = start + timeout_s
@@ -99,36 +95,17 @@ def _find(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.S
             _check_stop(start)
             time.sleep(0.1)
     timeout = timedelta(seconds=timeout_s)
-    size = rank_info.world_size
-    return _connect_before(
-        deadline, lambda: dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
-    )
+    return _connect_before(deadline, lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False))
 
 
 def _connect_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.Store:
     """Return `connect()`. Raise TimeoutError if the listening process does not respond: torch would wait forever."""
-    results: queue.Queue[dist.Store | Exception] = queue.Queue()
-
-    def run() -> None:
-        try:
-            results.put(connect())
-        except Exception as error:
-            results.put(error)
-
-    start_daemon(run, "connect")
-    start = time.monotonic()
-    deadline = max(deadline, start + 1.0)
-    while True:
-        try:
-            result = results.get(timeout=min(max(deadline - time.monotonic(), 0.0), TRY_S))
-        except queue.Empty:
-            if time.monotonic() >= deadline:
-                raise TimeoutError("the process there accepts connections and does not respond") from None
-            _check_stop(start)
-            continue
-        if isinstance(result, Exception):
-            raise result
-        return result
+    connecting, start = call_in_daemon(connect, "connect"), time.monotonic()
+    while not wait([connecting], TRY_S).done:
+        if time.monotonic() >= max(deadline, start + 1.0):
+            raise TimeoutError("the process there accepts connections and does not respond")
+        _check_stop(start)
+    return connecting.result()
 
 
 def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
@@ -144,17 +121,16 @@ def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> R
         # One operation for all hosts, so that the number of operations does not grow with the number of ranks.
         hosts = [] if missing else [host.decode() for host in arrivals.multi_get(ranks)]
         arrivals.set("hosts", json.dumps(hosts))
-        arrivals.set("missing", json.dumps(missing))
         if missing:
             raise InputError(
                 f"ranks {missing} of {rank_info.world_size} did not appear within launcher.join_timeout_s="
                 f"{timeout_s:g}; check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
             )
-    elif not _are_set(arrivals, ["missing"], time.monotonic() + timeout_s + REPORT_TIMEOUT_S):
+    elif not _are_set(arrivals, ["hosts"], time.monotonic() + timeout_s + REPORT_TIMEOUT_S):
         raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
-    elif json.loads(arrivals.get("missing")):
+    elif not (hosts := json.loads(arrivals.get("hosts"))):  # rank 0 reports the missing ranks
         raise InputError
-    return _counted(rank_info, json.loads(arrivals.get("hosts"))) if rank_info.inferred else rank_info
+    return _counted(rank_info, hosts) if rank_info.inferred else rank_info
 
 
 def _counted(rank_info: RankInfo, hosts: list[str]) -> RankInfo:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from runner.distributed.environment import RankInfo
 from runner.distributed.world_store import WorldStore
@@ -114,17 +114,13 @@ class StoreConsensus:
                 function()
             self.first_error(f"{topic}/turn{number}", [])
 
-    def gather_from_machine(self, topic: str, text: str) -> Iterator[str]:
-        """Return the texts of the other ranks on this machine; iteration waits for them. All ranks must call it."""
+    def gather_from_machine(self, topic: str, text: str) -> list[str]:
+        """Return the texts of the other ranks on this machine. All ranks must call it."""
         store, host = self._store.namespace(topic), socket.gethostname()
         own = store.add(host, 1)  # not local_rank: users start several ranks with the same, each with its own GPU
         store.set(f"{host}/{own}", text)
         others = [number for number in range(1, self._rank_info.local_world_size + 1) if number != own]
-
-        def read() -> Iterator[str]:
-            yield from (text.decode() for text in store.multi_get([f"{host}/{other}" for other in others]))
-
-        return read()
+        return [text.decode() for text in store.multi_get([f"{host}/{other}" for other in others])]
 
     def _collect(self, topic: str) -> list[str] | str:
         """Return the messages of the lowest rank that has any, or a line about ranks that are missing."""

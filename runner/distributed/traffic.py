@@ -2,28 +2,25 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-_NAMES = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "broadcast": "broadcast",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "reduce": "reduce",
-}
 RPC = "rpc"
-KINDS = sorted({*_NAMES.values(), RPC})  # under which bytes are counted
+KINDS = (  # under which bytes are counted
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    RPC,
+    "scatter",
+    "send",
+)
 _entered: list["CommunicationCounter"] = []
 _lock = threading.Lock()  # exchanges may run in threads
 
@@ -49,14 +46,14 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if "c10d" in function.namespace and (name := _name(function.__name__)):
+        if "c10d" in function.namespace and (kind := _kind(function.__name__)):
             schema = [argument.name for argument in function._schema.arguments]
             given = dict(zip(schema, args, strict=False))
             outputs = [value for key, value in given.items() if key.startswith("output")]
             inputs = [value for key, value in given.items() if not key.startswith("output")]
             if "functional" in function.namespace:
                 outputs = [result]
-            self.bytes[name] += max(_size(inputs), _size(outputs))
+            self.bytes[kind] += max(_size(inputs), _size(outputs))
         return result
 
 
@@ -75,17 +72,12 @@ def count_tensors(kind: str, *values: Any) -> None:
         count(kind, _size(values))
 
 
-def _name(function: str) -> str | None:
-    word = function.split(".")[0].strip("_").removesuffix("_")
-    found = [name for name in _NAMES if word.startswith(name)]
-    return _NAMES[max(found, key=len)] if found else None
+def _kind(function: str) -> str | None:
+    """Return the collective of an operator, whose name may have other underscores: allreduce_, _allgather_base_."""
+    name = function.split(".")[0].replace("_", "")
+    return max((kind for kind in KINDS if name.startswith(kind.replace("_", ""))), key=len, default=None)
 
 
 def _size(values: Any) -> int:
-    if isinstance(values, torch.Tensor):
-        return values.numel() * values.element_size()
-    if isinstance(values, Mapping):
-        return _size(values.values())
-    if isinstance(values, Iterable) and not isinstance(values, str):
-        return sum(_size(value) for value in values)
-    return 0
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -4,7 +4,9 @@ import json
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -12,12 +14,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import call_with_timeout
 
 T = TypeVar("T")
 RESPONSE_S = 5.0  # for the store to respond
-_STOPPED = "stopped"
-_NUM_PROBES = 3
+STOPPED = "stopped"  # the key of the reason why a rank stops, for the ranks that wait for it
 
 
 class WorldStore:
@@ -65,27 +65,22 @@ class WorldStore:
             return False
         return True
 
-    def call(self, function: Callable[[], T], timeout_s: float = RESPONSE_S) -> T | None:
-        """Return `function()`, which uses the store. If the store does not respond, disconnect and return None."""
-        root, result = self.root, None
-        if root is None:
+    def call(self, function: Callable[[dist.Store], T], timeout_s: float = RESPONSE_S) -> T | None:
+        """Return `function(job)`. If the store does not respond, disconnect and return None."""
+        root, job = self.root, self.job
+        if root is None or job is None:
             return None
-        # The system still accepts connections for a process that is stopped.
-        if self.is_reachable() and call_with_timeout(RESPONSE_S, lambda: root.check([_STOPPED])) is not None:
-            result = call_with_timeout(timeout_s, function)
-        if result is None:
-            self.disconnect()
-        return result
-
-    def announce_stop(self, reason: str) -> str:
-        """Let the ranks that wait for this one know why it stops. Return the reason."""
-        if self.root is not None:
-            self.root.set(_STOPPED, reason)
-        return reason
+        with suppress(RuntimeError, TimeoutError):
+            if self.is_reachable():
+                # The system still accepts connections for a process that is stopped.
+                call_in_daemon(lambda: root.check([STOPPED]), "store").result(RESPONSE_S)
+                return call_in_daemon(lambda: function(job), "store").result(timeout_s)
+        self.disconnect()
+        return None
 
     def stop_reason(self) -> str | None:
         """Return the reason of the last rank that announced its stop; None if none has."""
-        return self.root.get(_STOPPED).decode() if self.root is not None and self.root.check([_STOPPED]) else None
+        return self.root.get(STOPPED).decode() if self.root is not None and self.root.check([STOPPED]) else None
 
     def disconnect(self) -> None:
         self._connection = self.root = self.job = None
@@ -123,13 +118,24 @@ def set_tcp_timeouts(store: dist.Store | None, timeout_s: float) -> None:
         with suppress(OSError):  # closed by now, or not connected
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            is_blocking = os.get_blocking(descriptor)
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                os.set_blocking(descriptor, is_blocking)  # Python sets its default on all copies
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == store.port:
-                    interval_s = max(1, round(timeout_s / (_NUM_PROBES + 1)))
+                    interval_s = max(1, round(timeout_s / 4))
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
+
+
+def call_in_daemon(function: Callable[[], T], name: str) -> "Future[T]":
+    """Call `function` in a daemon thread, which may wait for the store until the exit. Return its future result."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True, name=name).start()
+    return future

@@ -6,7 +6,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from runner.distributed.local.exchange import LocalExchange
-from runner.distributed.local.shared_memory import new_file
 from runner.input.pytree import describe, register_types
 from runner.input.rng import DrawDetector
 
@@ -62,16 +61,9 @@ class SampleCache:
         return self._starts[-1]
 
     def share(self, exchange: LocalExchange | None) -> None:
-        """Use memory that the ranks of this machine share, all of which must call it; None for a single rank.
-
-        If shared memory is not available, each rank keeps its own cache.
-        """
-        if exchange is None or (file := exchange.share_file(lambda: new_file(self.num_bytes))) is None:
-            return
-        with suppress(OSError):
-            self._map(file)
-            return
-        os.close(file)
+        """Use memory that the ranks of this machine share, all of which must call it; None for a single rank."""
+        if exchange is not None:
+            self._map(exchange.share_file(self.num_bytes))
 
     def sample(self, index: int) -> Any:
         """Return one sample. Raise CannotCache if it is not suitable."""

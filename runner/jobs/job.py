@@ -16,7 +16,7 @@ from runner.distributed.environment import run_in_progress
 from runner.distributed.failures.hung_ranks import raised_at
 from runner.distributed.failures.peer_failure import PeerMissing, is_peer_failure
 from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
-from runner.distributed.machine import choose_devices, set_cores_and_threads
+from runner.distributed.machine import choose_devices, set_threads
 from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted, print_messages
@@ -160,7 +160,7 @@ def _agree_on_input(config: Config, request: Request, world: World) -> tuple[Job
 def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Experiment | None]:
     init_from = find_initial_weights(config, request.directory, world)
     messages = choose_devices(world)
-    set_cores_and_threads(world, config.threads)  # of the NUMA node of the device
+    set_threads(world, config.threads)
     reset_process(config.seed)
     task = make_job_task(config)
     messages += check_fit(config, world.device.type) + check_compiler(config, world.device)

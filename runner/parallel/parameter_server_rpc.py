@@ -5,7 +5,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from runner.distributed.failures.peer_failure import PeerMissing
-from runner.distributed.network import GLOO, TENSORPIPE, listening_on, loopback
+from runner.distributed.network import environment_variables, loopback_only
 from runner.distributed.traffic import RPC, count_tensors
 from runner.distributed.world import World
 from runner.errors import JobFailed
@@ -206,7 +206,7 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
         rpc_timeout=world.backend.timeout_s,
         num_worker_threads=max(16, 2 * world.world_size),  # a waiting update occupies a thread and needs another
     )
-    with nullcontext() if allow_network else listening_on(loopback(), [GLOO, TENSORPIPE]), warnings.catch_warnings():
+    with environment_variables({} if allow_network else loopback_only()), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # raised by torch's own code
         rpc.init_rpc(f"rank{world.rank}", rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
     if server is not None:

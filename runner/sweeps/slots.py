@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
-from runner.distributed.failures.signals import StopRequest
+from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.records.result import read_result
@@ -85,10 +85,10 @@ def run_in_slots(
     cores, gpus = divide(sorted(allowed_cores()), slots), divide(list(range(_count_gpus(configs))), slots)
     free, num_jobs = list(range(slots)), len(waiting)
     running: list[RunningJob] = []
-    with StopRequest() as stop:
+    with handling_signals():
         try:
-            while running or (waiting and not stop.received):
-                while waiting and not stop.received and len(free) >= (num_slots := count_ranks(waiting[0][1])):
+            while running or (waiting and not received()):
+                while waiting and not received() and len(free) >= (num_slots := count_ranks(waiting[0][1])):
                     job, config, request = waiting.pop(0)
                     used, free = free[:num_slots], free[num_slots:]
                     listed = ", ".join(map(str, used))
@@ -99,7 +99,7 @@ def run_in_slots(
                     running.remove(each)
                     free = sorted(free + each.slots)
                     _record_outcome(sweep, each)
-                if stop.received:
+                if received():
                     for each in running:
                         each.process.send_signal(signal.SIGTERM)
                     break
@@ -108,7 +108,7 @@ def run_in_slots(
         finally:
             for each in running:  # for example after a second Ctrl-C
                 _kill(each.process)
-    if stop.received:
+    if received():
         raise SystemExit(143)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
-from runner.distributed.failures.signals import StopRequest
+from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.world import World
 from runner.errors import Preempted
 from runner.input.batch import StepBatch
@@ -34,7 +34,6 @@ class Trainer:
     callbacks: Callbacks
     evaluation_is_missing: bool = False  # the resumed run was interrupted before an evaluation that was due
     stopped: bool = False  # a callback ended the run before the last step
-    stop_request: StopRequest = field(default_factory=StopRequest)
     straggler: StragglerMeter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +54,7 @@ class Trainer:
         Raises Preempted after a signal to any rank, after the state is saved.
         """
         outcome: Outcome = "failed"
-        with self.stop_request:
+        with handling_signals():
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
@@ -176,12 +175,12 @@ class Trainer:
         The returned function raises Preempted if a signal has reached any rank. Otherwise it returns whether a callback
         of any rank is due. All ranks must call both functions.
         """
-        answers = self.world.collectives.any_of_async(self.stop_request.received is not None, self.callbacks.is_due)
+        answers = self.world.collectives.any_of_async(received() is not None, self.callbacks.is_due)
 
         def finish_vote() -> bool:
             is_preempted, is_due = answers()
             if is_preempted:
-                raise Preempted(self.stop_request.received or "a signal to another rank")
+                raise Preempted(received() or "a signal to another rank")
             return is_due
 
         return finish_vote

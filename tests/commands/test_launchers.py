@@ -21,7 +21,7 @@ LONG = (*TINY, *SLOWLY, "epochs=100000", "log_every=100")
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 CHOSEN = {"spawn": ("launcher=spawn",), "agent": ("launcher=torchrun",)}
 soak = pytest.mark.soak
-FOUND = {"torchrun": "torchrun", "launch": "torch.distributed.launch", "spawn": "spawn", "agent": "torchrun"}
+FOUND = {"torchrun": "torchrun", "launch": "torchrun", "spawn": "spawn", "agent": "torchrun"}
 
 
 def start(commands: Commands, way: str, *args: str, num_ranks: int = 2) -> "subprocess.Popen[str]":

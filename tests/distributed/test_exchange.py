@@ -1,8 +1,6 @@
 """Exchanges of small tensors between the ranks of one machine."""
 
 import os
-import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_machine import in_rank_order, no_gloo, on_ranks, values_of
+from commands import wait_until
+from one_machine import in_rank_order, no_gloo, on_ranks, separate_machines, values_of
 from torch import nn
 
 from runner.distributed.collectives import gather_over, max_over, sum_over
@@ -23,7 +22,7 @@ from runner.distributed.traffic import CommunicationCounter
 from runner.distributed.world import World
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
+@pytest.mark.parametrize("world_size", [3, 5])
 def test_exchanges_are_identical_on_all_ranks(world_size: int, tmp_path: Path) -> None:
     shapes = [(), (0,), (3, 5), (LARGEST // 16 // world_size,)]
 
@@ -39,14 +38,12 @@ def test_exchanges_are_identical_on_all_ranks(world_size: int, tmp_path: Path) -
                     max_over(None, largest)
                     sum_over(None, transposed)
                     rows = gather_over(None, own)
-                num_bytes = {"all_reduce": 4 * own.nbytes, "all_gather": world_size * own.nbytes}
+                num_bytes = {"all_reduce": 3 * own.nbytes, "all_gather": 2 * world_size * own.nbytes}
                 assert counter.bytes == num_bytes
                 assert total.shape == largest.shape == shape and rows.shape == (world_size, *shape)
                 results.append([total, largest, transposed, rows])
         return results
 
-    if world_size > 4:
-        shapes = [(3, 5)]
     results = on_ranks(tmp_path, world_size, act)
     expected = []
     for dtype in DTYPES:
@@ -119,39 +116,33 @@ def test_subgroup_exchanges_are_separate(tmp_path: Path) -> None:
             assert results[rank][2] is True
 
 
-@pytest.mark.parametrize(("victim", "die"), [(0, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_missing_rank_ends_the_wait_of_all(victim: int, die: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", [True, False])
+def test_missing_rank_ends_the_wait_of_all(dies: bool, tmp_path: Path) -> None:
     """At once if it has died, although a child of it lives on; after the timeout if it hangs."""
 
     def act(world: World) -> str:
-        world.collectives.sum(torch.ones(1))
-        if die is signal.SIGSTOP:
-            exchange_of()._sockets._timeout_s = 2.0  # type: ignore[union-attr]
-        if world.rank == victim:
+        exchange = exchange_of()
+        assert exchange is not None
+        exchange._sockets._timeout_s = 60.0 if dies else 1.0
+        if world.rank == 1:
             # The rank's process must exit cleanly here: its child inherits the connections and keeps them open.
             worker = os.fork()
             if worker == 0:
                 time.sleep(600)
-            (tmp_path / "worker").write_text(str(worker))
-            connections = exchange_of()._sockets  # type: ignore[union-attr]
-            if die is signal.SIGKILL:
-                connections.close()
-            while not (tmp_path / "done").exists():
-                time.sleep(0.05)
-            os.kill(worker, signal.SIGKILL)
+            if dies:
+                exchange._sockets.close()
+            wait_until(lambda: len(list(tmp_path.glob("failed*"))) == 2)
+            os.kill(worker, 9)
             os.waitpid(worker, 0)
             return ""
         with pytest.raises(PeerMissing) as caught:
             world.collectives.sum(torch.ones(1))
         (tmp_path / f"failed{world.rank}").touch()
-        if len(list(tmp_path.glob("failed*"))) == 2:
-            (tmp_path / "done").touch()
         return str(caught.value)
 
     reported = on_ranks(tmp_path, 3, act)
-    printed = "has sent nothing for 2 s" if die is signal.SIGSTOP else "has closed its connection to this one"
-    assert any(f"rank {victim} {printed}" == text for text in reported)
-    assert all(text or rank == victim for rank, text in enumerate(reported))
+    cause = "rank 1 has closed its connection to this one" if dies else "rank 1 has sent nothing for 1 s"
+    assert cause in reported and all(reported[::2])
 
 
 def test_unknown_processes_are_not_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,25 +178,8 @@ def test_unknown_processes_are_not_connected(tmp_path: Path, monkeypatch: pytest
     assert on_ranks(tmp_path, 2, lambda world: world.collectives.sum(torch.ones(1)).item()) == [2.0] * 2
 
 
-def test_all_ranks_fall_back_if_one_cannot_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = local_sockets._listen
-
-    def refuse(own: Any) -> socket.socket:
-        if own.rank == 1:
-            raise OSError("no such sockets here")
-        return listen(own)
-
-    monkeypatch.setattr(local_sockets, "_listen", refuse)
-
-    def act(world: World) -> list[Any]:
-        total = world.collectives.sum(torch.ones(1)).item()
-        return [exchange_of(), total, world.collectives.any_async(world.rank == 1)()]
-
-    assert on_ranks(tmp_path, 3, act) == [[None, 3.0, True]] * 3
-
-
 def test_only_groups_on_one_machine_use_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Listener, "reaches", lambda self, process: process.rank // 2 == self._own.rank // 2)
+    separate_machines(monkeypatch, num_ranks=2)
 
     def act(world: World) -> list[Any]:
         machines, across = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.new_group([1, 2])

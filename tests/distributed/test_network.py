@@ -8,31 +8,29 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from commands import is_loopback, listening
-from worlds import MODES, run
+from worlds import run
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.network import (
     GLOO,
+    LOOPBACK,
     NCCL,
     TENSORPIPE,
     address_towards,
     choose_interface,
+    environment_variables,
     interface_of,
-    listening_on,
-    loopback,
+    loopback_only,
 )
 from runner.errors import InputError
 from runner.training.trainer import Trainer
 
 
 def test_ranks_on_one_machine_use_the_loopback() -> None:
-    assert choose_interface(RankInfo(), None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
-
-
-def test_interface_towards_the_master_is_used() -> None:
-    rank_info = RankInfo(0, 0, 1, 1, master_addr="localhost", on_one_machine=False)
-    assert choose_interface(rank_info, None, dist.HashStore()) == (loopback(), (GLOO, TENSORPIPE))
+    master = RankInfo(0, 0, 1, 1, master_addr="localhost", on_one_machine=False)
+    for rank_info in (RankInfo(), master):
+        assert choose_interface(rank_info, None, dist.HashStore()) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
 
 
 def test_external_interface_is_used_if_the_masters_name_is_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,19 +40,19 @@ def test_external_interface_is_used_if_the_masters_name_is_its_loopback(monkeypa
     store = dist.HashStore()
     store.set("1", "10.9.8.7")  # the address that a rank on the other machine publishes
     rank_info = RankInfo(0, 0, 2, 1, master_addr="localhost", on_one_machine=False)
-    assert choose_interface(rank_info, None, store)[0] == "lo"
+    assert choose_interface(rank_info, None, store) == dict.fromkeys((GLOO, NCCL, TENSORPIPE), "lo")
 
 
 def test_requested_interface_is_used_and_an_unknown_one_refused() -> None:
-    assert choose_interface(RankInfo(), "eth7", dist.HashStore()) == ("eth7", (GLOO, NCCL, TENSORPIPE))
+    assert choose_interface(RankInfo(), "eth7", dist.HashStore()) == dict.fromkeys((GLOO, NCCL, TENSORPIPE), "eth7")
     (message,) = Backend(name="gloo", device="cpu", interface="eth7").check()
     assert message.startswith("backend.interface=eth7: this machine has no such network interface, only ")
-    assert loopback() in message
-    assert Backend(name="gloo", device="cpu", interface=loopback()).check() == []
+    assert LOOPBACK in message
+    assert Backend(name="gloo", device="cpu", interface=LOOPBACK).check() == []
 
 
 def test_addresses_belong_to_interfaces() -> None:
-    assert interface_of(address_towards("localhost")) == loopback()
+    assert interface_of(address_towards("localhost")) == LOOPBACK
     assert interface_of("192.0.2.1") is None  # of a range that no machine has
     with pytest.raises(
         InputError, match=f"MASTER_ADDR=no-such-host.invalid cannot be reached from {socket.gethostname()}"
@@ -65,17 +63,15 @@ def test_addresses_belong_to_interfaces() -> None:
 def test_interface_in_the_environment_is_kept_unless_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "mine")
     monkeypatch.delenv(TENSORPIPE, raising=False)
-    with listening_on("lo", (GLOO, TENSORPIPE), override=False):
-        assert (os.environ[GLOO], os.environ[TENSORPIPE]) == ("mine", "lo")
-    with listening_on("lo", (GLOO,)):
-        assert os.environ[GLOO] == "lo"
+    with environment_variables(loopback_only(), override=False):
+        assert (os.environ[GLOO], os.environ[TENSORPIPE]) == ("mine", LOOPBACK)
+    with environment_variables(loopback_only()):
+        assert os.environ[GLOO] == LOOPBACK
     assert os.environ[GLOO] == "mine" and TENSORPIPE not in os.environ
-    with listening_on(None, (GLOO,)):
-        assert os.environ[GLOO] == "mine"
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "dp")])
-def test_every_mode_listens_only_on_the_loopback(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["ddp", "pipeline"])  # ps: test_parameter_server.py
+def test_ranks_listen_only_on_the_loopback(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Trainer.step
 
     def note(self: Trainer, *args: Any) -> dict[str, float]:

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,8 +23,6 @@ from worlds import MODES, configure
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures import shutdown, watchdog
-from runner.distributed.failures.heartbeat import Heartbeat
-from runner.distributed.failures.peer_failure import PeerMissing
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.world import World
 from runner.distributed.world_store import WorldStore
@@ -254,34 +251,6 @@ def is_reported_once(folder: Path, terminal: str) -> bool:
         and terminal.count(MESSAGE) == (path / "log.txt").read_text().count(MESSAGE) == 1
         and MESSAGE in result["error"]
     )
-
-
-def test_loop_does_not_report_after_its_watchdog_did(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop fails just when its watchdog reports the failure for it."""
-    monkeypatch.setattr("runner.distributed.failures.shutdown.PATIENCE_S", 0.5)
-    is_given_up = threading.Event()
-    run = tmp_path / "run"
-    step, stacks = Trainer.step, Heartbeat.own_stacks
-
-    def step_or_wait(self: Trainer, batch: Any) -> dict[str, float]:
-        if self.world.rank == 0 and self.state.step > 8:
-            assert is_given_up.wait(60)
-            raise PeerMissing("at last")
-        return step(self, batch)
-
-    def stacks_of(self: Heartbeat) -> str:
-        is_given_up.set()
-        deadline = time.monotonic() + 3
-        while MESSAGE not in next(run.glob("*/log.txt")).read_text() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return stacks(self)
-
-    monkeypatch.setattr(Trainer, "step", step_or_wait)
-    monkeypatch.setattr(Heartbeat, "own_stacks", stacks_of)
-    assert train(tmp_path, "ddp", 2, 1, "step", fail) == [1, 1]
-    assert is_reported_once(tmp_path, "".join(capfd.readouterr()))
 
 
 def test_signal_of_a_launcher_after_a_rank_died_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,6 @@ def until_first_step(outputs: Path, world_size: int, monkeypatch: pytest.MonkeyP
 def test_store_operations_do_not_grow_with_the_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # otherwise the ranks do not exchange their cores
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    monkeypatch.setattr("runner.distributed.machine.NUMA", Path("/nowhere"))
     counts = {n: until_first_step(tmp_path / str(n), n, monkeypatch) for n in (2, 4, 8)}
     for of_ranks in counts.values():
         assert of_ranks == [counts[2][0]] + [counts[2][1]] * (len(of_ranks) - 1), counts

@@ -75,17 +75,22 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [[4, 4], [1, 7], [0, 8], [3, 0, 4, 1]], ids=str)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_training_matches_one_process(kind: str, sizes: list[int]) -> None:
-    make, shape = LAYERS[kind]
-    torch.manual_seed(0)
-    layer = make().double()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
-    # Three batches distinguish the cumulative average from the exponential one.
-    batches = [torch.randn(shape, dtype=torch.float64) * (step + 1) + step for step in range(3)]
-    assert_alike(run_ranks(check_against_one_process, len(sizes), layer, batches, sizes, EXACT))
+@pytest.mark.parametrize("sizes", [[1, 7], [3, 0, 4, 1]], ids=str)
+def test_training_matches_one_process(sizes: list[int]) -> None:
+    def run(rank: int, world_size: int) -> dict[str, Tensor]:
+        buffers = {}
+        for kind, (make, shape) in LAYERS.items():
+            torch.manual_seed(0)
+            layer = make().double()
+            for parameter in layer.parameters():
+                nn.init.normal_(parameter)
+            # Three batches distinguish the cumulative average from the exponential one.
+            batches = [torch.randn(shape, dtype=torch.float64) * (step + 1) + step for step in range(3)]
+            found = check_against_one_process(rank, world_size, layer, batches, sizes, EXACT)
+            buffers.update({f"{kind} {name}": buffer for name, buffer in found.items()})
+        return buffers
+
+    assert_alike(run_ranks(run, len(sizes)))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
@@ -96,27 +101,6 @@ def test_memory_formats(memory_format: torch.memory_format, dtype: torch.dtype, 
     # Gradients of parameters are sums over 3,920 values, too many for this tolerance in float32.
     layer = nn.BatchNorm2d(6, affine=dtype == torch.float64, dtype=dtype)
     assert_alike(run_ranks(check_against_one_process, 2, layer, [batch], [13, 7], tolerance))
-
-
-def test_gradient_matches_finite_differences_over_all_ranks() -> None:
-    def compare(rank: int, world_size: int) -> tuple[float, float]:
-        torch.manual_seed(rank)
-        layer = synchronize_batch_norm(nn.BatchNorm2d(3).double())
-        input, direction = torch.randn(2, rank + 2, 3, 4, 4, dtype=torch.float64)
-
-        def loss(input: Tensor) -> Tensor:
-            return (layer(input) ** 3).sum()
-
-        (gradient,) = torch.autograd.grad(loss(input.requires_grad_()), input)
-        step = 1e-5
-        with torch.no_grad():
-            difference = (loss(input + step * direction) - loss(input - step * direction)) / (2 * step)
-            both = torch.stack([(gradient * direction).sum(), difference])
-        dist.all_reduce(both)
-        return both[0].item(), both[1].item()
-
-    for slope, difference in run_ranks(compare, 2):
-        assert slope == pytest.approx(difference, rel=1e-7)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
@@ -176,17 +160,17 @@ def test_one_collective_forward_and_one_backward() -> None:
     )  # a small sum, in the order of the ranks
 
 
-@pytest.mark.parametrize("tracked", [True, False])
-def test_evaluation_is_plain(tracked: bool) -> None:
+def test_evaluation_is_plain() -> None:
     def run(rank: int, world_size: int) -> None:
         torch.manual_seed(rank)  # nothing is shared: without running statistics, each batch has its own
-        layer = nn.BatchNorm2d(3, track_running_stats=tracked)
-        for buffer in layer.buffers():
-            buffer += 1
-        synchronized = synchronize_batch_norm(copy.deepcopy(layer)).eval()
-        input = torch.randn(4 + rank, 3, 4, 4)
-        assert_close(synchronized(input), layer.eval()(input), rtol=0, atol=0)
-        assert_alike([synchronized.state_dict(), layer.state_dict()])
+        for tracked in (True, False):
+            layer = nn.BatchNorm2d(3, track_running_stats=tracked)
+            for buffer in layer.buffers():
+                buffer += 1
+            synchronized = synchronize_batch_norm(copy.deepcopy(layer)).eval()
+            input = torch.randn(4 + rank, 3, 4, 4)
+            assert_close(synchronized(input), layer.eval()(input), rtol=0, atol=0)
+            assert_alike([synchronized.state_dict(), layer.state_dict()])
 
     run_ranks(run, 2)
 
@@ -245,8 +229,8 @@ class Net(nn.Module):
         return self.head(self.second(self.first(images)).mean((2, 3)))
 
 
-@pytest.mark.parametrize("sizes", [[5, 7], [6, 0, 2, 4]], ids=str)
-def test_ddp_trains_as_one_process(sizes: list[int]) -> None:
+def test_ddp_trains_as_one_process() -> None:
+    sizes = [6, 0, 6]
     torch.manual_seed(0)
     net = Net().double()
     images, labels = torch.randn(5, 12, 1, 8, 8, dtype=torch.float64), torch.randint(3, (5, 12))

@@ -117,16 +117,6 @@ def test_one_rank_per_machine_runs_first(tmp_path: Path) -> None:
     assert first < third < min(second, fourth)
 
 
-def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
-    def fail(rank: int, world_size: int) -> str:
-        world = world_of(rank, world_size, tmp_path)
-        reported = world.shutdown.report_failure(f"of {rank}") if rank == 2 else None
-        dist.barrier()
-        return reported or world.shutdown.report_failure(f"of {rank}")
-
-    assert run_ranks(fail, 3) == ["of 2"] * 3
-
-
 def test_flag_on_any_rank_is_set_on_all(tmp_path: Path) -> None:
     def on_rank(rank: int, world_size: int) -> list[bool]:
         world = world_of(rank, world_size, tmp_path)

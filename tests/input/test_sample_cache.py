@@ -246,11 +246,6 @@ def test_memory_left_is_the_minimum_over_machine_and_control_groups(
         (tmp_path / "CGROUPS" / group / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "CGROUPS" / group / "memory.current").write_text("1000\n")
     assert machine.available_memory() == 6000
-    (tmp_path / "CGROUPS_OF_PROCESS").write_text("9:memory:/own\n")  # control groups of version 1
-    (tmp_path / "CGROUPS" / "memory" / "own").mkdir(parents=True)
-    (tmp_path / "CGROUPS" / "memory" / "own" / "memory.limit_in_bytes").write_text("500\n")
-    (tmp_path / "CGROUPS" / "memory" / "own" / "memory.usage_in_bytes").write_text("700\n")
-    assert machine.available_memory() == 0
 
 
 def test_a_pickled_source_has_a_new_cache(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_machine import on_ranks
+from one_machine import on_ranks, separate_machines
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.distributed.failures.peer_failure import PeerMissing
 from runner.distributed.local.exchange import exchange_of
-from runner.distributed.local.sockets import Listener
 from runner.distributed.world import World
 from runner.errors import JobFailed
 from runner.parallel.ddp import FixedBuckets
@@ -46,7 +45,7 @@ class Model(nn.Module):
 def machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Place the ranks of the test on one machine, or each on a machine of its own."""
     if request.param == "several":
-        monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
+        separate_machines(monkeypatch)
 
 
 def inputs_of(rank: int) -> Tensor:
@@ -88,7 +87,7 @@ def test_sums_without_gloo_equal_those_of_several_machines_to_the_bit(
         return [is_one_machine, *gradients(wrapped)]
 
     (is_one, *first), *others = on_ranks(tmp_path, 3, act)
-    monkeypatch.setattr(Listener, "reaches", lambda self, process: False)
+    separate_machines(monkeypatch)
     on_several = on_ranks(tmp_path, 3, act)
     assert is_one and not any(is_one for is_one, *_ in on_several)
     for _, *result in (*others, *on_several):

@@ -1,4 +1,4 @@
-"""Ranks on one machine that form their process group as a job does, and tensors for them to exchange."""
+"""Ranks on one machine that form their process group as a job does, and tensors to exchange."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.failures.heartbeat import Heartbeat, RankProcess
 from runner.distributed.local.exchange import exchange_of
 from runner.distributed.world import World
 
@@ -36,6 +37,17 @@ def on_ranks(path: Path, world_size: int, act: Callable[[World], Any], num_jobs:
         return result
 
     return run_ranks(of, world_size, forms_group=False)
+
+
+def separate_machines(monkeypatch: pytest.MonkeyPatch, num_ranks: int = 1) -> None:
+    """Let every `num_ranks` ranks be on a machine of their own."""
+    start = Heartbeat.start
+
+    def start_there(self: Heartbeat) -> RankProcess:
+        process = start(self)
+        return process._replace(machine=f"machine {process.rank // num_ranks}")
+
+    monkeypatch.setattr(Heartbeat, "start", start_there)
 
 
 def values_of(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -14,19 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 STACKS_SIGNAL = signal.SIGUSR2  # writes the stacks of all threads, whatever the process is doing
-_LAYOUT = struct.Struct("d192s")  # the time on the machine's monotonic clock, and the position
+_POSITION = struct.Struct("d192s")  # the time on the machine's monotonic clock, and the position; the stacks follow
 _STATE, _STARTED = 0, 19  # fields of /proc/PID/stat, counted after the name
-_tgkill = getattr(ctypes.CDLL(None), "tgkill", None) if sys.platform == "linux" else None  # missing in Python
 
 
 class RankProcess(NamedTuple):
     """A rank's process, as published in the store.
 
     Attributes:
-        machine: equal for processes that can signal each other.
+        machine: equal for processes that can signal each other and reach each other's sockets.
         started: in clock ticks since the machine's start, because another process may get the same pid later.
-        position_file, stacks_file: file descriptors in that process; -1 if the system has no /proc.
-        network: equal for processes that can reach each other's sockets.
+        file: a file descriptor in that process, with its position and stacks; -1 on systems without Linux's /proc.
     """
 
     rank: int
@@ -34,62 +31,40 @@ class RankProcess(NamedTuple):
     machine: str
     pid: int
     started: int
-    position_file: int
-    stacks_file: int
-    network: str
-
-    def dump(self) -> str:
-        return json.dumps(self)
-
-    @staticmethod
-    def load(text: str | bytes) -> "RankProcess":
-        return RankProcess(*json.loads(text))
+    file: int
 
 
 class Heartbeat:
-    """This process's position and stacks. Records nothing on systems without Linux's /proc."""
+    """This process's position and stacks. Other processes can read them on Linux only."""
 
     def __init__(self, rank: int):
-        self._process = RankProcess(
-            rank, socket.gethostname(), f"{socket.gethostname()}/{os.getpid()}", 0, 0, -1, -1, ""
-        )
+        self._rank = rank
+        self._process: RankProcess | None = None
+        self._position, self._recorded_at = "the beginning", time.monotonic()
 
     def start(self) -> RankProcess:
         """Make the heartbeat readable for other processes. Return this rank's process."""
-        if self._process.pid:
-            return self._process
-        self._process = self._process._replace(pid=os.getpid(), network=_read_link("/proc/self/ns/net"))
-        if sys.platform == "linux" and (machine := _machine()):
-            position_file, stacks_file = os.memfd_create("position"), os.memfd_create("stacks")
-            self._process = self._process._replace(
-                machine=machine,
-                started=int(_stat_of(os.getpid())[_STARTED]),
-                position_file=position_file,
-                stacks_file=stacks_file,
-            )
-            faulthandler.register(STACKS_SIGNAL, file=stacks_file, all_threads=True)
-            self.record("the beginning")
+        if self._process is None:
+            host, pid = socket.gethostname(), os.getpid()
+            self._process = RankProcess(self._rank, host, f"{host}/{pid}", pid, 0, -1)
+            if sys.platform == "linux":
+                file = os.memfd_create("heartbeat")
+                os.lseek(file, _POSITION.size, os.SEEK_SET)
+                faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+                started = int(_stat_of(pid)[_STARTED])
+                self._process = RankProcess(self._rank, host, _machine(host), pid, started, file)
+            self.record(self._position)
         return self._process
 
     def record(self, position: str) -> None:
         """Record that this rank is now at `position`, for example "step 12"."""
-        if self._process.position_file >= 0:
-            data = _LAYOUT.pack(time.monotonic(), position.encode()[:192])
-            os.pwrite(self._process.position_file, data, 0)
+        self._position, self._recorded_at = position, time.monotonic()
+        if self._process is not None and self._process.file >= 0:
+            os.pwrite(self._process.file, _POSITION.pack(self._recorded_at, position.encode()[:192]), 0)
 
     def last(self) -> tuple[str, float]:
         """Return the last recorded position, and the seconds since then."""
-        file = self._process.position_file
-        return ("", 0.0) if file < 0 else _unpack(os.pread(file, _LAYOUT.size, 0))
-
-    def own_stacks(self) -> str:
-        """Return the stacks of all threads of this process."""
-        file = self._process.stacks_file
-        if file < 0:
-            return ""
-        start = os.fstat(file).st_size
-        faulthandler.dump_traceback(file, all_threads=True)
-        return os.pread(file, os.fstat(file).st_size - start, start).decode(errors="replace")
+        return self._position, time.monotonic() - self._recorded_at
 
 
 def state_of(process: RankProcess) -> str:
@@ -106,10 +81,11 @@ def state_of(process: RankProcess) -> str:
 def read_position(process: RankProcess) -> tuple[str, float]:
     """Return the last position of a process on this machine and the seconds since then; ("", 0.0) if unreadable."""
     try:
-        with open(f"/proc/{process.pid}/fd/{process.position_file}", "rb") as file:
-            return _unpack(file.read(_LAYOUT.size))
+        with open(f"/proc/{process.pid}/fd/{process.file}", "rb") as file:
+            recorded_at, position = _POSITION.unpack(file.read(_POSITION.size))
     except (OSError, struct.error):
         return "", 0.0
+    return position.rstrip(b"\0").decode(errors="replace"), time.monotonic() - recorded_at
 
 
 def read_stacks(process: RankProcess, timeout_s: float) -> str:
@@ -117,14 +93,14 @@ def read_stacks(process: RankProcess, timeout_s: float) -> str:
 
     A stopped process continues.
     """
-    path, deadline = f"/proc/{process.pid}/fd/{process.stacks_file}", time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     try:
-        with open(path, "rb") as file:
+        with open(f"/proc/{process.pid}/fd/{process.file}", "rb") as file:
             file.seek(0, os.SEEK_END)
             # The main thread of a stopped process has to handle the signal before it does anything else. A signal to
-            # the process would be handled by whichever thread wakes first.
-            if _tgkill is not None and state_of(process) != "exited":
-                _tgkill(process.pid, process.pid, STACKS_SIGNAL)
+            # the process would be handled by whichever thread wakes first. Python lacks tgkill.
+            if state_of(process) != "exited":
+                ctypes.CDLL(None).tgkill(process.pid, process.pid, int(STACKS_SIGNAL))
             send_signal(process, signal.SIGCONT)
             stacks = b""
             while time.monotonic() < deadline:
@@ -144,29 +120,12 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-def _machine() -> str:
-    """Return an identifier shared by the processes that this one can signal; "" if the system does not provide one."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+def _machine(host: str) -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Two containers may have the same host name and the same pids.
-    namespace = _read_link("/proc/self/ns/pid")
-    return f"{boot}/{namespace}/{os.getuid()}" if namespace else ""
-
-
-def _read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
+    return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")), host, str(os.getuid())])
 
 
 def _stat_of(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name; the first one is the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _unpack(data: bytes) -> tuple[str, float]:
-    recorded, position = _LAYOUT.unpack(data)
-    return position.rstrip(b"\0").decode(errors="replace"), time.monotonic() - recorded

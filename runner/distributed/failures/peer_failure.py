@@ -1,6 +1,7 @@
 """The record of a job's first failure in the store, and how ranks find out which ranks have died or hang."""
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from runner.distributed.failures.hung_ranks import STACKS_S, Finding, died, examine_and_kill
+from runner.distributed.failures.heartbeat import send_signal
+from runner.distributed.failures.hung_ranks import STACKS_S, Finding, died, examine
 from runner.distributed.local.local_ranks import LocalRanks
 
 PEERS_TIMEOUT_S = 4.0  # for the ranks that wait for the same peer as this one to fail as well
@@ -54,7 +56,7 @@ class FirstFailure:
     store: dist.Store
     local_ranks: LocalRanks
     timeout_s: float
-    stacks_dir: Path | None = None
+    stacks_dir: Path | None
 
     def record(self, text: str, position: str, is_peer_failure: bool) -> tuple[str, list[int]]:
         """Record this rank's failure unless another rank was first.
@@ -65,36 +67,38 @@ class FirstFailure:
         store, missing = self.store, list[int]()
         if store.check([f"examiner/{self.rank}"]):
             # This rank hung until now and is about to be killed, so that its failure is not the cause.
-            _wait_until(lambda: store.check(["failure"]), time.monotonic() + 2 * STACKS_S)
+            _wait_until(lambda: store.check(["failure"]), 2 * STACKS_S)
         elif is_peer_failure:
             store.set(f"failed/{self.rank}", position)
-            silent, exited = self._wait_for_peers()
+            _wait_until(self._is_cause_known, PEERS_TIMEOUT_S)
+            exited, silent = self._exited(), self._silent()
             if not store.check(["failure"]):
                 missing = exited or silent
-                lines = [died(self.local_ranks.others[rank]) for rank in exited] or self._examine(silent)
+                lines = [died(self.local_ranks.others[rank]) for rank in exited] or self._examine_all(silent)
                 text = "\n".join([text, *lines])
         first, missing = json.loads(store.compare_set("failure", "", json.dumps([text, missing])))
         # Not before `failure` is set: a rank that finds that all ranks have failed concludes that none is the cause.
         store.set(f"failed/{self.rank}", position)
         return first, sorted({*missing, *self._exited()})
 
-    def claim(self, rank: int) -> bool:
-        """Return True if this rank is the one that examines `rank`."""
-        return self.store.compare_set(f"examiner/{rank}", "", str(self.rank)).decode() == str(self.rank)
+    def examine(self, rank: int) -> None:
+        """Record what the stacks of a rank on this machine show, and kill it, unless another rank does.
 
-    def _wait_for_peers(self) -> tuple[list[int], list[int]]:
-        """Return the ranks that have not failed although they had time to, and which of them have exited.
-
-        An exited rank is the cause, so that no other rank is waited for.
+        Only its end frees the ranks that wait for it.
         """
-        deadline = time.monotonic() + PEERS_TIMEOUT_S
-        while True:
-            exited = self._exited()
-            silent = [rank for rank in range(self.world_size) if not self._has_failed(rank)]
-            is_over = self.store.check(["failure"]) or self.store.check(["silent"]) or time.monotonic() > deadline
-            if exited or not silent or is_over:
-                return silent, exited
-            time.sleep(0.05)
+        process, own = self.local_ranks.all[rank], str(self.rank)
+        if self.store.compare_set(f"examiner/{rank}", "", own).decode() == own:
+            finding = examine(process, self.timeout_s, self.stacks_dir)
+            self.store.set(f"finding/{rank}", json.dumps(finding))
+            send_signal(process, signal.SIGKILL)
+
+    def _is_cause_known(self) -> bool:
+        """Return True if a rank has exited, which is the cause, or if waiting for more failures shows nothing."""
+        return bool(self._exited()) or not self._silent() or any(self.store.check([k]) for k in ("failure", "silent"))
+
+    def _silent(self) -> list[int]:
+        """Return the ranks that have not failed."""
+        return [rank for rank in range(self.world_size) if not self._has_failed(rank)]
 
     def _exited(self) -> list[int]:
         """Return the ranks on this machine that have exited without recording a failure."""
@@ -103,29 +107,28 @@ class FirstFailure:
     def _has_failed(self, rank: int) -> bool:
         return self.store.check([f"failed/{rank}"])
 
-    def _examine(self, silent: list[int]) -> list[str]:
+    def _examine_all(self, silent: list[int]) -> list[str]:
         """Return the stacks and positions of ranks that do not respond, which are killed. The causes come last.
 
         A rank on the same machine examines a silent rank. If that has none, its own watchdog does.
         """
         self.store.set("silent", json.dumps(silent))
-        deadline = time.monotonic() + 2 * STACKS_S  # for all silent ranks together
-        for rank in silent:
-            process = self.local_ranks.find(rank)
-            if process is not None and self.local_ranks.is_local(process) and self.claim(rank):
-                self.store.set(f"finding/{rank}", examine_and_kill(process, self.timeout_s, self.stacks_dir).dump())
-        findings = {rank: self._finding(rank, deadline) for rank in silent}
+        start = time.monotonic()
+        for rank in self.local_ranks.others.keys() & silent:
+            self.examine(rank)
+        findings = {rank: self._finding(rank, start + 2 * STACKS_S) for rank in silent}
         causes = [rank for rank in silent if not findings[rank].is_waiting] or silent
         stacks = [findings[rank].stacks for rank in causes if findings[rank].stacks]
         lines = [findings[rank].line for rank in sorted(silent, key=causes.__contains__)]
         return [*stacks, *self._waiting_lines(), *lines]
 
     def _finding(self, rank: int, deadline: float) -> Finding:
-        _wait_until(lambda: self.store.check([f"finding/{rank}"]) or self.store.check(["failure"]), deadline)
-        if self.store.check([f"finding/{rank}"]):
-            return Finding.load(self.store.get(f"finding/{rank}"))
-        process = self.local_ranks.find(rank)
-        return Finding(f"no response from rank {rank} on {'an unknown host' if process is None else process.host}")
+        key = f"finding/{rank}"
+        _wait_until(lambda: self.store.check([key]), deadline - time.monotonic())
+        if self.store.check([key]):
+            return Finding(*json.loads(self.store.get(key)))
+        host = self.local_ranks.all[rank].host if self.local_ranks.all else "an unknown host"
+        return Finding(f"no response from rank {rank} on {host}")
 
     def _waiting_lines(self) -> list[str]:
         """Return the positions of the ranks that have failed like this one; ranks at one position share a line."""
@@ -139,6 +142,7 @@ class FirstFailure:
         ]
 
 
-def _wait_until(condition: Callable[[], bool], deadline: float) -> None:
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,18 +1,20 @@
 """The end of a job on all ranks: the first failure is reported as the cause, once, before any rank exits."""
 
-import threading
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.heartbeat import Heartbeat
-from runner.distributed.failures.hung_ranks import describe, died, kill_stopped
+from runner.distributed.failures.heartbeat import Heartbeat, send_signal, state_of
+from runner.distributed.failures.hung_ranks import KILLED, describe, died, no_response
 from runner.distributed.failures.peer_failure import RECORD_TIMEOUT_S, FirstFailure
 from runner.distributed.failures.signals import PARENT_EXITED, received
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
-from runner.distributed.world_store import WorldStore
+from runner.distributed.world_store import STOPPED, WorldStore
 
 PATIENCE_S = 5.0  # for a loop that waits for a failed rank to raise an error by itself
 
@@ -25,7 +27,7 @@ class Shutdown:
         is_reporter: this rank reports to the user. It is rank 0, or the lowest running rank if rank 0 died or hangs.
         stacks_dir: for the stacks of hung ranks, once there is a run directory.
         report_late: reports and records a failure in place of a loop that hangs, or of rank 0.
-        is_recorded: returns True if a rank has recorded the end of the job.
+        is_recorded: returns True if a rank has recorded the end of the job, which it has reported before.
         patience_s: from another rank's failure until the watchdog terminates this rank.
     """
 
@@ -37,17 +39,14 @@ class Shutdown:
         """Reset the state for a new job. timeout_s: of the backend."""
         self.failed, self.is_reporter, self.timeout_s = False, self._rank_info.rank == 0, timeout_s
         self._reporter, self._num_missing = 0, 0  # missing ranks were killed, or are on an unreachable machine
-        self._ending = threading.Lock()
         self.stacks_dir: Path | None = None
         self.patience_s = PATIENCE_S
         self.report_late: Callable[[str], None] = lambda text: None
         self.is_recorded: Callable[[], bool] = lambda: True
 
-    def first_failure(self) -> FirstFailure | None:
-        """Return the job's record of its first failure; None without a store."""
-        info, store = self._rank_info, self._store.job
-        if store is None:
-            return None
+    def first_failure(self, store: dist.Store) -> FirstFailure:
+        """Return the job's record of its first failure. store: that of the job."""
+        info = self._rank_info
         return FirstFailure(info.rank, info.world_size, store, self._local_ranks, self.timeout_s, self.stacks_dir)
 
     def report_failure(self, text: str, is_peer_failure: bool = False, raised_at: str = "") -> str:
@@ -55,30 +54,20 @@ class Shutdown:
 
         raised_at: where in the code this rank failed.
         """
-        with self._ending:
-            self.failed = True
+        self.failed = True
         if self._rank_info.world_size == 1:
             return text
         position = f"{describe(*self._heartbeat.last())}, at {raised_at}" if raised_at else ""
-        recorded = None
-        if (first_failure := self.first_failure()) is not None:
-            recorded = self._store.call(lambda: first_failure.record(text, position, is_peer_failure), RECORD_TIMEOUT_S)
+        recorded = self._store.call(
+            lambda store: self.first_failure(store).record(text, position, is_peer_failure), RECORD_TIMEOUT_S
+        )
         if recorded is None:
             return self._failure_without_store(text)
         text, missing = recorded
         self._num_missing = len(missing)
         self._reporter = min(set(range(self._rank_info.world_size)) - set(missing), default=0)
-        self.is_reporter = self._rank_info.rank == self._reporter and not self._is_reported()
+        self.is_reporter = self._rank_info.rank == self._reporter and (self._reporter == 0 or not self.is_recorded())
         return text
-
-    def take_over_from_loop(self) -> bool:
-        """Return True if the watchdog ends this rank: its loop has not failed, and from now on waits for the exit."""
-        self._ending.acquire()  # and never released, if the loop has not failed
-        if self.failed:
-            self._ending.release()
-            return False
-        self.is_reporter = self._rank_info.rank == 0 and not self._is_reported()
-        return True
 
     def takes_over_report(self) -> bool:
         """Return True if this rank must report the failure in place of one that has exited before it did, or hangs.
@@ -87,31 +76,26 @@ class Shutdown:
         connections a moment before its process exits.
         """
         if self.is_reporter:
-            self._mark_reported()
             return False
         deadline = time.monotonic() + REPORT_TIMEOUT_S
-        while True:
-            is_late = time.monotonic() > deadline
-            exited = self._local_ranks.exited()  # before the check: the report of an exited rank is complete by then
-            if self._is_reported() or self.is_recorded():
+        while self._reporter not in self._local_ranks.exited() and time.monotonic() < deadline:
+            if self.is_recorded():
                 return False
-            if is_late or self._reporter in exited:
-                self._reporter = self._local_ranks.lowest_running(excluding=self._reporter)
-                self.is_reporter = self._rank_info.rank == self._reporter
-                if self.is_reporter:
-                    self._mark_reported()
-                if self.is_reporter or is_late:
-                    return self.is_reporter
             time.sleep(0.05)
+        self._reporter = self._local_ranks.lowest_running(excluding=self._reporter)
+        # An exited rank may have recorded the failure since the last check.
+        self.is_reporter = self._rank_info.rank == self._reporter and not self.is_recorded()
+        return self.is_reporter
 
     def report_stop(self, reason: str) -> None:
         """Let the other ranks know that a signal stops this rank at a point where they do not expect it."""
         self.failed = True
-        self._store.call(lambda: self._store.announce_stop(reason))
+        if (root := self._store.root) is not None:
+            self._store.call(lambda _: root.set(STOPPED, reason))
 
     def stop_reason(self) -> str | None:
         """Return why a rank that this one misses was stopped; None if it was not stopped by a signal."""
-        reason = self._store.call(lambda: self._store.stop_reason() or "")
+        reason = self._store.call(lambda _: self._store.stop_reason() or "")
         if reason is None:  # the store may have exited together with the process that started the ranks
             return PARENT_EXITED if received() == PARENT_EXITED else None
         return reason or None
@@ -157,26 +141,20 @@ class Shutdown:
 
     def _failure_without_store(self, text: str) -> str:
         """Return the failure with what this rank finds out by itself. A machine's lowest running rank reports it."""
-        info, exited = self._rank_info, self._local_ranks.exited()
+        info, local, exited = self._rank_info, self._local_ranks.others, self._local_ranks.exited()
         self._reporter = self._local_ranks.lowest_running()
         self.is_reporter = info.rank == self._reporter
-        lines = [text, *(died(self._local_ranks.others[rank]) for rank in exited)]
-        if self.is_reporter:  # one of the stopped ranks may serve the store
-            lines += [kill_stopped(process, self.timeout_s) for process in self._local_ranks.stopped()]
-        if not exited or info.world_size > 1 + len(self._local_ranks.others):
+        lines = [text, *(died(local[rank]) for rank in exited)]
+        stopped = [process for process in local.values() if state_of(process) == "stopped"]
+        for process in stopped if self.is_reporter else []:  # one of them may serve the store
+            lines.append(f"{no_response(process, self.timeout_s, 'stopped')}; {KILLED}")
+            send_signal(process, signal.SIGKILL)  # before it can continue, and report a failure of its own
+        if not exited or info.world_size > 1 + len(local):
             address = f"{info.master_addr}:{info.master_port}"
             lines.append(f"the ranks' store at {address} does not respond: its machine is down or unreachable")
+            if (first := self._local_ranks.all.get(0)) is not None and 0 not in {info.rank, *local}:
+                lines.append(f"no response from rank 0 on {first.host}")  # which is usually that machine
         return "\n".join(lines)
-
-    def _is_reported(self) -> bool:
-        """Return True if a rank has reported the failure; False without a store."""
-        store = self._store.job
-        return store is not None and bool(self._store.call(lambda: store.check(["reported"])))
-
-    def _mark_reported(self) -> None:
-        store = self._store.job
-        if store is not None:
-            self._store.call(lambda: store.add("reported", 1))
 
     def _is_last(self) -> bool:
         num_others = self._rank_info.world_size - 1

@@ -87,7 +87,10 @@ def install_rank_handlers() -> None:
 
 @contextmanager
 def handling_signals() -> Iterator[None]:
-    """Note the first signal within the context; after it as well, in a process that has installed handlers before."""
+    """Note the first signal within the context; after it as well, in a process that has installed handlers before.
+
+    A second Ctrl-C raises KeyboardInterrupt at once; other signals after the first have no effect.
+    """
     if _state.pid == os.getpid():
         _state.on_first = _note
         yield
@@ -143,33 +146,12 @@ def detach_terminal() -> None:
 
 def exit_with_parent() -> None:
     """From now on, stop this process when its parent exits, as a signal does, and exit after PARENT_GRACE_S."""
-    threading.Thread(target=_watch_parent, args=(_stop_and_exit,), daemon=True, name="parent").start()
+    _watch_parent(_stop_and_exit)
 
 
 def exit_at_once_with_parent() -> None:
     """From now on, exit when the parent exits, in a process that has nothing to save."""
-    threading.Thread(target=_watch_parent, args=(lambda: os._exit(1),), daemon=True, name="parent").start()
-
-
-class StopRequest:
-    """A context in which the first signal stops the loop after its step, or after an evaluation's batch.
-
-    A second Ctrl-C raises KeyboardInterrupt at once; other signals after the first have no effect.
-    """
-
-    def __init__(self) -> None:
-        self._context = contextlib.ExitStack()
-
-    @property
-    def received(self) -> str | None:
-        return received()
-
-    def __enter__(self) -> "StopRequest":
-        self._context.enter_context(handling_signals())
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._context.close()
+    _watch_parent(lambda: os._exit(1))
 
 
 def _install(on_first: Callable[[str], None]) -> None:
@@ -223,6 +205,7 @@ def _exit_interrupted() -> None:
 
 
 def _watch_parent(on_exit: Callable[[], None]) -> None:
+    """Call `on_exit` in a thread when the parent exits."""
     import multiprocessing  # not needed at a command's first line
     from multiprocessing.connection import wait
 
@@ -230,10 +213,14 @@ def _watch_parent(on_exit: Callable[[], None]) -> None:
     first = os.getppid() if parent is not None or _state.parent is None else _state.parent
     # An orphan gets another parent. A process of a fork server does not when its parent exits, but has a pipe to it;
     # and forked processes may share that pipe with others that keep it open.
-    while os.getppid() == first and not (parent is not None and wait([parent.sentinel], PARENT_POLL_S)):
-        if parent is None:
-            time.sleep(PARENT_POLL_S)
-    on_exit()
+    pipes = [] if parent is None else [parent.sentinel]
+
+    def watch() -> None:
+        while os.getppid() == first and not wait(pipes, PARENT_POLL_S):
+            pass
+        on_exit()
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
 def _stop_and_exit() -> None:

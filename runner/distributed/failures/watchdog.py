@@ -10,12 +10,11 @@ from contextlib import suppress
 from functools import partial
 
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.daemon_threads import start_daemon
 from runner.distributed.failures.heartbeat import Heartbeat
-from runner.distributed.failures.hung_ranks import describe, finding, save_stacks
+from runner.distributed.failures.hung_ranks import save_stacks
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.local.local_ranks import LocalRanks
-from runner.distributed.world_store import WorldStore
+from runner.distributed.world_store import WorldStore, call_in_daemon
 
 POLL_S = 0.5
 QUIET_S = 5.0  # without a step, after which the store is checked for failures
@@ -42,19 +41,19 @@ class Watchdog:
         self._callbacks.clear()
         self._stopped, self._failed_since = threading.Event(), None
         if self._rank_info.world_size > 1:
-            start_daemon(partial(self._run, self._stopped), "watchdog")
+            call_in_daemon(partial(self._run, self._stopped), "watchdog")
 
     def stop(self) -> None:
         self._stopped.set()
 
     def _run(self, stopped: threading.Event) -> None:
         exited: set[int] = set()
-        with suppress(RuntimeError):  # the store is unreachable: ranks that wait for its machine fail by themselves
-            while not stopped.wait(POLL_S) and not self._shutdown.failed:
-                for rank in set(self._local_ranks.exited()) - exited:
-                    exited.add(rank)
-                    self._notify(f"rank {rank} has exited", stopped)
-                self._check_store(stopped)
+        # If the store is unreachable, the thread ends: the ranks that wait for its machine fail by themselves.
+        while not stopped.wait(POLL_S) and not self._shutdown.failed:
+            for rank in set(self._local_ranks.exited()) - exited:
+                exited.add(rank)
+                self._notify(f"rank {rank} has exited", stopped)
+            self._check_store(stopped)
 
     def _notify(self, reason: str, stopped: threading.Event) -> None:
         for callback in self._callbacks:
@@ -67,41 +66,24 @@ class Watchdog:
         if store is None or since_s < min(QUIET_S, self._shutdown.timeout_s / 2) or not self._store.is_reachable():
             return
         if store.check(["silent"]) and self._rank_info.rank in json.loads(store.get("silent")):
-            self._examine_itself()
+            self._shutdown.first_failure(store).examine(self._rank_info.rank)
         if not store.check(["failure"]):
             return
         if self._failed_since is None:
             self._failed_since = time.monotonic()
             self._notify("another rank has failed", stopped)
-        elif time.monotonic() - self._failed_since > self._shutdown.patience_s:
+        elif time.monotonic() - self._failed_since > self._shutdown.patience_s and not self._shutdown.failed:
             self._exit_for_loop(json.loads(store.get("failure"))[0])
-
-    def _examine_itself(self) -> None:
-        """Record where this rank hangs and exit, unless a rank on its machine does so."""
-        first_failure = self._shutdown.first_failure()
-        if first_failure is None or not first_failure.claim(self._rank_info.rank):
-            return
-        own, stacks = self._heartbeat.start(), self._heartbeat.own_stacks()
-        position = describe(*self._heartbeat.last())
-        found = finding(own, self._shutdown.timeout_s, position, stacks, self._shutdown.stacks_dir, "it has exited")
-        first_failure.store.set(f"finding/{own.rank}", found.dump())
-        _exit()
 
     def _exit_for_loop(self, failure: str) -> None:
         """Save the stacks of a loop that does not return from a wait, report the failure if it had to, and exit."""
-        if not self._shutdown.take_over_from_loop():
-            return
+        self._shutdown.failed = True
         try:
-            if self._shutdown.stacks_dir is not None:
-                save_stacks(self._heartbeat.own_stacks(), self._shutdown.stacks_dir, self._rank_info.rank)
-            if self._shutdown.is_reporter:
+            save_stacks(self._heartbeat.start(), self._shutdown.stacks_dir)
+            if self._rank_info.rank == 0 and not self._shutdown.is_recorded():
                 self._shutdown.report_late(failure)
         finally:
-            _exit()
-
-
-def _exit() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the terminal is closed
-            stream.flush()
-    os._exit(1)
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # the terminal is closed
+                    stream.flush()
+            os._exit(1)

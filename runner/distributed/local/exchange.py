@@ -1,6 +1,5 @@
 """Exchanges of small tensors between ranks of one machine, for which gloo's threads take many times as long."""
 
-import contextlib
 import hashlib
 import os
 import struct
@@ -10,20 +9,19 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from runner.distributed.local.shared_memory import SharedMemory, new_file, size_for
+from runner.distributed.local.shared_memory import SharedMemory, size_for
 from runner.distributed.local.sockets import LARGEST, LocalSockets, Tag
 from runner.distributed.traffic import count
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 MAX_ALL_TO_ALL = 4  # ranks that send to each other directly; more of them would send too many messages
-Merge = Callable[[torch.Tensor, torch.Tensor], object]  # adds the second to the first, in place
+_DESCRIPTOR = struct.Struct("<qq")  # process, file
 
 
 class LocalExchange:
     """The exchanges of a group of ranks on one machine. All of them must call each, in the same order.
 
-    Sums are computed in the order of the ranks, so that the result is identical to the bit on all ranks and in each
-    run. Few ranks send to each other; of more, all send to the lowest, which sends them the result. Each method raises
+    Few ranks send to each other; of more, all send to the lowest, which sends them everything. Each method raises
     PeerMissing if a rank does not respond.
     """
 
@@ -34,38 +32,27 @@ class LocalExchange:
         self._group = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         self._count = 0
         self._memory: SharedMemory | None = None
-        self._has_requested_memory = False
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Sum a small tensor over the ranks, in place."""
-        self._merge(tensor, torch.Tensor.add_)
-
-    def max(self, tensor: torch.Tensor) -> None:
-        """Take the maximum of a small tensor over the ranks, in place."""
-        self._merge(tensor, lambda total, other: torch.maximum(total, other, out=total))
-
-    def sum_large(self, tensor: torch.Tensor) -> bool:
-        """Sum a CPU tensor of any size, in place. Return False, on all ranks, if there is no shared memory for it."""
-        if not _is_plain(tensor):
-            return False
+    def sum_large(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor of any size in memory that the ranks share, in place."""
         if not tensor.numel():
-            return True
-        if not self._has_requested_memory:
-            self._memory, self._has_requested_memory = self._shared_memory(), True
+            return
         if self._memory is None:
-            return False
+            self._memory = self._shared_memory()
         count("all_reduce", tensor.nbytes)
         with _profiled("all_reduce"):
             flat = tensor.detach().contiguous().view(-1)
             self._memory.sum(flat)
         if not tensor.is_contiguous():
             tensor.detach().copy_(flat.view(tensor.shape))
-        return True
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)"""
-        count("all_gather", tensor.nbytes * len(self._ranks))
-        with _profiled("all_gather"):
+    def gather(self, tensor: torch.Tensor, kind: str = "all_gather") -> torch.Tensor:
+        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)
+
+        kind: as which collective it is counted and profiled, all_gather or all_reduce.
+        """
+        count(kind, tensor.nbytes * (len(self._ranks) if kind == "all_gather" else 1))
+        with _profiled(kind):
             gathered = self._gather(_bytes(tensor.detach().contiguous()))
         return _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
 
@@ -85,31 +72,17 @@ class LocalExchange:
 
         return result
 
-    def share_file(self, create: Callable[[], int]) -> int | None:
-        """Return a descriptor of the file that `create` opens on the lowest rank, which the caller has to close.
-
-        Returns None on all ranks if `create` raises OSError, and on a rank that has too many open files.
-        """
-        root, *leaves = self._ranks
-        tag, deadline = self._next_tag(), self._sockets.deadline()
-        if self._rank != root:
-            return self._sockets.receive_file(root, tag, deadline)
-        file = None
-        with contextlib.suppress(OSError):  # no such memory, or too many open files
-            file = create()
-        for leaf in leaves:
-            self._sockets.send(leaf, tag, b"", deadline, file)
+    def share_file(self, num_bytes: int) -> int:
+        """Return a descriptor of a file in memory that the lowest rank creates. The caller has to close it."""
+        file = -1
+        if self._rank == self._ranks[0]:
+            file = os.memfd_create("runner")
+            os.ftruncate(file, num_bytes)  # pages that are never written take no memory
+        pid, number = _DESCRIPTOR.unpack_from(self._gather(_DESCRIPTOR.pack(os.getpid(), file)))
+        if file < 0:
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        self._gather(b"")  # until all ranks have opened it
         return file
-
-    def _merge(self, tensor: torch.Tensor, merge: Merge) -> None:
-        count("all_reduce", tensor.nbytes)
-        own = tensor.detach().contiguous()
-        with _profiled("all_reduce"):
-            gathered = self._gather(_bytes(own))
-        merged, *others = _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
-        for other in others:
-            merge(merged, other)
-        tensor.detach().copy_(merged)
 
     def _gather(self, own: bytes | memoryview) -> bytearray:
         """Return the data of all ranks in their order. Each rank has the same number of bytes."""
@@ -144,15 +117,12 @@ class LocalExchange:
             if size != num_bytes:
                 raise RuntimeError(f"rank {rank} sums {size} bytes where this one sums {num_bytes}")
 
-    def _shared_memory(self) -> SharedMemory | None:
-        """Return None on all ranks if one of them cannot map the memory."""
-        memory = None
-        if (file := self.share_file(lambda: new_file(size_for(len(self._ranks))))) is not None:
-            with contextlib.suppress(OSError):
-                memory = SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
+    def _shared_memory(self) -> SharedMemory:
+        file = self.share_file(size_for(len(self._ranks)))
+        try:
+            return SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
+        finally:
             os.close(file)
-        (is_missing,) = self.any_of_async([memory is None])()
-        return None if is_missing else memory
 
 
 class LocalExchanges:
@@ -180,7 +150,7 @@ class LocalExchanges:
 
 def is_small(tensor: torch.Tensor, num_ranks: int) -> bool:
     """Return True if such tensors of `num_ranks` ranks fit into one message together."""
-    return _is_plain(tensor) and tensor.dtype in DTYPES and tensor.nbytes * num_ranks <= LARGEST
+    return is_plain(tensor) and tensor.dtype in DTYPES and tensor.nbytes * num_ranks <= LARGEST
 
 
 # A global, as torch's default process group is: a layer of a model knows its group, but not the world.
@@ -203,7 +173,7 @@ def exchange_on_machine() -> LocalExchange | None:
     return None if _current is None else _current.on_machine
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 

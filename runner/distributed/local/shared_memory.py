@@ -4,7 +4,6 @@ The order of summation is that of gloo's ring, so that the result is identical t
 """
 
 import mmap
-import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,26 +13,13 @@ _LINE = 64  # bytes of a cache line, into which only one rank writes
 _SEGMENT = 2**20  # bytes that gloo's ring sends at once (kMaxSegmentSize in gloo/allreduce.h)
 
 
-def new_file(num_bytes: int) -> int:
-    """Return a file in memory, without a name, that several processes may map. Raise OSError if that is impossible."""
-    if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd_create")
-    file = os.memfd_create("runner")
-    try:
-        os.ftruncate(file, num_bytes)  # pages that are never written take no memory
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
 def size_for(num_ranks: int) -> int:
     """Return the size in bytes of the file in which `num_ranks` ranks sum."""
     return (num_ranks + 1) * PIECE
 
 
 class SharedMemory:
-    """An area of PIECE bytes for each rank, and one for their sum. Raises OSError if the file cannot be mapped.
+    """An area of PIECE bytes for each rank, and one for their sum.
 
     position: this rank's among the ranks. wait_for_all: returns when all ranks have called it with that number.
     """

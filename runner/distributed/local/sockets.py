@@ -8,20 +8,18 @@ import contextlib
 import os
 import socket
 import struct
-import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from runner.distributed.failures.heartbeat import RankProcess, state_of
+from runner.distributed.failures.heartbeat import RankProcess
 from runner.distributed.failures.peer_failure import PeerMissing
 
 LARGEST = 65_536  # bytes of a message, which must fit into the system's send buffer
-JOIN_S = 60.0  # until all ranks are connected
+JOIN_S = 60.0  # for a rank to connect
 TICK_S = 0.5  # after which a wait checks its deadline
 Tag = tuple[int, int]  # identifies a group of ranks, and one of its exchanges by their number
 _HEADER = struct.Struct("=QQ")
-_FILE = struct.Struct("@i")
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _TIME = struct.Struct("@ll")  # seconds, microseconds
 _open: "weakref.WeakSet[LocalSockets]" = weakref.WeakSet()
@@ -53,14 +51,11 @@ class LocalSockets:
         """Return the end of the timeout of an exchange that starts now, on the monotonic clock."""
         return time.monotonic() + self._timeout_s
 
-    def send(
-        self, rank: int, tag: Tag, data: bytes | bytearray | memoryview, deadline: float, file: int | None = None
-    ) -> None:
-        """Send at most LARGEST bytes, and an open file, without waiting until they are received."""
-        files = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(file))]
+    def send(self, rank: int, tag: Tag, data: bytes | bytearray | memoryview, deadline: float) -> None:
+        """Send at most LARGEST bytes, without waiting until they are received."""
         while True:
             try:
-                self._sockets[rank].sendmsg([_HEADER.pack(*tag), data], files)
+                self._sockets[rank].sendmsg([_HEADER.pack(*tag), data])
                 return
             except BlockingIOError:
                 self._check_deadline(rank, "received", deadline)
@@ -72,30 +67,11 @@ class LocalSockets:
 
     def receive(self, rank: int, tag: Tag, deadline: float) -> bytearray:
         """Return what the rank sends with the tag."""
-        return self._receive(rank, tag, deadline, lambda connection: connection.recv_into(self._buffer))
-
-    def receive_file(self, rank: int, tag: Tag, deadline: float) -> int | None:
-        """Return the file that the rank sends with the tag, which the caller has to close; None if it sends none.
-
-        Everything that the rank sends before must have been received.
-        """
-        found: list[int] = []
-
-        def read(connection: socket.socket) -> int:
-            size, ancillary, *_ = connection.recvmsg_into([self._buffer], socket.CMSG_SPACE(_FILE.size))
-            found.extend(_FILE.unpack(data)[0] for level, kind, data in ancillary)
-            return size
-
-        self._receive(rank, tag, deadline, read)
-        return found[0] if found else None
-
-    def _receive(self, rank: int, tag: Tag, deadline: float, read: Callable[[socket.socket], int]) -> bytearray:
-        """Receive a message. read: stores a connection's next message in the buffer, and returns its size."""
         while True:
             if self._early and (early := self._early.pop((rank, tag), None)) is not None:
                 return early
             try:
-                size = read(self._sockets[rank])
+                size = self._sockets[rank].recv_into(self._buffer)
             except BlockingIOError:
                 self._check_deadline(rank, "sent", deadline)
                 continue
@@ -135,23 +111,17 @@ class LocalSockets:
 class Listener:
     """The socket to which the other ranks of the machine connect; closed by `close` or `join`.
 
-    It needs Linux, and a system that reports which process connects; see `ready`.
+    ready: this process listens, which needs Linux.
     """
 
     def __init__(self, own: RankProcess):
-        self._own, self._socket = own, None
-        if sys.platform == "linux" and own.network:
-            with contextlib.suppress(OSError):
-                self._socket = _listen(own)
-
-    @property
-    def ready(self) -> bool:
-        """True if this process listens."""
-        return self._socket is not None
-
-    def reaches(self, process: RankProcess) -> bool:
-        """Return True if the process can connect to this one."""
-        return (process.network, process.host) == (self._own.network, self._own.host)
+        self._own, self.ready = own, False
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):  # not Linux, or another process has the address
+            self._socket = _new()
+            self._socket.bind(_address(own))
+            self._socket.listen(4096)  # the system uses its own limit if that is lower
+            self.ready = True
 
     def join(self, others: Mapping[int, RankProcess], timeout_s: float) -> LocalSockets:
         """Connect to the lower ranks and wait for the others, once all of them listen. All of them must call it."""
@@ -160,26 +130,21 @@ class Listener:
         try:
             for rank in sorted(others):
                 if rank < self._own.rank:
-                    joined[rank] = _connect_to_rank(others[rank])
+                    joined[rank] = _connect(others[rank])
             expected = {process.pid: rank for rank, process in others.items() if rank > self._own.rank}
-            deadline = time.monotonic() + min(timeout_s, JOIN_S)
+            self._socket.settimeout(min(timeout_s, JOIN_S))
             while expected:
-                self._socket.settimeout(TICK_S)
-                try:
-                    connection, _ = self._socket.accept()
-                except TimeoutError:
-                    late = sorted(expected.values())
-                    if time.monotonic() > deadline or any(state_of(others[rank]) == "exited" for rank in late):
-                        ranks = ", ".join(map(str, late))
-                        raise PeerMissing(f"ranks {ranks} of this machine have not connected to this one") from None
-                    continue
+                connection, _ = self._socket.accept()
                 if (pid := _process_of(connection)) in expected:
                     joined[expected.pop(pid)] = connection
                 else:  # an unknown process
                     connection.close()
-        except BaseException:
+        except BaseException as error:
             for each in joined.values():
                 each.close()
+            if isinstance(error, TimeoutError):
+                late = ", ".join(map(str, sorted(expected.values())))
+                raise PeerMissing(f"ranks {late} of this machine have not connected to this one") from None
             raise
         finally:
             self.close()
@@ -194,40 +159,17 @@ def _address(process: RankProcess) -> str:
     return f"\0runner/{process.pid}/{process.started}"
 
 
-def _listen(own: RankProcess) -> socket.socket:
-    """Return a listening socket. Raise OSError if the system lacks a needed feature, or the address is taken."""
-    listener = _new()
-    try:
-        listener.bind(_address(own))
-        listener.listen(4096)  # the system uses its own limit if that is lower
-        with _connect(own) as there, listener.accept()[0] as here:
-            if _process_of(here) != own.pid or there.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * LARGEST:
-                raise OSError("the system reports another process, or does not accept messages of such a size")
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def _connect(process: RankProcess) -> socket.socket:
-    """Return a connection to the process. Raise OSError if another process listens at its address."""
+    """Return a connection to a rank that was listening. Raise PeerMissing if its process has exited."""
     connection = _new()
     try:
         connection.connect(_address(process))
         if _process_of(connection) != process.pid:
-            raise OSError(f"another process than that of rank {process.rank} listens at its address")
-    except OSError:
+            raise ConnectionError("another process listens at its address")
+    except OSError as error:
         connection.close()
-        raise
-    return connection
-
-
-def _connect_to_rank(process: RankProcess) -> socket.socket:
-    """Return a connection to a process that was listening. Raise PeerMissing if it has exited."""
-    try:
-        return _connect(process)
-    except ConnectionError as error:
         raise PeerMissing(f"rank {process.rank} of this machine does not respond ({error})") from None
+    return connection
 
 
 def _new() -> socket.socket:
