@@ -82,18 +82,22 @@ class Objective:
 
 def as_sum_and_weight(result: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the sum and the weight that a custom loss returned. Raise TypeError for anything else."""
-    wanted = f"{name} must return (sum, weight), the sum of the losses of a batch as a scalar tensor, and its weight"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"{wanted}, not {type(result).__name__}")
-    total, weight = result
-    if not isinstance(total, torch.Tensor) or total.dim() != 0 or not total.is_floating_point():
-        shape = f"of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
-        raise TypeError(f"{wanted}; its sum is {shape}")
-    if isinstance(weight, torch.Tensor) and weight.dim() == 0:
-        return total, weight.detach()
-    if isinstance(weight, (int, float)):
-        return total, float(weight)
-    raise TypeError(f"{wanted}; its weight is a {type(weight).__name__}")
+    if isinstance(result, tuple) and len(result) == 2:
+        total, weight = result
+        is_sum = isinstance(total, torch.Tensor) and total.dim() == 0 and total.is_floating_point()
+        if is_sum and isinstance(weight, torch.Tensor) and weight.dim() == 0:
+            return total, weight.detach()
+        if is_sum and isinstance(weight, (int, float)):
+            return total, float(weight)
+    found = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
+    raise TypeError(
+        f"{name} must return (sum, weight), the sum of the losses of a batch as a scalar tensor, and its weight; not "
+        f"{found}"
+    )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__ + (f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "")
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,7 @@ def check_losses(objective: Objective) -> None:
     """Raise InputError if `losses` is not a mapping from methods to regular expressions."""
     name, losses = type(objective).__name__, objective.losses
     if not isinstance(losses, Mapping) or not losses:
-        raise InputError(
-            f"objective: {name}.losses={losses!r} must map the name of each loss to the regular expression of the "
-            "parameters that it trains, as {'loss': ''}"
-        )
+        raise InputError(f"objective: {name}.losses={losses!r} must map names of losses to regular expressions")
     for loss, pattern in losses.items():
         if not callable(getattr(objective, loss, None)):
             raise InputError(f"objective: {name}.losses names {loss}, but {name} has no method {loss}(model, batch)")

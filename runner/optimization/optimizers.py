@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import make_group
 from runner.errors import InputError
-from runner.optimization.parameter_patterns import first_match, listed, names_of, near
+from runner.optimization.parameter_patterns import first_match, names_of, near
 
 DEFAULT = "default"  # the name of the group of the parameters that no pattern matches
 
@@ -133,13 +133,6 @@ def _check_matches(
         if index in found.values():
             continue
         override = f"optimizer.groups.{index}.match={pattern}"
-        matched = [aliases[0] for aliases in names if any(re.search(pattern, name) for name in aliases)]
-        if matched:
-            earlier = found[matched[0]]
-            raise InputError(
-                f"{override}: all parameters that it matches ({listed(matched)}) are in an earlier group, by "
-                f"optimizer.groups.{earlier}.match={patterns[earlier or 0]}; move it before that group, or remove it"
-            )
-        if still := [name for name in frozen if re.search(pattern, name)]:
-            raise InputError(f"{override} matches only parameters that are not trained ({listed(still)}); remove it")
+        if any(re.search(pattern, name) for name in [*known, *frozen]):
+            raise InputError(f"{override}: all parameters that it matches are frozen or in an earlier group; remove it")
         raise InputError(f"{override} matches no parameter's name; {near(pattern, known)}")

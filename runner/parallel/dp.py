@@ -31,14 +31,10 @@ class DP(Parallel):
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         module, num_devices = recipe.module, torch.cuda.device_count()
-        if recipe.device.type == "cpu":
-            log.warning("parallel=dp has no effect on CPU: DataParallel passes the whole batch to the one model")
-        elif num_devices == 1:
-            log.warning("parallel=dp has no effect with one GPU: DataParallel passes the whole batch to the one model")
+        if recipe.device.type == "cpu" or num_devices == 1:
+            log.warning("parallel=dp has no effect on CPU or one GPU: DataParallel passes the whole batch to the model")
         elif has_batch_norm(module):
-            log.warning(
-                "parallel=dp normalizes the samples of each GPU separately; parallel=ddp synchronizes BatchNorm"
-            )
+            log.warning("parallel=dp normalizes the samples of each GPU separately; try parallel=ddp")
         wrapped = nn.DataParallel(module)
         optimizer = recipe.make_optimizer(module.parameters())
         return Replica(recipe, optimizer, wrapper=lambda function, *args: function(wrapped, *args))

@@ -53,21 +53,18 @@ class LocalSGD(Parallel):
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        if config.ema.decay is not None:
-            return [
-                f"ema.decay={config.ema.decay:g}: under parallel=local_sgd no rank has the weights between two "
-                "averagings, of which an average over the steps could be kept; try parallel=ddp, or ema.decay=null"
-            ]
-        if config.on_nonfinite == "skip" or config.loss_spike is not None:
-            key = f"loss_spike={config.loss_spike}" if config.on_nonfinite != "skip" else "on_nonfinite=skip"
-            fix = "loss_spike=null" if config.on_nonfinite != "skip" else "on_nonfinite=stop"
-            return [f"{key}: under parallel=local_sgd the ranks do not communicate in each step; try {fix}"]
-        if config.sync_batchnorm is True:
-            return [
-                "sync_batchnorm=true: under parallel=local_sgd no rank waits for another within a step; try "
-                "sync_batchnorm=auto, which averages the running statistics with the weights"
-            ]
-        return []
+        rules = [
+            (config.ema.decay is not None, f"ema.decay={config.ema.decay}", "null"),
+            (config.on_nonfinite == "skip", "on_nonfinite=skip", "stop"),
+            (config.loss_spike is not None, f"loss_spike={config.loss_spike}", "null"),
+            (config.sync_batchnorm is True, "sync_batchnorm=true", "auto, which averages the running statistics"),
+        ]
+        return [
+            f"{setting}: under parallel=local_sgd the ranks do not communicate in each step; "
+            f"try {setting.partition('=')[0]}={fix}"
+            for is_broken, setting, fix in rules
+            if is_broken
+        ]
 
     def prepare(self, recipe: Recipe, world: World) -> "LocalReplica":
         if world.world_size > 1:
@@ -105,12 +102,8 @@ class LocalReplica(Replica):
         self._round_steps = 0
         self._round_samples = 0  # of this rank
         self._step_samples = 0
-        self._refusal = ""
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """Add up the gradients of a step. Return this rank's part of the global batch's mean loss, detached, ()."""
-        if self._refusal:
-            raise ValueError(self._refusal)
         self._hide_average()
         present = [m for m in batch.micro_batches if m.num_samples]
         self._step_samples = sum(m.num_samples for m in present)
@@ -118,9 +111,6 @@ class LocalReplica(Replica):
             return super().forward_backward(StepBatch(present, batch.num_samples, batch.wait_s))
         mean = super().forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
         return Loss(mean, self._step_samples, is_mean=True).divided_by(batch.num_samples)
-
-    def skip(self) -> None:
-        raise NotImplementedError("refused by `check`: the ranks do not communicate in each step")
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update this rank's parameters. In warm-up and at the end of a round, all ranks must call it."""
@@ -177,16 +167,20 @@ class LocalReplica(Replica):
     def load_state(self, saved: SavedState) -> None:
         """Resume exactly on the same number of ranks; on another number, from the average and rank 0's optimizer state.
 
-        In mid-round, another number of ranks can evaluate, but the next step raises ValueError. From a checkpoint of
-        another mode, the run starts with the warm-up. All ranks must call it.
+        Raises ValueError in mid-round on another number of ranks. From a checkpoint of another mode, the run starts
+        with the warm-up. All ranks must call it.
         """
-        self._refusal = ""
         local = saved.facts.get("local_sgd")
         if local is None:
             super().load_state(saved)
             self._steps = 0
             return
         same = local["num_ranks"] == self._world.world_size
+        if local["round_steps"] and not same:
+            raise ValueError(
+                f"parallel=local_sgd: the checkpoint was saved {local['round_steps']} steps after an averaging; "
+                f"resume on {local['num_ranks']} ranks"
+            )
         own = saved.under(f"local_sgd.rank_{self._world.rank}") if same else saved
         self.load_weights(own if same and own.model() else saved)
         self.load_optimizer(own)
@@ -201,15 +195,8 @@ class LocalReplica(Replica):
             self._round_steps = local["round_steps"]
             self._round_samples = own.facts["round_samples"]
             saved.read(self._anchor_state())
-        elif local["round_steps"]:
-            self._refusal = (
-                f"the checkpoint of {local['num_ranks']} local_sgd ranks was saved {local['round_steps']} steps after "
-                f"an averaging, and {self._world.world_size} ranks cannot continue from there; resume on "
-                f"{local['num_ranks']} ranks"
-            )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the average. All ranks must call it."""
         self._show_average()
         return super().weights()
 

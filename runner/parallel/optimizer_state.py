@@ -1,5 +1,6 @@
 """The optimizer's state by full names of parameters, as checkpoints store it: independent of mode and world size."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -117,8 +118,7 @@ def _allocate(saved: SavedTensor, parameter: nn.Parameter) -> torch.Tensor:
         return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
     if saved.shape != tuple(parameter.shape):
         raise ValueError(
-            f"the optimizer keeps a tensor of shape {list(saved.shape)} for a parameter of shape "
-            f"{list(parameter.shape)}, which cannot be sharded; resume with parallel=ddp"
+            f"the optimizer's tensors of shape {list(saved.shape)} cannot be sharded; resume with parallel=ddp"
         )
     return as_local_part_of(parameter, torch.empty_like(parameter.to_local(), dtype=saved.dtype, requires_grad=False))
 
@@ -138,8 +138,7 @@ def flatten_optimizer(
     """Return the tensors of an optimizer's state by their full names, and everything else as JSON can represent it.
 
     If the state of a parameter consists of more than tensors, everything else contains its structure, in which
-    {TENSOR: name} stands for each tensor; see `fill_structure`. The parameter
-    groups are stored for information, and not restored.
+    {TENSOR: name} stands for each tensor; see `fill_structure`. The parameter groups are only stored for information.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -151,8 +150,7 @@ def flatten_optimizer(
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise ValueError(
-            f"the optimizer's state contains a {type(value).__name__} as {name}, which a checkpoint cannot store; use "
-            "tensors and numbers"
+            f"the optimizer's state contains a {type(value).__name__} as {name}, which a checkpoint cannot store"
         )
 
     structures = {
@@ -160,7 +158,7 @@ def flatten_optimizer(
         for parameter, of_parameter in state.items()
     }
     mixed = [name for name in state if not all(isinstance(value, torch.Tensor) for value in state[name].values())]
-    plain = [{key: _as_json(value) for key, value in group.items()} for group in groups]
+    plain = json.loads(json.dumps(groups, default=repr))
     return tensors, {"optimizer": {"param_groups": plain, "state": {name: structures[name] for name in mixed}}}
 
 
@@ -171,10 +169,3 @@ def fill_structure(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return isinstance(node, dict) and node.keys() == {TENSOR}
 
     return tree_map(lambda node: tensors[node[TENSOR]] if is_tensor(node) else node, structure, is_leaf=is_tensor)
-
-
-def _as_json(value: Any) -> Any:
-    """Return an option of a parameter group as JSON can represent it."""
-    if isinstance(value, (list, tuple)):
-        return [_as_json(inner) for inner in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

@@ -28,9 +28,8 @@ class StageOutput:
         """Raise ValueError for a shape that the next stage does not expect."""
         if features.shape[1:] != self.shape:
             raise ValueError(
-                f"parallel=pipeline sends tensors of one shape from stage to stage, but the output for these samples "
-                f"has shape {list(features.shape[1:])} and that for the first sample {list(self.shape)}; pad all "
-                "samples to one length, or try parallel=ddp, fsdp or tp"
+                f"parallel=pipeline sends tensors of one shape, but outputs have shape {list(features.shape[1:])} here "
+                f"and {list(self.shape)} for the first sample; pad all samples, or try parallel=ddp, fsdp or tp"
             )
 
 

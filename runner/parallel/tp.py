@@ -1,5 +1,6 @@
 """Tensor parallel: the ranks along one axis keep shards of the same linear layers, and read the same samples."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -98,10 +99,7 @@ def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> 
         if not isinstance(layer, nn.Linear) or style not in ("colwise", "rowwise"):
             return [f"the model's tensor_plan() has {name}: {style}, but must map Linear layers to colwise or rowwise"]
         if tied := next((names[p] for p in layer.parameters() if len(names[p]) > 1), None):
-            return [
-                f"the model's tensor_plan() shards {name}, which would untie {tied[0]} and {tied[1]}; leave it out of "
-                "the plan"
-            ]
+            return [f"the model's tensor_plan() shards {name}, which would untie {tied[0]} and {tied[1]}; remove it"]
         if style == "rowwise":
             sizes[f"the {layer.in_features} inputs of {name}"] = layer.in_features
             continue
@@ -163,13 +161,12 @@ def _draw_whole_masks(module: nn.Module, opening: list[nn.Module], closing: list
     rank, size = mesh.get_local_rank(), mesh.size()
     is_sharded = False
 
-    def open_pair(*_: Any) -> None:
-        nonlocal is_sharded
-        is_sharded = True
+    def mark(sharded: bool) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal is_sharded
+            is_sharded = sharded
 
-    def close_pair(*_: Any) -> None:
-        nonlocal is_sharded
-        is_sharded = False
+        return hook
 
     def widen(dropout: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor | None:
         width = inputs[0].size(-1)
@@ -183,6 +180,6 @@ def _draw_whole_masks(module: nn.Module, opening: list[nn.Module], closing: list
         dropout.register_forward_pre_hook(widen)
         dropout.register_forward_hook(narrow)
     for layer in opening:
-        layer.register_forward_hook(open_pair)
+        layer.register_forward_hook(mark(True))
     for layer in closing:
-        layer.register_forward_pre_hook(close_pair)
+        layer.register_forward_pre_hook(mark(False))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mode_cases import CASES, ONCE, Case, tier
-from parity import COMMON, assert_equal
+from mode_cases import Case
+from parity import COMMON
 from worlds import Run, build_experiment, configure, run
 
 from runner.errors import InputError
@@ -26,18 +26,6 @@ OVERRIDES = (*CHAIN, *COMMON, "scheduler=cosine", "clip_grad_norm=1.0", GROUPS)
 @pytest.fixture
 def reference(one_process: Callable[..., Run]) -> Callable[..., Run]:
     return functools.partial(one_process, *OVERRIDES)
-
-
-@pytest.mark.filterwarnings("ignore:parallel=dp")
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=tier(case in ONCE, bool(case.options)), id=str(case)) for case in CASES]
-)
-def test_mode_equals_one_process(case: Case, reference: Callable[..., Run], tmp_path: Path) -> None:
-    expected = reference(*case.reference)
-    made = run(tmp_path, case.world_size, *OVERRIDES, *case.overrides)
-    assert_equal(made, expected)
-    assert _rates(made) == pytest.approx(_rates(expected), rel=1e-12)
-    assert _groups(made) == _groups(expected)
 
 
 def test_groups_have_an_effect_and_are_saved_by_name(reference: Callable[..., Run], tmp_path: Path) -> None:
