@@ -11,7 +11,7 @@ from torch import nn
 from runner.errors import InputError
 from runner.input.batch import MicroBatch
 from runner.objectives.losses import Loss
-from runner.optimization.parameter_patterns import listed
+from runner.optimization.parameter_patterns import counted
 
 
 class ForwardWrapper(nn.Module):
@@ -126,37 +126,26 @@ def loss_groups(objective: Objective, module: nn.Module) -> list[LossGroup]:
     return groups
 
 
-def check_losses(objective: Objective) -> None:
-    """Raise InputError if `losses` is not a mapping from methods to regular expressions."""
+def check_losses(objective: Objective, module: nn.Module) -> None:
+    """Raise InputError if `losses` does not map methods to regular expressions that match all trained parameters."""
     name, losses = type(objective).__name__, objective.losses
     if not isinstance(losses, Mapping) or not losses:
         raise InputError(f"objective: {name}.losses={losses!r} must map names of losses to regular expressions")
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    matched: set[str] = set()
     for loss, pattern in losses.items():
         if not callable(getattr(objective, loss, None)):
             raise InputError(f"objective: {name}.losses names {loss}, but {name} has no method {loss}(model, batch)")
         try:
-            re.compile(pattern)
+            own = {parameter for parameter in trained if re.search(pattern, parameter)}
         except (re.error, TypeError) as error:
-            raise InputError(
-                f"objective: {name}.losses[{loss!r}]={pattern!r} is not a regular expression: {error}"
-            ) from None
-
-
-def check_patterns(objective: Objective, module: nn.Module) -> None:
-    """Raise InputError if a loss trains no parameter of the model, or a parameter is trained by no loss."""
-    name = type(objective).__name__
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not trained:
-        return  # OptimizerFactory reports it
-    for loss, pattern in objective.losses.items():
-        if not any(re.search(pattern, parameter) for parameter in trained):
-            raise InputError(
-                f"objective: {name}.losses[{loss!r}]={pattern!r} matches no trained parameter; there are "
-                f"{listed(trained, 3)}"
-            )
-    patterns = list(objective.losses.values())
-    if idle := [p for p in trained if not any(re.search(pattern, p) for pattern in patterns)]:
+            reason = f"is not a regular expression: {error}"
+        else:
+            reason = "" if own or not trained else f"matches no trained parameter; there are {counted(trained, 3)}"
+            matched |= own
+        if reason:
+            raise InputError(f"objective: {name}.losses[{loss!r}]={pattern!r} {reason}") from None
+    if idle := [parameter for parameter in trained if parameter not in matched]:
         raise InputError(
-            f"objective: {name}.losses trains all parameters except {idle[0]}; add it to a pattern, or freeze it "
-            "(requires_grad)"
+            f"objective: {name}.losses trains all parameters except {idle[0]}; add it to a pattern, or freeze it"
         )

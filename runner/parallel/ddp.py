@@ -16,7 +16,7 @@ from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.collectives import sum_over
-from runner.distributed.local.exchange import exchange_of, is_small
+from runner.distributed.local.exchange import exchange_of
 from runner.distributed.sync_batch_norm import keeps_all_buffers
 from runner.distributed.world import World
 from runner.errors import JobFailed
@@ -107,12 +107,11 @@ class FixedBuckets(DistributedDataParallel):
 
     It averages gradients in the background, unless `sum_on_cpu` is called. All ranks must construct it together.
 
-    DistributedDataParallel has one bucket in a process's first step. It then rebuilds its buckets in the order in which
-    gradients became ready. The order in which an all-reduce sums depends on the position in a bucket (in gloo's ring of
-    three ranks or more, each chunk begins at another rank). The first step after a resume would therefore round
-    differently from the same step of an uninterrupted run. This class builds the final buckets at once, from the
-    parameters in reverse order of registration. Gradients become ready in this order if a model registers its layers in
-    the order of their use; otherwise communication and backward overlap less.
+    DistributedDataParallel rebuilds its buckets after a process's first step, in the order in which gradients became
+    ready. The order in which an all-reduce sums depends on the position in a bucket (in gloo's ring of three ranks or
+    more, each chunk begins at another rank), so that the first step after a resume would round differently. This class
+    builds the final buckets at once, from the parameters in reverse order of registration. If a model registers its
+    layers in another order than that of their use, communication and backward overlap less.
 
     It calls what DistributedDataParallel calls after its first step (torch/csrc/distributed/c10d/reducer.cpp:
     push_rebuilt_params_for_all_indices, rebuild_buckets); calling that again has no effect.
@@ -126,16 +125,13 @@ class FixedBuckets(DistributedDataParallel):
     def sum_on_cpu(self) -> bool:
         """Sum gradients instead of averaging them, if the ranks compute on CPUs. Return True if they do.
 
-        On one machine, all buckets are summed when the last gradient is ready: with all cores busy, the background is
-        no faster, and ranks wait for each other only once. Static graphs are averaged, because in their first step no
-        bucket is marked as the last one. All ranks must call it.
+        All buckets are summed when the last gradient is ready: with all cores busy, the background is no faster, and
+        ranks wait for each other only once. Static graphs are averaged, because in their first step no bucket is marked
+        as the last one. All ranks must call it.
         """
         if self.device_type != "cpu" or self.static_graph:
             return False
-        if exchange_of() is None:
-            self.register_comm_hook(None, _sum_in_background)
-        else:
-            self.register_comm_hook([], _sum_after_last)
+        self.register_comm_hook([], _sum_after_last)
         return True
 
     def check_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -192,19 +188,6 @@ def _sum_after_last(waiting: list[tuple[torch.Tensor, Summed]], bucket: dist.Gra
             future.set_result(gradients)
         waiting.clear()
     return summed
-
-
-def _sum_in_background(state: None, bucket: dist.GradBucket) -> Summed:
-    """Sum a bucket while backward continues, but a small or sparse one immediately; a communication hook."""
-    gradients = bucket.buffer()
-    if gradients.is_sparse or is_small(gradients, dist.get_world_size()):
-        sum_over(None, gradients)
-        summed = Summed()
-        summed.set_result(gradients)
-        return summed
-    work = dist.all_reduce(gradients, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 class PowerSGDReplica(Replica):

@@ -39,10 +39,8 @@ class LocalSGD(Parallel):
         outer_momentum: float = 0.0,
         nesterov: bool = False,
     ):
-        if every < 1:
-            raise ValueError(f"every={every} must be at least 1; try 4")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps} must be at least 0")
+        if every < 1 or warmup_steps < 0:
+            raise ValueError(f"every={every} must be at least 1, and warmup_steps={warmup_steps} at least 0")
         if outer_lr <= 0:
             raise ValueError(f"outer_lr={outer_lr} must be above 0; try 1.0")
         if not 0 <= outer_momentum < 1:
@@ -82,7 +80,7 @@ class LocalReplica(Replica):
     rank weighted by its samples of the round, and the outer step follows. Optimizer states stay local.
 
     In mid-round, the model that is evaluated and saved is the average that would be computed now, without an outer
-    step; training continues from the local weights. The gradient norm and clipping are those of the local gradient.
+    step; training continues from the local weights. The gradient's norm and clipping are local.
     """
 
     def __init__(self, recipe: Recipe, world: World, mode: LocalSGD):
@@ -229,9 +227,8 @@ class LocalReplica(Replica):
         return self._world.collectives.sum(tensor) if self._warms_up else tensor
 
     def _sum_gradients_in_warm_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the ranks; after the warm-up each rank keeps its own. All ranks must call it."""
         if self._warms_up:
-            sum_gradients(parameters, self._sum_in_warm_up)
+            sum_gradients(parameters, self._world.collectives.sum)
 
     def _show_average(self) -> None:
         """In mid-round, replace the module's tensors by their averages. All ranks must call it."""

@@ -18,15 +18,12 @@ TENSOR = "__tensor__"  # the key of a mapping that stands for a tensor, whose na
 
 
 def chunks_to_write(tensors: dict[str, torch.Tensor]) -> dict[str, LocalChunk]:
-    """Return what this rank writes of tensors that all ranks have, without communication.
-
-    Rank 0 writes the tensors that are whole on each rank. A shard is written by the first rank that has it.
-    """
+    """Return what this rank writes of tensors that all ranks have, without communication."""
     return {name: LocalChunk.of(tensor) for name, tensor in tensors.items() if is_of_rank(tensor)}
 
 
 def is_of_rank(tensor: torch.Tensor) -> bool:
-    """Return True if this rank writes its part of the tensor."""
+    """Return True if this rank writes its part of the tensor: rank 0, or the first rank that has the shard."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -46,9 +43,8 @@ def optimizer_state(
 ) -> LocalState:
     """Return what this rank writes of the optimizer: the states of its parameters, and the parameter groups.
 
-    torch.distributed.checkpoint.state_dict is not used for two reasons: it requires a state of every parameter that
-    could have one, and it rejects two empty groups, which a rank of a pipeline may have. Groups that a mode split are
-    joined again.
+    torch.distributed.checkpoint.state_dict is not used: it requires a state of every parameter that could have one, and
+    rejects two empty groups, which a rank of a pipeline may have. Groups that a mode split are joined again.
 
     Args:
         is_written: Returns True if this rank writes a tensor of a parameter's state.

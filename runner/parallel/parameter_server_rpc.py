@@ -24,7 +24,6 @@ from runner.parallel.parameter_update import ParameterUpdate, flatten_gradients,
 from runner.training.mode import Recipe
 
 SERVER = "rank0"
-CLOSE_TIMEOUT_S = 5.0  # for a failed trainer's last call
 Reply = tuple[torch.Tensor | None, float | None]  # the weights after a synchronous step, flat, and the norm
 
 
@@ -152,12 +151,6 @@ def forward(inputs: Any) -> Any:
     return outputs
 
 
-def close() -> None:
-    """Stop the server, because a trainer has failed."""
-    for server in _servers:
-        server.close()
-
-
 def _gradient_of(reply: object) -> torch.Tensor | None:
     """Return a tensor as large as the gradient that distributed autograd sends back for a reply, if it does."""
     return reply if isinstance(reply, torch.Tensor) and reply.requires_grad else None
@@ -185,9 +178,6 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
 def _leave_rpc(went_well: bool, timeout_s: float) -> None:
     for server in _servers:
         server.close()
-    if not went_well and not _servers:
-        with suppress(RuntimeError):  # otherwise the server would wait for this trainer's gradient until its timeout
-            rpc.rpc_sync(SERVER, close, timeout=CLOSE_TIMEOUT_S)
     with suppress(RuntimeError):  # a peer has exited; this rank still shuts down
         rpc.shutdown(graceful=went_well, timeout=timeout_s)
     _servers.clear()

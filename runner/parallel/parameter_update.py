@@ -45,10 +45,6 @@ class ParameterUpdate:
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
         self.set_learning_rate(lr_factor)
-        return self.apply(want_norm)
-
-    def apply(self, want_norm: bool) -> float | None:
-        """Do what `step` does, with the present learning rate."""
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
         with_gradient = by_mesh(p for p in self._parameters if p.grad is not None)
@@ -129,7 +125,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor
 def flatten_gradients(trained: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:
     """Concatenate this rank's gradients, zeros for missing ones, and a flag for each: 1 if it exists, else 0.
 
-    All ranks therefore have the same layout, and the sum over ranks shows which parameters no rank used.
+    The sum over ranks shows which parameters no rank used.
     """
     dense = [_dense(parameter, gradient) for parameter, gradient in zip(trained, gradients, strict=True)]
     exist = [gradient is not None for gradient in gradients]

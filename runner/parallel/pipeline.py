@@ -186,10 +186,7 @@ class Pipeline(Parallel):
 
 
 def _materialize(stages: list[Chain], own: dict[int, Chain], recipe: Recipe) -> list[StageOutput]:
-    """Create the weights of this rank's stages, and return what each stage but the last sends.
-
-    The weights of other ranks' stages are dropped, if the model was built with them.
-    """
+    """Create the weights of this rank's stages, and return what each stage but the last sends."""
     outputs, features = [], recipe.sample[0]
     for number, stage in enumerate(stages):
         if number in own:
@@ -199,12 +196,6 @@ def _materialize(stages: list[Chain], own: dict[int, Chain], recipe: Recipe) -> 
             with torch.no_grad(), recipe.precision.autocast():
                 features = probe(stage, function, features, device=recipe.device)
             outputs.append(StageOutput(features.shape[1:], features.dtype))
-        if number not in own:
-            kept = (*own.values(), *stages[number + 1 :])  # which may share some of its parameters
-            shared = {id(tensor) for other in kept for tensor in other.parameters()}
-            for tensor in (*stage.parameters(), *stage.buffers()):
-                if id(tensor) not in shared and not tensor.is_meta:
-                    tensor.data = tensor.data.new_empty(0)
     return outputs
 
 

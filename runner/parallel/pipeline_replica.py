@@ -183,7 +183,6 @@ class PipelineReplica(Replica):
             return self._supervised.prediction(features, micro_batch)
 
     def state(self) -> LocalState:
-        """Return what this rank writes: its stages, if it is in the first replica."""
         hashes = tensor_hashes(self.local_parameters())
         if not self._is_first_replica:
             return LocalState(replica_hashes=hashes)
@@ -206,7 +205,6 @@ class PipelineReplica(Replica):
         return LocalState(model, {"scaler": self.precision.scaler.state_dict()}, hashes) | optimizer
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
         local = {name: tensor.detach().cpu() for name, tensor in self._local_tensors.items()}
         gathered: list[Any] = [local]
         if self._is_first_replica:

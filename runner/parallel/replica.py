@@ -98,15 +98,12 @@ class Replica:
         return total / self._duplicates
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradients of the step, combined over the ranks."""
         return local_gradients(self.loss_group.parameters)
 
     def skip(self) -> None:
-        """Drop the gradients in place of `step`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
         return self.update.step(lr_factor, want_norm)
 
     @property
@@ -145,13 +142,10 @@ class Replica:
         return state
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: dict[str, Any] = get_model_state_dict(self.module, options=options)
-        return weights
+        return get_model_state_dict(self.module, options=options)  # type: ignore[return-value]
 
     def load_state(self, saved: SavedState) -> None:
-        """Load this rank's part of a checkpoint, of this or another mode."""
         self.load_weights(saved)
         self.load_optimizer(saved)
 
@@ -168,10 +162,8 @@ class Replica:
         read_weights(saved, tensors)
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the trained parameters by name, in a fixed order: whole, or DTensors."""
         trained = [p for p in (*self.loss_group.parameters, *self.loss_group.other_parameters) if p.requires_grad]
         return {self._names[p]: p.detach() for p in trained}
 
     def parameters_written(self) -> None:
-        """Drop what was gathered of the parameters. All ranks must call it."""
         self._after_write()

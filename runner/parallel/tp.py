@@ -135,19 +135,23 @@ def _shard_layers(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     The output of a colwise layer stays sharded until the next rowwise layer. If none follows, the output is gathered.
     """
-    names = list(plan)
     styles: dict[str, Any] = {}
     opening: list[nn.Module] = []  # the layers of pairs, between which activations are sharded
     closing: list[nn.Module] = []
+    previous = ""
     for position, (name, style) in enumerate(plan.items()):
+        layer = module.get_submodule(name)
         if style == "colwise":
-            is_paired = "rowwise" in [plan[later] for later in names[position:]]
+            is_paired = "rowwise" in [*plan.values()][position:]
             styles[name] = ColwiseParallel(output_layouts=None if is_paired else Replicate())
+            if is_paired:
+                opening.append(layer)
         else:
-            is_paired = position > 0 and plan[names[position - 1]] == "colwise"
+            is_paired = previous == "colwise"
             styles[name] = RowwiseParallel(input_layouts=None if is_paired else Replicate())
-        if is_paired:
-            (opening if style == "colwise" else closing).append(module.get_submodule(name))
+            if is_paired:
+                closing.append(layer)
+        previous = style
     # src_data_rank=None: every rank has the same weights, so that none needs to send them.
     parallelize_module(module, mesh, styles, src_data_rank=None)
     _draw_whole_masks(module, opening, closing, mesh)

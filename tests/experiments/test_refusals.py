@@ -94,9 +94,7 @@ def test_pipeline_refuses_samples_of_many_shapes_and_names_other_modes(task: tup
     typed = args("data=ragged parallel=pipeline")
     if task:  # a run trained in another mode
         typed.append(f"run={run(tmp_path, 1, *args('data=ragged')).path}")
-    with pytest.raises(
-        RankError, match=r"sends tensors of one shape from stage to stage.*try parallel=ddp, fsdp or tp"
-    ):
+    with pytest.raises(RankError, match=r"sends tensors of one shape.*try parallel=ddp, fsdp or tp"):
         run(tmp_path, 2, *typed, *task)
 
 

@@ -90,22 +90,6 @@ def test_sums_without_gloo_equal_those_of_several_machines_to_the_bit(
         torch.testing.assert_close(found, 2 * torch.stack(parts).sum(0))
 
 
-def test_gradients_of_a_static_graph_are_averaged(tmp_path: Path) -> None:
-    def act(world: World) -> list[Any]:
-        wrapped = FixedBuckets(Model(), static_graph=True, **SEVERAL)
-        assert not wrapped.sum_on_cpu()
-        for number in range(2):
-            wrapped.zero_grad()
-            with wrapped.no_sync() if number else nullcontext():
-                wrapped(inputs_of(world.rank)).sum().backward()
-            wrapped(inputs_of(world.rank)).sum().backward()
-        return gradients(wrapped)
-
-    expected = [2 * (first + second) / 2 for first, second in zip(local_gradients(0), local_gradients(1), strict=True)]
-    for result in on_ranks(tmp_path, 2, act):
-        torch.testing.assert_close(result, expected)
-
-
 def test_a_missing_gradient_is_reported_in_its_step(tmp_path: Path) -> None:
     """Also if an earlier micro-batch had one. Otherwise, the other gradients of the step would not be summed."""
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from parity import COMMON, EXPERIMENTS, assert_equal
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from worlds import Run, build_experiment, run
@@ -40,15 +39,6 @@ def test_bf16_is_close_to_one_process(one_process: Callable[..., Run], tmp_path:
     overrides = (*CONVNET, "precision=bf16", "max_steps=4")
     two = run(tmp_path, 2, *overrides, "parallel=fsdp", "parallel.mixed_precision=true")
     assert two.losses == pytest.approx(one_process(*overrides).losses, rel=0.02)
-
-
-def test_no_rank_builds_the_whole_model() -> None:
-    def build_alone(rank: int, world_size: int) -> None:
-        experiment = build_experiment(*CONVNET, "parallel=fsdp")
-        assert all(parameter.is_meta for parameter in experiment.recipe.module.parameters())
-        assert experiment.num_parameters == 1266
-
-    run_ranks(build_alone, 1)
 
 
 def test_units_are_modules_that_forward_calls() -> None:

@@ -96,14 +96,6 @@ def test_numbers_equal_the_definition(num_ranks: int, overrides: tuple[str, ...]
         torch.testing.assert_close(done.weights[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_averaging_each_step_of_plain_sgd_is_synchronous_training(tmp_path: Path) -> None:
-    overrides = (*TOY, "optimizer.momentum=0", "max_steps=10")
-    one = run(tmp_path / "1", 1, *overrides)
-    two = run(tmp_path / "2", 2, *overrides, "parallel=local_sgd", "parallel.every=1")
-    assert two.losses == pytest.approx(one.losses, rel=1e-9)
-    assert two.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)
-
-
 def test_resuming_in_mid_round_is_exact_on_the_same_number_of_ranks_and_refused_on_others(tmp_path: Path) -> None:
     overrides = (*TOY, "optimizer=adamw", "parallel=local_sgd", "parallel.every=4", "parallel.outer_momentum=0.5")
     whole = run(tmp_path / "whole", 2, *overrides, "max_steps=11")
@@ -119,8 +111,7 @@ def test_resuming_in_mid_round_is_exact_on_the_same_number_of_ranks_and_refused_
     assert part.losses == whole.losses
 
 
-@pytest.mark.thorough
-def test_another_number_of_ranks_resumes_after_an_averaging(tmp_path: Path) -> None:
+def test_averaging_each_step_of_plain_sgd_is_synchronous_training_on_any_number_of_ranks(tmp_path: Path) -> None:
     overrides = (*TOY, "optimizer.momentum=0", "parallel=local_sgd", "parallel.every=1")
     whole = run(tmp_path / "whole", 1, *TOY, "optimizer.momentum=0", "max_steps=8")
     part = run(tmp_path / "part", 2, *overrides, "max_steps=5")

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 from mode_cases import tier
 from parity import assert_equal
-from worlds import MODES, Run, build_experiment, run
-
-from runner.errors import InputError
+from worlds import MODES, Run, run
 
 CUSTOM = f"--config-dir={Path(__file__).parent / 'own'}"
 COMMON = (CUSTOM, "precision=fp64", "optimizer.lr=0.05", "epochs=9", "max_steps=10", "logger=none", "batch_size=14")
@@ -76,12 +74,3 @@ def test_experiment_equals_one_process(
 def test_experiment_learns(name: str, one_process: Callable[..., Run]) -> None:
     losses = one_process(*COMMON, *EXPERIMENTS[name]).losses
     assert min(losses[9], losses[10]) < losses[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name, modes in SUPPORTED.items() for mode in EXACT if mode not in modes]
-)
-def test_unsupported_objective_names_the_modes_that_support_it(name: str, mode: str, tmp_path: Path) -> None:
-    overrides = (*COMMON, *EXPERIMENTS[name], f"parallel={mode}", f"outputs={tmp_path}")
-    with pytest.raises(InputError, match=rf"parallel={mode}.*(try parallel=allreduce, parallel=ddp|tensor_plan)"):
-        build_experiment(*overrides, world_size=1 if mode == "dp" else 2)

