@@ -95,6 +95,11 @@ class LocalReplica(Replica):
         self._averaged = [*self._parameters, *self._buffers]
         self._anchor = [p.detach().clone() for p in self._parameters]  # the parameters at the start of the round
         self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
+        self._shared = {f"local_sgd.anchor.{number}": tensor for number, tensor in enumerate(self._anchor)}
+        if mode.outer["momentum"]:
+            for number, anchor in enumerate(self._anchor):
+                self._outer.state[anchor]["momentum_buffer"] = velocity = torch.zeros_like(anchor)
+                self._shared[f"local_sgd.outer.{number}.momentum_buffer"] = velocity
         self._local: list[torch.Tensor] = []  # this rank's tensors while the module has the average of a mid-round
         self._steps = 0  # of the whole run
         self._round_steps = 0
@@ -148,19 +153,8 @@ class LocalReplica(Replica):
         state = super().state() | LocalState(facts={"local_sgd": counts})
         state |= own.under(f"local_sgd.rank_{rank}")
         if rank == 0:
-            shared = self._anchor_state() | self._outer_state()
-            state.chunks |= {name: LocalChunk.of(tensor) for name, tensor in shared.items()}
+            state.chunks |= {name: LocalChunk.of(tensor) for name, tensor in self._shared.items()}
         return state
-
-    def _anchor_state(self) -> dict[str, torch.Tensor]:
-        return {f"local_sgd.anchor.{number}": tensor for number, tensor in enumerate(self._anchor)}
-
-    def _outer_state(self) -> dict[str, torch.Tensor]:
-        return {
-            f"local_sgd.outer.{number}.momentum_buffer": self._outer.state[anchor]["momentum_buffer"]
-            for number, anchor in enumerate(self._anchor)
-            if self._outer.state[anchor].get("momentum_buffer") is not None
-        }
 
     def load_state(self, saved: SavedState) -> None:
         """Resume exactly on the same number of ranks; on another number, from the average and rank 0's optimizer state.
@@ -183,16 +177,12 @@ class LocalReplica(Replica):
         self.load_weights(own if same and own.model() else saved)
         self.load_optimizer(own)
         self._steps = local["steps"]
-        for number, anchor in enumerate(self._anchor):
-            if f"local_sgd.outer.{number}.momentum_buffer" in saved.tensors:
-                self._outer.state[anchor]["momentum_buffer"] = torch.empty_like(anchor)
-            else:
-                self._outer.state[anchor].clear()
-        saved.read(self._outer_state())
+        for velocity in (tensor for name, tensor in self._shared.items() if name not in saved.tensors):
+            velocity.zero_()
+        saved.read({name: tensor for name, tensor in self._shared.items() if name in saved.tensors})
         if same:
             self._round_steps = local["round_steps"]
             self._round_samples = own.facts["round_samples"]
-            saved.read(self._anchor_state())
 
     def weights(self) -> dict[str, torch.Tensor]:
         self._show_average()

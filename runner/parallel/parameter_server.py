@@ -1,7 +1,6 @@
 """A parameter server: rank 0 keeps the weights and the optimizer, the other ranks compute gradients for it."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,7 +9,8 @@ import torch.distributed.autograd as dist_autograd
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
-from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
+from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
 from runner.distributed.world import World
@@ -158,12 +158,9 @@ class ServerModel(SettledReplica):
         self._broadcast_buffers()
         state = super().state()
         if self._is_remote:  # the next step may write buffers before they are copied
-            buffers = {buffer.data_ptr() for buffer in self.module.buffers()}
-            state.chunks |= {
-                name: replace(piece, tensor=piece.tensor.clone())
-                for name, piece in state.chunks.items()
-                if piece.tensor.data_ptr() in buffers
-            }
+            for name, buffer in self.module.named_buffers():
+                if MODEL + name in state.chunks:
+                    state.chunks[MODEL + name] = LocalChunk.of(buffer.clone())
         self._settle()  # otherwise, the next remote forward could replace parameters meanwhile
         return state
 

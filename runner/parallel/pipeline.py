@@ -8,16 +8,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
@@ -41,15 +33,9 @@ from runner.training.model.submodules import attached_loss
 
 log = logging.getLogger(__name__)
 
-SINGLE: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-LOOPED: dict[str, Any] = {
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-}
-V_SHAPED: dict[str, Any] = {"ZBV": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
-# Schedules that compute the gradients of inputs and of weights separately.
-SPLITTING = ("InterleavedZeroBubble", "ZBV", "DualPipeV")
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
+SINGLE = ("GPipe", "1F1B")
+V_SHAPED = ("ZBV", "DualPipeV")
 
 
 class Pipeline(Parallel):
@@ -66,9 +52,7 @@ class Pipeline(Parallel):
     def __init__(
         self,
         stages: int | None = None,
-        schedule: Literal[
-            "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV"
-        ] = "GPipe",
+        schedule: Schedule = "GPipe",
         micro_batches: int = 4,
         virtual_stages: int | None = None,
         balance: Literal["parameters", "compute"] = "parameters",
@@ -173,10 +157,8 @@ class Pipeline(Parallel):
 
     def _make_schedule(self, stages: Sequence[PipelineStage], loss: Callable[..., torch.Tensor]) -> Any:
         options = {"n_microbatches": self.micro_batches, "loss_fn": loss, "scale_grads": False}
-        if self.schedule in SINGLE:
-            (stage,) = stages
-            return SINGLE[self.schedule](stage, **options)
-        return (LOOPED | V_SHAPED)[self.schedule]([*stages], **options)
+        kind: Any = get_schedule_class("ZBVZeroBubble" if self.schedule == "ZBV" else self.schedule)
+        return kind(stages[0] if self.schedule in SINGLE else [*stages], **options)
 
     def owner(self, stage: int, num_ranks: int) -> int:
         """Return the rank of a pipeline that has the stage: round-robin, or forth and back in a V-shaped schedule."""

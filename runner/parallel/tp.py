@@ -101,12 +101,11 @@ def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> 
         if tied := next((names[p] for p in layer.parameters() if len(names[p]) > 1), None):
             return [f"the model's tensor_plan() shards {name}, which would untie {tied[0]} and {tied[1]}; remove it"]
         if style == "rowwise":
-            sizes[f"the {layer.in_features} inputs of {name}"] = layer.in_features
-            continue
-        # A layer whose output is viewed as heads is sharded by whole heads.
-        unit = getattr(modules[name.rpartition(".")[0]], "head_dim", 1)
-        what = "outputs" if unit == 1 else "heads"
-        sizes[f"the {layer.out_features // unit} {what} of {name}"] = layer.out_features // unit
+            size, what = layer.in_features, "inputs"
+        else:  # a layer whose output is viewed as heads is sharded by whole heads
+            unit = getattr(modules[name.rpartition(".")[0]], "head_dim", 1)
+            size, what = layer.out_features // unit, "outputs" if unit == 1 else "heads"
+        sizes[f"the {size} {what} of {name}"] = size
     fitting = [n for n in range(1, world_size + 1) if all(size % n == 0 for size in (world_size, *sizes.values()))]
     nearest = min(fitting, key=lambda number: abs(number - tensor))
     return [

@@ -90,25 +90,18 @@ def test_weight_of_defines_the_weight_of_a_custom_loss() -> None:
         assert mean_by_shares(Positives(), given, targets, cuts) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("loss", "targets", "ragged", "counts"),
-    [
+def test_losses_weighted_by_samples_need_no_collective() -> None:
+    for loss, targets, ragged, counts in (
         (CrossEntropy(), classes(2), False, True),
         (CrossEntropy(ignore_index=1), classes(2), False, False),
         (CrossEntropy(weight=[1, 2, 3]), classes(2), False, False),
         (nn.CrossEntropyLoss(), classes(2), False, False),  # it ignores -100
         (nn.MSELoss(), outputs(2, 3), False, True),
         (nn.MSELoss(), outputs(2, 3), True, False),  # samples of other batches may have other sizes
-        (nn.KLDivLoss(reduction="batchmean"), outputs(2, 3), True, True),
-    ],
-)
-def test_losses_weighted_by_samples_need_no_collective(
-    loss: nn.Module, targets: torch.Tensor, ragged: bool, counts: bool
-) -> None:
-    given = outputs(2, 3)
-    objective = Supervised(loss)
-    objective.settle(given, targets, ragged)
-    assert objective.weighted_by_samples == counts
+    ):
+        objective = Supervised(loss)
+        objective.settle(outputs(2, 3), targets, ragged)
+        assert objective.weighted_by_samples == counts, loss
 
 
 def test_an_unknown_class_is_an_error_if_no_class_is_ignored() -> None:

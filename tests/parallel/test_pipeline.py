@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from worlds import Run, build_experiment, configure, run
 
 from runner.errors import InputError
-from runner.parallel.pipeline import LOOPED, SINGLE, V_SHAPED, Pipeline
+from runner.parallel.pipeline import Pipeline, Schedule
 from runner.parallel.pipeline_partition import num_operations, num_parameters, partition, trainable_units
 
 # Eight stages. 32 samples do not divide evenly, and the last step of an epoch has 3, so that micro-batches are missing.
@@ -22,10 +22,9 @@ DEEP = (
 SHORT = (*DEEP, "batch_size=32")
 # BatchNorm needs two samples in each micro-batch of all replicas: the last step has 17 for eight.
 NORM = (*DEEP, "model.batch_norm=true", "data.num_train=173", "batch_size=78", "max_steps=3")
-SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_steps_may_have_fewer_samples_than_micro_batches(
     schedule: str, one_process: Callable[..., Run], tmp_path: Path
 ) -> None:
