@@ -57,32 +57,25 @@ class ParameterServer(Parallel):
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         is_async, is_remote = self.updates == "async", self.forward == "remote"
-        messages = []
-        if config.precision == "fp16":
-            messages.append("precision=fp16: parallel=ps has no loss scale that server and trainers share; try bf16")
-        if is_async and config.clip_grad_norm is not None:
-            messages.append(
-                f"clip_grad_norm={config.clip_grad_norm}: parallel.updates=async never has the whole gradient; try sync"
-            )
-        if config.on_nonfinite == "skip" and (is_async or is_remote):
-            messages.append(
-                "on_nonfinite=skip: under updates=async or forward=remote, the trainers do not have the gradients of "
-                "a step before they are applied; try on_nonfinite=stop"
-            )
+        clip, skips = config.clip_grad_norm, config.on_nonfinite == "skip"
+        recomputes = config.activation_checkpointing != "none"
+        rules = [
+            (config.precision == "fp16", "precision=fp16: parallel=ps has no loss scale that ranks share; try bf16"),
+            (
+                is_async and clip,
+                f"clip_grad_norm={clip}: parallel.updates=async has no whole gradient; try sync",
+            ),
+            (is_async and skips, "on_nonfinite=skip: parallel.updates=async applies gradients at once; try stop"),
+            (is_remote and skips, "on_nonfinite=skip: parallel.forward=remote has no gradients on trainers; try stop"),
+        ]
         if is_remote:
-            unsupported = {
-                "BatchNorm would see one trainer's samples at a time": has_batch_norm(module),
-                "the server would not update the loss's parameters": attached_loss(module) is not None,
-                "activation_checkpointing might recompute with other weights": config.activation_checkpointing
-                != "none",
-                "compile=true does not work with weights that change at each call": config.compile,
-            }
-            messages += [
-                f"parallel.forward=remote: {reason}; try parallel.forward=local"
-                for reason, is_broken in unsupported.items()
-                if is_broken
+            rules += [
+                (has_batch_norm(module), "parallel.forward=remote: BatchNorm would see only one trainer's samples"),
+                (attached_loss(module) is not None, "parallel.forward=remote: no rank would update the loss"),
+                (config.compile, "compile=true: parallel.forward=remote replaces the model's weights at each call"),
+                (recomputes, "parallel.forward=remote: activation_checkpointing may use other weights in backward"),
             ]
-        return messages
+        return [message for is_broken, message in rules if is_broken]
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         if not self.allow_network and world.rank_info.local_world_size < world.world_size:
@@ -92,14 +85,13 @@ class ParameterServer(Parallel):
             )
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
             dist.broadcast(tensor.data, src=0)
-        trainers = dist.new_group(list(range(1, world.world_size)))
+        trainers: Any = dist.new_group(list(range(1, world.world_size)))
         is_async, is_remote = self.updates == "async", self.forward == "remote"
         if world.rank == 0:
             model = ServerModel(recipe, world, is_async, is_remote)
             join_rpc(world, model.server, self.allow_network)
             return model
         join_rpc(world, None, self.allow_network)
-        assert isinstance(trainers, dist.ProcessGroup)
         use_group(recipe.module, trainers)  # for SyncBatchNorm: the server calls no forward
         return TrainerModel(recipe, world, is_async, is_remote)
 

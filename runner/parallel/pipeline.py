@@ -150,7 +150,7 @@ class Pipeline(Parallel):
         local = [*own.values(), *([loss] if loss is not None and len(stages) - 1 in own else [])]
         for tensor in (t for submodule in local for t in (*submodule.parameters(), *submodule.buffers())):
             dist.broadcast(tensor.data, group_src=0, group=replicas)
-        options = {"make_schedule": self._make_schedule, "num_micro_batches": self.micro_batches}
+        options: dict[str, Any] = {"make_schedule": self._make_schedule, "num_micro_batches": self.micro_batches}
         return PipelineReplica(
             recipe, own, owners, outputs, mesh=mesh, tied=tied, sum_over=world.collectives.sum, **options
         )

@@ -33,7 +33,8 @@ def test_groups_have_an_effect_and_are_saved_by_name(tmp_path: Path) -> None:
     # The schedule multiplies each group's own rate; the one that is logged is that of the first.
     rates = [group["lr"] for group in (default, first, second)]
     assert rates == pytest.approx([rates[0], 3 * rates[0], 0.1 * rates[0]])
-    assert {line["step"]: line for line in made.lines}[10]["train/learning_rate"] == pytest.approx(rates[0])
+    logged = [line["train/learning_rate"] for line in made.lines if "train/learning_rate" in line]
+    assert logged[-1] == pytest.approx(rates[0])
     log = (made.path / "log.txt").read_text()
     assert "groups   default 712, 0 (^embed) 88, 1 (^head.*bias) 5, 2 (down.weight$) 512 parameters" in log
 
