@@ -63,8 +63,6 @@ class Objective:
         """Return (outputs, targets) for the metrics, or None for no metrics."""
         return None
 
-    # -- called by the runner ----------------------------------------------------------------------------------------
-
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         """Return one of the losses; for a micro-batch without local samples, a zero that depends on the parameters."""
         result = getattr(self, name)(model, micro_batch.data)
@@ -89,15 +87,11 @@ def as_sum_and_weight(result: Any, name: str) -> tuple[torch.Tensor, torch.Tenso
             return total, weight.detach()
         if is_sum and isinstance(weight, (int, float)):
             return total, float(weight)
-    found = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
+    kinds = ", ".join(type(value).__name__ for value in (result if isinstance(result, tuple) else [result]))
     raise TypeError(
         f"{name} must return (sum, weight), the sum of the losses of a batch as a scalar tensor, and its weight; not "
-        f"{found}"
+        f"{kinds}"
     )
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__ + (f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "")
 
 
 @dataclass(frozen=True)

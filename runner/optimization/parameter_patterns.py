@@ -54,14 +54,16 @@ def freeze(patterns: Sequence[str], module: nn.Module) -> list[str]:
         if isinstance(layer, _NormBase) and [*layer.buffers()]
     }
     for index, pattern in enumerate(patterns):
-        if not _matches([pattern], [*known, *chain.from_iterable(keys_of.values())]):
+        if first_match([pattern], [*known, *chain.from_iterable(keys_of.values())]) is None:
             raise InputError(f"freeze.{index}={pattern} matches no parameter's name; {near(pattern, known)}")
-    frozen = {parameter: aliases for parameter, aliases in names.items() if _matches(patterns, aliases)}
+    frozen = {parameter: aliases for parameter, aliases in names.items() if first_match(patterns, aliases) is not None}
     if patterns and not any(p.requires_grad and p not in frozen for p in names):
         raise InputError(f"freeze={list(patterns)} leaves no parameter to train; leave at least one unmatched")
     for parameter in frozen:
         parameter.requires_grad_(False)
-    frozen_layers = [layer for layer, keys in keys_of.items() if all(_matches(patterns, [key]) for key in keys)]
+    frozen_layers = [
+        layer for layer, keys in keys_of.items() if all(first_match(patterns, [key]) is not None for key in keys)
+    ]
     for layer in frozen_layers:
         # An attribute of the instance survives a change of its class, as by fully_shard and SyncBatchNorm. A partial
         # is copied with its layer, unlike a closure.
@@ -72,10 +74,6 @@ def freeze(patterns: Sequence[str], module: nn.Module) -> list[str]:
     statistics = f" and the statistics of {len(frozen_layers)} normalization layers" if frozen_layers else ""
     listed = counted([aliases[0] for aliases in frozen.values()], 8)
     return [f"frozen   {len(frozen):,} of {len(names):,} parameters{statistics}: {listed}"]
-
-
-def _matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
 def _stay_in_evaluation_mode(layer: nn.Module, mode: bool = True) -> nn.Module:

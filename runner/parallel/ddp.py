@@ -85,18 +85,11 @@ class DDP(Parallel):
         if self.comm_hook in hooks:
             wrapped.register_comm_hook(None, hooks[self.comm_hook])
         is_summed = self.comm_hook == "none" and wrapped.sum_on_cpu()
-        first_backward = self.static_graph
-
-        def without_sync() -> AbstractContextManager[Any]:
-            # A static graph is recorded in the first backward, which must synchronize. Averaging there as well changes
-            # nothing: gradients that are averaged twice are equal on all ranks the second time.
-            nonlocal first_backward
-            if first_backward:
-                first_backward = False
-                return nullcontext()
-            return wrapped.no_sync()
-
-        options = replica_options(wrapped, world, is_summed) | {"without_sync": without_sync}
+        # A static graph is recorded in the first backward, which must synchronize. Averaging there as well changes
+        # nothing: gradients that are averaged twice are equal on all ranks the second time.
+        first_backward: list[AbstractContextManager[Any]] = [nullcontext()] if self.static_graph else []
+        options = replica_options(wrapped, world, is_summed)
+        options["without_sync"] = lambda: first_backward.pop() if first_backward else wrapped.no_sync()
         if self.comm_hook == "powersgd":
             return PowerSGDReplica(recipe, loss_group, wrapped, self, **options)
         return Replica(recipe, recipe.make_optimizer(loss_group.parameters), loss_group, **options)

@@ -29,9 +29,8 @@ class DP(Parallel):
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
-        module, num_devices = recipe.module, torch.cuda.device_count()
-        if recipe.device.type == "cpu" or num_devices == 1:
+        if recipe.device.type == "cpu" or torch.cuda.device_count() == 1:
             log.warning("parallel=dp has no effect on CPU or one GPU: DataParallel passes the whole batch to the model")
-        wrapped = nn.DataParallel(module)
-        optimizer = recipe.make_optimizer(module.parameters())
+        wrapped = nn.DataParallel(recipe.module)
+        optimizer = recipe.make_optimizer(recipe.module.parameters())
         return Replica(recipe, optimizer, wrapper=lambda function, *args: function(wrapped, *args))

@@ -46,8 +46,6 @@ class FSDP(Parallel):
         mixed_precision: bool = False,
         meta_init: bool = True,
     ):
-        if replicate < 1:
-            raise ValueError(f"parallel.replicate={replicate} must be at least 1")
         self.replicate, self.reshard_after_forward = replicate, reshard_after_forward
         self.mixed_precision, self.meta_init = mixed_precision, meta_init
 

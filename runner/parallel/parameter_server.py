@@ -134,12 +134,6 @@ class ServerModel(SettledReplica):
             self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
         return torch.zeros((), dtype=self.precision.parameter_dtype, device=self._world.device)
 
-    def gradients(self) -> list[torch.Tensor]:
-        return []
-
-    def skip(self) -> None:
-        """Do nothing: the trainers do not send their gradients."""
-
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         return self.server.step(lr_factor, want_norm)
 
@@ -214,7 +208,6 @@ class TrainerModel(SettledReplica):
         return super().predict(micro_batch)
 
     def state(self) -> LocalState:
-        """Return nothing: the server writes everything, with this rank's buffers. All ranks must call it."""
         self.weights()
         return LocalState()
 

@@ -28,7 +28,7 @@ Reply = tuple[torch.Tensor | None, float | None]  # the weights after a synchron
 
 
 class Server:
-    """Weights and optimizer, and the gradients that trainers sent. The loop's thread and RPC threads call it."""
+    """Weights, optimizer, and the gradients that trainers sent. RPC threads call `receive` and the methods below it."""
 
     def __init__(self, recipe: Recipe, update: ParameterUpdate, num_trainers: int, is_async: bool, timeout_s: float):
         self.module, self.device, self.precision, self.update = recipe.module, recipe.device, recipe.precision, update
@@ -39,8 +39,6 @@ class Server:
         self._closed, self._reason = False, "the parameter server has exited"
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
         self._num_threads = torch.get_num_threads()
-
-    # -- called by the loop's thread -------------------------------------------------------------------------------
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Wait for a gradient of each trainer. Apply their sum, or under asynchronous updates each one as it arrives.
@@ -84,8 +82,6 @@ class Server:
         if self._closed:
             raise JobFailed(self._reason, follows=True)
 
-    # -- called by RPC threads -------------------------------------------------------------------------------------
-
     def receive(self, rank: int, gradient: torch.Tensor | None) -> torch.futures.Future[Reply]:
         future: torch.futures.Future[Reply] = torch.futures.Future()
         with self._changed:
@@ -114,8 +110,7 @@ class Server:
         return flatten_gradients(self.trained, [found.get(parameter) for parameter in self.trained])
 
 
-# -- functions that trainers call; RPC finds them by name, so that the server of this process is a global --------------
-
+# RPC finds the functions that trainers call by name, so that the server of this process is a global.
 _servers: list[Server] = []
 _stores: list[torch.distributed.Store] = []
 
@@ -154,9 +149,6 @@ def forward(inputs: Any) -> Any:
 def _gradient_of(reply: object) -> torch.Tensor | None:
     """Return a tensor as large as the gradient that distributed autograd sends back for a reply, if it does."""
     return reply if isinstance(reply, torch.Tensor) and reply.requires_grad else None
-
-
-# -- the RPC world -----------------------------------------------------------------------------------------------------
 
 
 def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:

@@ -12,9 +12,6 @@ from runner.optimization.optimizers import by_mesh
 from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import as_local_part_of
 
-# Returns the norm of the whole gradient on every rank, given parameters in groups of one mesh each.
-Norm = Callable[[list[list[nn.Parameter]]], Tensor]
-
 
 class ParameterUpdate:
     """An optimizer step with the scheduled learning rate, gradient clipping and the gradient scaler."""
@@ -25,7 +22,7 @@ class ParameterUpdate:
         parameters: Iterable[nn.Parameter],
         precision: Precision,
         clip_grad_norm: float | None = None,
-        total_norm: Norm | None = None,
+        total_norm: Callable[[list[list[nn.Parameter]]], Tensor] | None = None,
     ):
         self._optimizer, self._parameters = optimizer, list(parameters)
         self._precision, self._clip_grad_norm = precision, clip_grad_norm
@@ -80,9 +77,6 @@ def _align_strides(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = as_local_part_of(parameter, torch.empty_like(local).copy_(local_gradient))
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return what this rank has of the gradients: whole, its shards, or the values of sparse ones."""
@@ -100,9 +94,6 @@ def norm_over_meshes(groups: list[list[nn.Parameter]]) -> Tensor:
 def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the norm over the existing gradients of the parameters, ()."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
-# -- sums over ranks ---------------------------------------------------------------------------------------------------
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor], object]) -> None:
@@ -148,9 +139,6 @@ def _dense(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros_like(local_part(parameter))
     return gradient.to_dense() if gradient.is_sparse else local_part(gradient)
-
-
-# -- losses whose weight is not the number of samples ------------------------------------------------------------------
 
 
 def weight_factor(num_samples: int, weight: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:

@@ -57,9 +57,8 @@ class Pipeline(Parallel):
         virtual_stages: int | None = None,
         balance: Literal["parameters", "compute"] = "parameters",
     ):
-        for key, value in (("stages", stages), ("micro_batches", micro_batches)):
-            if value is not None and value < 1:
-                raise ValueError(f"parallel.{key}={value} must be at least 1")
+        if micro_batches < 1:
+            raise ValueError(f"parallel.micro_batches={micro_batches} must be at least 1")
         least, most = (1, 1) if schedule in SINGLE else (2, math.inf)
         if schedule in V_SHAPED:
             most = 2
@@ -174,9 +173,8 @@ def _materialize(stages: list[Chain], own: dict[int, Chain], recipe: Recipe) -> 
         if number in own:
             recipe.materialize([stage])
         if number < len(stages) - 1:
-            function = call_model if number == 0 else Chain.__call__
             with torch.no_grad(), recipe.precision.autocast():
-                features = probe(stage, function, features, device=recipe.device)
+                features = probe(stage, call_model, features, device=recipe.device)
             outputs.append(StageOutput(features.shape[1:], features.dtype))
     return outputs
 

@@ -82,11 +82,8 @@ class StageModule(nn.Module):
             return zero + self.output.empty(self.num_samples, received.device).zero_()
         micro_batch = self.micro_batches[position]
         with self.precision.autocast():
-            outputs = (
-                call_model(self.layers, micro_batch.inputs)
-                if self.is_first
-                else self.layers(received[: micro_batch.rows])
-            )
+            inputs = micro_batch.inputs if self.is_first else received[: micro_batch.rows]
+            outputs = call_model(self.layers, inputs)
             if self.output is None:
                 return self.compute_loss(outputs, micro_batch)
         self.output.check(outputs)

@@ -39,14 +39,12 @@ class TP(Parallel):
     fails_at_once = False
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
-        if tensor is not None and tensor < 1:
-            raise ValueError(f"parallel.tensor={tensor} must be at least 1; try 2")
         self.tensor, self.rest = tensor, rest
         self._world_size = 1
 
     def axes(self, world_size: int) -> Axes:
         self._world_size = world_size
-        tensor = self.tensor or min(2, world_size)
+        tensor = min(2, world_size) if self.tensor is None else self.tensor
         check_divides("parallel.tensor", tensor, world_size)
         rest = world_size // tensor
         if self.rest == "fsdp" and rest == 1 and world_size > 1:

@@ -60,7 +60,5 @@ def test_invalid_options_are_refused() -> None:
         FSDP(replicate=3).axes(4)
     with pytest.raises(ValueError, match=r"^parallel.replicate=2 must divide the world of 1 rank; try 1$"):
         FSDP(replicate=2).axes(1)
-    with pytest.raises(ValueError, match=r"^parallel.replicate=0 must be at least 1$"):
-        FSDP(replicate=0)
     with pytest.raises(InputError, match=r"parallel.mixed_precision=true computes in bfloat16"):
         build_experiment(*EXPERIMENTS["toy"], *COMMON, "parallel=fsdp", "parallel.mixed_precision=true", world_size=2)

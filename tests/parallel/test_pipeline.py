@@ -145,7 +145,7 @@ def test_unsuitable_models_and_options_are_refused(module: nn.Module, options: t
         ({"schedule": "DualPipeV", "stages": 4}, 8, 4, "micro_batches=4 must be at least 8 for"),
         ({"schedule": "Interleaved1F1B", "stages": 2, "micro_batches": 5}, 8, 2, "must be a multiple of 2 .* try 4"),
         ({"schedule": "LoopedBFS"}, 1, 4, "stages=1 x 2 per rank must be at most 1, .*schedule=1F1B"),
-        ({"stages": 0}, 8, 4, "parallel.stages=0 must be at least 1"),
+        ({"stages": 0}, 8, 4, "parallel.stages=0 must divide the world of 4 ranks; try 1 or 2"),
         ({"virtual_stages": 2}, 8, 4, "parallel.virtual_stages=2 must be 1 for schedule=GPipe"),
         ({"schedule": "LoopedBFS", "virtual_stages": 1}, 8, 4, "must be at least 2 for schedule=LoopedBFS"),
         ({"schedule": "ZBV", "virtual_stages": 3}, 8, 4, "parallel.virtual_stages=3 must be 2 for schedule=ZBV"),

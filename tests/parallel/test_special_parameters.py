@@ -46,7 +46,7 @@ def _overrides(model: str, case: Case) -> tuple[str, ...]:
     overrides = (*TOY, "micro_batches=2", "scheduler=cosine", GROUPS)
     if case.mode == "local_sgd" or "parallel.forward=remote" in case.options:  # without BatchNorm
         ema = () if case.mode == "local_sgd" else EMA
-        return ("model=linear", "model._target_=custom_models.Frozen", *overrides, *ema)
+        return ("model=linear", "model._target_=custom_models.Tied", *overrides, *ema)
     return ("model=linear", "model._target_=test_special_parameters.Mixed", *overrides, *EMA)
 
 
@@ -85,8 +85,8 @@ def test_mode_equals_one_process(model: str, case: Case, one_process: Callable[.
         assert average.keys() == of_reference.keys()
         for name, tensor in of_reference.items():
             torch.testing.assert_close(average[name], tensor, rtol=0, atol=1e-9)
-        assert {"first.weight", "last.weight"} <= average.keys() or "custom_models.Frozen" in overrides[1]
-        assert "blocks.1.up.weight" not in average  # frozen
+        assert {"first.weight", "last.weight"} <= average.keys()
+        assert "parallel.forward=remote" in case.options or "blocks.1.up.weight" not in average  # frozen
 
 
 def _rates(made: Run) -> dict[int, float]:

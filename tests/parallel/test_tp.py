@@ -33,8 +33,8 @@ def test_invalid_options_and_unsuitable_models_are_refused() -> None:
         TP(tensor=3).axes(4)
     with pytest.raises(ValueError, match=r"^parallel.rest=fsdp has no effect, because parallel.tensor=2 uses all"):
         TP(rest="fsdp").axes(2)
-    with pytest.raises(ValueError, match=r"^parallel.tensor=0 must be at least 1; try 2$"):
-        TP(tensor=0)
+    with pytest.raises(ValueError, match=r"^parallel.tensor=0 must divide the world of 4 ranks; try 1 or 2$"):
+        TP(tensor=0).axes(4)
 
     def refusal(tensor: int, module: nn.Module, *overrides: str) -> str:
         mode = TP(tensor=tensor)
