@@ -11,7 +11,6 @@ from one_machine import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.distributed.failures.peer_failure import PeerMissing
 from runner.distributed.local.exchange import exchange_of
 from runner.distributed.local.sockets import Listener
 from runner.distributed.world import World
@@ -147,17 +146,3 @@ def test_sparse_gradients_are_summed_by_the_process_group(tmp_path: Path) -> Non
     of_table, of_bias = on_ranks(tmp_path, 2, act)[0]
     assert (of_table != 0).all(1).tolist() == [True, True, False, False, True]
     assert torch.equal(of_table[4], of_table[0] + of_table[1]) and of_bias.tolist() == [4.0] * 3
-
-
-def test_backward_raises_if_a_rank_has_exited(tmp_path: Path) -> None:
-    def act(world: World) -> str:
-        wrapped = FixedBuckets(Model())
-        assert wrapped.sum_on_cpu()
-        if world.rank == 1:
-            exchange_of()._sockets.close()  # type: ignore[union-attr]
-            return ""
-        with pytest.raises(PeerMissing) as caught:
-            wrapped(inputs_of(world.rank)).sum().backward()
-        return str(caught.value)
-
-    assert on_ranks(tmp_path, 2, act) == ["rank 1 has closed its connection to this one", ""]

@@ -46,21 +46,6 @@ def test_a_gradient_is_clipped_by_the_norm_of_the_whole() -> None:
     assert torch.stack([p.detach() for p in own]).norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
-def test_a_fused_update_accepts_a_gradient_of_other_strides(optimizer: type[torch.optim.Optimizer]) -> None:
-    """Like the sum over ranks of a gradient in channels_last."""
-    ends = []
-    for fused in (False, True):
-        drawn = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
-        own = nn.Parameter(drawn[0].to(memory_format=torch.channels_last))
-        own.grad = drawn[1].clone()
-        assert own.stride() != own.grad.stride()
-        update = ParameterUpdate(optimizer([own], lr=0.1, fused=fused), [own], FP32)  # type: ignore[call-arg]
-        update.step(lr_factor=1.0, want_norm=False)
-        ends.append(own.detach())
-    torch.testing.assert_close(ends[0], ends[1])
-
-
 def test_a_loaded_optimizer_state_has_the_strides_of_its_parameter(tmp_path: Path) -> None:
     module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)

@@ -94,9 +94,6 @@ def test_checkpoint_moves_between_modes(optimizer: str, one_process: Callable[..
     assert_equal(part, one_process(*SHORT, optimizer, "micro_batches=4"))
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 class Incomplete(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,14 +171,6 @@ def test_null_stages_are_as_many_as_fit() -> None:
 def test_too_small_a_batch_is_refused_with_all_factors() -> None:
     with pytest.raises(InputError, match=r"data ranks x micro_batches x parallel.micro_batches = 1 x 2 x 4 = 8"):
         build_experiment("model=toy", "data=toy", "parallel=pipeline", "micro_batches=2", "batch_size=6")
-
-
-# -- which rank has which stages ---------------------------------------------------------------------------------------
-
-
-def test_stages_are_assigned_round_robin_or_in_a_v() -> None:
-    assert [Pipeline(schedule="LoopedBFS").owner(stage, 2) for stage in range(4)] == [0, 1, 0, 1]
-    assert [Pipeline(schedule="ZBV").owner(stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
 
 
 def test_partition_is_even() -> None:
