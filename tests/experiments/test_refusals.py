@@ -44,7 +44,7 @@ TABLE = {
     "objective=fine loss=mse": "loss=mse has no effect on objective=fine, which takes none",
     "objective=fine metrics=accuracy": "metrics.accuracy: the objective returns no outputs ... or set metrics=none",
     # the names and patterns of losses
-    "objective=missing": "Missing.losses names discriminator, but ... no method discriminator(model, batch)",
+    "objective=missing": "AttributeError: 'Missing' object has no attribute 'discriminator'",
     "objective=listed": "Listed.losses=['loss'] must map names of losses to regular",
     "objective=no_losses": "NoLosses.losses={} must map names of losses",
     "objective=patterns 'objective.first=\"^third\"'": "losses['loss']='^third' matches no trained parameter; there",

@@ -80,7 +80,7 @@ def test_unsuitable_models_and_options_are_refused() -> None:
     checkpoint_activations(model, "full")
     with pytest.raises(ValueError, match=r"^activation_checkpointing: Counting changes its buffer calls in forward"):
         model(torch.randn(4, 8)).sum().backward()
-    plain = ("model=linear", "data=toy", *COMMON)
+    plain = (*CHAIN[:2], "data=toy", *COMMON)
     full = "activation_checkpointing=full"
     for overrides, message in (
         (("activation_checkpointing=0",), "activation_checkpointing=0 must be none, full or n of at least 1"),
