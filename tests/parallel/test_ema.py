@@ -21,19 +21,10 @@ EMA = ("ema.decay=0.8", "ema.warmup_steps=4")
 DATA = ("data=toy", "data.num_train=350", "batch_size=90", *COMMON)
 # Evaluations between the steps: the next step must not use parameters that were gathered of the average.
 OFTEN = ("eval_every_steps=3", "checkpoint.every_steps=3")
-
-
 MIXED = ("model=linear", "model._target_=test_special_parameters.Mixed", "micro_batches=2", *DATA, *OFTEN, *EMA)
 TOY = ("model=toy", *DATA, *OFTEN, *EMA)
-
-
 OWN = f"--config-dir={Path(__file__).parent / 'own'}"
 TWO_LOSSES = (OWN, "model=codes", "data=figures", "objective=adversarial", *COMMON, "batch_size=14", *OFTEN, *EMA)
-
-
-def average_of(made: Run) -> dict[str, torch.Tensor]:
-    average: dict[str, torch.Tensor] = made.state["average"]
-    return average
 
 
 def test_one_process_equals_a_loop_with_torchs_averaged_model(one_process: Callable[..., Run]) -> None:
@@ -59,9 +50,9 @@ def test_one_process_equals_a_loop_with_torchs_averaged_model(one_process: Calla
             averaged.update_parameters(module)
     assert averaged.n_averaged == 11  # the first update and ten steps
     for name, parameter in averaged.module.named_parameters():
-        torch.testing.assert_close(average_of(made)[name], parameter.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(made.state["average"][name], parameter.detach(), rtol=1e-12, atol=1e-12)
     assert made.state["averaged_steps"] == 10
-    assert not average_of(made).keys() & dict(module.named_buffers()).keys()
+    assert not made.state["average"].keys() & dict(module.named_buffers()).keys()
 
     averaged.eval()
     batches = [batch.micro_batches[0].data for batch in experiment.val_loader.steps(0)]
@@ -85,9 +76,9 @@ def test_average_equals_one_process(
     expected = one_process(*overrides)
     made = run(tmp_path, 2, *overrides, f"parallel={mode}", *options)
     assert_equal(made, expected)
-    assert average_of(made).keys() == average_of(expected).keys()
-    for name, tensor in average_of(expected).items():
-        torch.testing.assert_close(average_of(made)[name], tensor, rtol=0, atol=1e-9)
+    assert made.state["average"].keys() == expected.state["average"].keys()
+    for name, tensor in expected.state["average"].items():
+        torch.testing.assert_close(made.state["average"][name], tensor, rtol=0, atol=1e-9)
         assert not torch.allclose(tensor, expected.weights[name], atol=1e-6)
 
 
@@ -115,7 +106,7 @@ def test_a_resumed_run_ends_at_the_same_average_to_the_bit(tmp_path: Path) -> No
         assert all(torch.equal(resumed.state[part][name], tensor) for name, tensor in expected[part].items()), part
     other = run(tmp_path, 1, f"resume={tmp_path / 'other'}", "parallel=none")
     for name, tensor in expected["average"].items():
-        torch.testing.assert_close(average_of(other)[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other.state["average"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_it_can_be_turned_on_and_off_on_resume(tmp_path: Path) -> None:
@@ -124,7 +115,7 @@ def test_it_can_be_turned_on_and_off_on_resume(tmp_path: Path) -> None:
     start = part.weights
     resume = (f"resume={part.path}",)
     run(tmp_path, 1, *resume, "ema.decay=0.8", "max_steps=4")
-    now, average = part.weights, average_of(part)
+    now, average = part.weights, part.state["average"]
     assert average.keys() == start.keys()
     for name, tensor in start.items():
         torch.testing.assert_close(average[name], 0.8 * tensor + 0.2 * now[name])
@@ -154,7 +145,7 @@ def test_a_run_stopped_during_an_evaluation_saves_the_weights_not_the_average(
     assert "saved after step 3" in (path / "log.txt").read_text()
     resumed = run(tmp_path / "cut", 1, f"resume={path}")
     assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
-    assert all(torch.equal(average_of(resumed)[name], tensor) for name, tensor in average_of(whole).items())
+    assert all(torch.equal(resumed.state["average"][name], tensor) for name, tensor in whole.state["average"].items())
 
 
 def test_invalid_options_are_refused() -> None:
