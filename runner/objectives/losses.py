@@ -27,16 +27,6 @@ ELEMENTWISE = (
     nn.SoftMarginLoss,
 )
 CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_SAMPLEWISE = (
-    nn.CosineEmbeddingLoss,
-    nn.CTCLoss,
-    nn.MarginRankingLoss,
-    nn.MultiLabelMarginLoss,
-    nn.MultiLabelSoftMarginLoss,
-    nn.MultiMarginLoss,
-    nn.TripletMarginLoss,
-    nn.TripletMarginWithDistanceLoss,
-)
 
 
 class Loss(NamedTuple):
@@ -164,25 +154,20 @@ def is_weighted_by_samples(loss: nn.Module, targets: Any, ragged: bool) -> bool:
         return False
     same_shape = not ragged or (isinstance(targets, torch.Tensor) and targets.dim() < 2)
     if isinstance(loss, CLASSES) and not targets.is_floating_point():
-        may_ignore = targets.dim() > 1 or getattr(loss, "ignores_any", True)
-        return loss.weight is None and not may_ignore
+        return loss.weight is None and targets.dim() == 1 and not getattr(loss, "ignores_any", True)
     if getattr(loss, "reduction", None) == "batchmean":
         return True
     if isinstance(loss, (*ELEMENTWISE, *CLASSES)):
         return same_shape
-    known = (*_SAMPLEWISE, nn.GaussianNLLLoss) if same_shape else _SAMPLEWISE
-    if not isinstance(loss, known) and (of_torch := _torch_class(loss)):
+    # torch's other losses are means over the samples, unless they ignore some targets.
+    of_torch = [base.__name__ for base in type(loss).__mro__ if base.__module__ == nn.MSELoss.__module__]
+    is_of_torch = any(not name.startswith("_") for name in of_torch)
+    if is_of_torch and (hasattr(loss, "ignore_index") or not same_shape):
         raise ValueError(
-            f"loss._target_={type(loss).__module__}.{type(loss).__qualname__}: the weight of torch.nn.{of_torch} is "
+            f"loss._target_={type(loss).__module__}.{type(loss).__qualname__}: the weight of this loss of torch is "
             "unknown for these targets; derive a class from it that has a method weight_of(targets)"
         )
     return True
-
-
-def _torch_class(loss: nn.Module) -> str:
-    """Return the name of the loss of torch.nn that the class is or derives from, or an empty string."""
-    classes = (base for base in type(loss).__mro__ if base.__module__ == nn.MSELoss.__module__)
-    return next((base.__name__ for base in classes if not base.__name__.startswith("_")), "")
 
 
 class WeightedSum:

@@ -11,7 +11,7 @@ from torch import nn
 from runner.errors import InputError
 from runner.input.batch import MicroBatch
 from runner.objectives.losses import Loss
-from runner.optimization.parameter_patterns import listed
+from runner.optimization.parameter_patterns import counted
 
 
 class ForwardWrapper(nn.Module):
@@ -63,8 +63,6 @@ class Objective:
         """Return (outputs, targets) for the metrics, or None for no metrics."""
         return None
 
-    # -- called by the runner ----------------------------------------------------------------------------------------
-
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         """Return one of the losses; for a micro-batch without local samples, a zero that depends on the parameters."""
         result = getattr(self, name)(model, micro_batch.data)
@@ -82,18 +80,18 @@ class Objective:
 
 def as_sum_and_weight(result: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the sum and the weight that a custom loss returned. Raise TypeError for anything else."""
-    wanted = f"{name} must return (sum, weight), the sum of the losses of a batch as a scalar tensor, and its weight"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"{wanted}, not {type(result).__name__}")
-    total, weight = result
-    if not isinstance(total, torch.Tensor) or total.dim() != 0 or not total.is_floating_point():
-        shape = f"of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
-        raise TypeError(f"{wanted}; its sum is {shape}")
-    if isinstance(weight, torch.Tensor) and weight.dim() == 0:
-        return total, weight.detach()
-    if isinstance(weight, (int, float)):
-        return total, float(weight)
-    raise TypeError(f"{wanted}; its weight is a {type(weight).__name__}")
+    if isinstance(result, tuple) and len(result) == 2:
+        total, weight = result
+        is_sum = isinstance(total, torch.Tensor) and total.dim() == 0 and total.is_floating_point()
+        if is_sum and isinstance(weight, torch.Tensor) and weight.dim() == 0:
+            return total, weight.detach()
+        if is_sum and isinstance(weight, (int, float)):
+            return total, float(weight)
+    kinds = ", ".join(type(value).__name__ for value in (result if isinstance(result, tuple) else [result]))
+    raise TypeError(
+        f"{name} must return (sum, weight), the sum of the losses of a batch as a scalar tensor, and its weight; not "
+        f"{kinds}"
+    )
 
 
 @dataclass(frozen=True)
@@ -122,40 +120,24 @@ def loss_groups(objective: Objective, module: nn.Module) -> list[LossGroup]:
     return groups
 
 
-def check_losses(objective: Objective) -> None:
-    """Raise InputError if `losses` is not a mapping from methods to regular expressions."""
+def check_losses(objective: Objective, module: nn.Module) -> None:
+    """Raise InputError if `losses` does not map names to regular expressions that match all trained parameters."""
     name, losses = type(objective).__name__, objective.losses
     if not isinstance(losses, Mapping) or not losses:
-        raise InputError(
-            f"objective: {name}.losses={losses!r} must map the name of each loss to the regular expression of the "
-            "parameters that it trains, as {'loss': ''}"
-        )
-    for loss, pattern in losses.items():
-        if not callable(getattr(objective, loss, None)):
-            raise InputError(f"objective: {name}.losses names {loss}, but {name} has no method {loss}(model, batch)")
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise InputError(
-                f"objective: {name}.losses[{loss!r}]={pattern!r} is not a regular expression: {error}"
-            ) from None
-
-
-def check_patterns(objective: Objective, module: nn.Module) -> None:
-    """Raise InputError if a loss trains no parameter of the model, or a parameter is trained by no loss."""
-    name = type(objective).__name__
+        raise InputError(f"objective: {name}.losses={losses!r} must map names of losses to regular expressions")
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not trained:
-        return  # OptimizerFactory reports it
-    for loss, pattern in objective.losses.items():
-        if not any(re.search(pattern, parameter) for parameter in trained):
-            raise InputError(
-                f"objective: {name}.losses[{loss!r}]={pattern!r} matches no trained parameter; there are "
-                f"{listed(trained, 3)}"
-            )
-    patterns = list(objective.losses.values())
-    if idle := [p for p in trained if not any(re.search(pattern, p) for pattern in patterns)]:
+    matched: set[str] = set()
+    for loss, pattern in losses.items():
+        try:
+            own = {parameter for parameter in trained if re.search(pattern, parameter)}
+        except (re.error, TypeError) as error:
+            reason = f"is not a regular expression: {error}"
+        else:
+            reason = "" if own or not trained else f"matches no trained parameter; there are {counted(trained, 3)}"
+            matched |= own
+        if reason:
+            raise InputError(f"objective: {name}.losses[{loss!r}]={pattern!r} {reason}") from None
+    if idle := [parameter for parameter in trained if parameter not in matched]:
         raise InputError(
-            f"objective: {name}.losses trains all parameters except {idle[0]}; add it to a pattern, or freeze it "
-            "(requires_grad)"
+            f"objective: {name}.losses trains all parameters except {idle[0]}; add it to a pattern, or freeze it"
         )

@@ -7,34 +7,36 @@ class Constant:
     """A constant learning rate, after an optional linear warm-up."""
 
     def __init__(self, warmup_steps: int = 0):
-        self.warmup_steps = _check_warmup(warmup_steps)
+        if warmup_steps < 0:
+            raise ValueError(f"scheduler.warmup_steps={warmup_steps} must be at least 0")
+        self.warmup_steps = warmup_steps
 
     def __call__(self, step: int, num_steps: int, steps_per_epoch: int) -> float:
         """Return the factor of step `step` (counted from 0) of `num_steps`."""
-        return _warmup(step, self.warmup_steps)
+        return min((step + 1) / (self.warmup_steps + 1), 1.0)
 
 
-class Cosine:
+class Cosine(Constant):
     """Half a cosine period from 1 to final_factor (Loshchilov and Hutter 2017, without restarts)."""
 
     def __init__(self, warmup_steps: int = 0, final_factor: float = 0.0):
-        self.warmup_steps = _check_warmup(warmup_steps)
+        super().__init__(warmup_steps)
         if not 0 <= final_factor <= 1:
             raise ValueError(f"scheduler.final_factor={final_factor} must be between 0 and 1; try 0.0")
         self.final_factor = final_factor
 
     def __call__(self, step: int, num_steps: int, steps_per_epoch: int) -> float:
         if step < self.warmup_steps:
-            return _warmup(step, self.warmup_steps)
+            return super().__call__(step, num_steps, steps_per_epoch)
         progress = (step - self.warmup_steps) / max(num_steps - self.warmup_steps - 1, 1)
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
-class Step:
+class Step(Constant):
     """A learning rate that is multiplied by gamma every `every_epochs` epochs."""
 
     def __init__(self, every_epochs: int = 10, gamma: float = 0.1, warmup_steps: int = 0):
-        self.warmup_steps = _check_warmup(warmup_steps)
+        super().__init__(warmup_steps)
         if every_epochs < 1:
             raise ValueError(f"scheduler.every_epochs={every_epochs} must be at least 1; try 10")
         if gamma <= 0:
@@ -42,14 +44,5 @@ class Step:
         self.every_epochs, self.gamma = every_epochs, gamma
 
     def __call__(self, step: int, num_steps: int, steps_per_epoch: int) -> float:
-        return _warmup(step, self.warmup_steps) * self.gamma ** (step // steps_per_epoch // self.every_epochs)
-
-
-def _warmup(step: int, warmup_steps: int) -> float:
-    return min((step + 1) / (warmup_steps + 1), 1.0)
-
-
-def _check_warmup(warmup_steps: int) -> int:
-    if warmup_steps < 0:
-        raise ValueError(f"scheduler.warmup_steps={warmup_steps} must be at least 0")
-    return warmup_steps
+        warmup = super().__call__(step, num_steps, steps_per_epoch)
+        return warmup * self.gamma ** (step // steps_per_epoch // self.every_epochs)

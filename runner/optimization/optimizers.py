@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import make_group
 from runner.errors import InputError
-from runner.optimization.parameter_patterns import first_match, listed, names_of, near
+from runner.optimization.parameter_patterns import first_match, names_of, near
 
 DEFAULT = "default"  # the name of the group of the parameters that no pattern matches
 
@@ -28,12 +28,9 @@ def try_options(node: Mapping[str, Any], choices: Mapping[str, str]) -> list[Opt
     one that cannot differ between groups.
     """
     options = {name: value for name, value in node.items() if name != "groups"}
-    default = _options_of(make_group(choices, "optimizer", options, _dummy_parameters()))
+    default = _try(choices, "optimizer", options)
     if "lr" not in default:
-        raise InputError(
-            f"optimizer._target_={node['_target_']}: its parameter groups have no lr, which the learning rate "
-            "schedule multiplies; choose an optimizer that has one"
-        )
+        raise InputError(f"optimizer._target_={node['_target_']} has no lr, which the schedule multiplies")
     of_groups = []
     for index, group in enumerate(node.get("groups", [])):
         key = f"optimizer.groups.{index}"
@@ -44,8 +41,7 @@ def try_options(node: Mapping[str, Any], choices: Mapping[str, str]) -> list[Opt
                 f"{key}.{unknown[0]}={show(overrides[unknown[0]])}: {node['_target_']} has one {unknown[0]} for "
                 f"all parameters; options that may differ between groups: {known}"
             )
-        optimizer = make_group({key: show(group)}, key, {**options, **overrides}, _dummy_parameters())
-        of_groups.append(_options_of(optimizer))
+        of_groups.append(_try({key: show(group)}, key, {**options, **overrides}))
     return [default, *of_groups]
 
 
@@ -71,14 +67,12 @@ class OptimizerFactory:
         patterns: list[str] = [group["match"] for group in node.get("groups", [])]
         names = names_of([(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad])
         if not names:
-            raise InputError(
-                "model: no parameter has requires_grad, so that nothing can be trained; leave some trainable"
-            )
+            raise InputError("model: no parameter has requires_grad, so that nothing can be trained")
         found = {aliases[0]: first_match(patterns, aliases) for aliases in names.values()}
         self._group_of = {name: 0 if match is None else match + 1 for name, match in found.items()}
         frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         _check_matches(patterns, found, list(names.values()), frozen)
-        labels = [DEFAULT, *map(_label, range(len(patterns)), patterns)]
+        labels = [DEFAULT, *(f"{index} ({pattern})" for index, pattern in enumerate(patterns))]
         sizes = Counter({label: 0 for label in labels if label != DEFAULT})
         for parameter, aliases in names.items():
             sizes[labels[self._group_of[aliases[0]]]] += parameter.numel()
@@ -112,16 +106,10 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def _dummy_parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(2, 2))]
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> Options:
+def _try(choices: Mapping[str, str], key: str, options: Options) -> Options:
+    """Return all options of the optimizer that these construct for a dummy parameter."""
+    optimizer = make_group(choices, key, options, [nn.Parameter(torch.zeros(2, 2))])
     return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-
-
-def _label(index: int, pattern: str) -> str:
-    return f"{index} ({pattern})"
 
 
 def _check_matches(
@@ -133,13 +121,6 @@ def _check_matches(
         if index in found.values():
             continue
         override = f"optimizer.groups.{index}.match={pattern}"
-        matched = [aliases[0] for aliases in names if any(re.search(pattern, name) for name in aliases)]
-        if matched:
-            earlier = found[matched[0]]
-            raise InputError(
-                f"{override}: all parameters that it matches ({listed(matched)}) are in an earlier group, by "
-                f"optimizer.groups.{earlier}.match={patterns[earlier or 0]}; move it before that group, or remove it"
-            )
-        if still := [name for name in frozen if re.search(pattern, name)]:
-            raise InputError(f"{override} matches only parameters that are not trained ({listed(still)}); remove it")
+        if any(re.search(pattern, name) for name in [*known, *frozen]):
+            raise InputError(f"{override}: all parameters that it matches are frozen or in an earlier group; remove it")
         raise InputError(f"{override} matches no parameter's name; {near(pattern, known)}")

@@ -1,11 +1,14 @@
-"""Regular expressions of the full names of parameters: their matches, and the names in messages about them."""
+"""Regular expressions of the full names of parameters: their matches, messages about them, and `freeze`."""
 
+import functools
 import re
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from runner.errors import nearest
+from runner.errors import InputError, nearest
 
 
 def names_of(parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, list[str]]:
@@ -27,13 +30,52 @@ def near(pattern: str, known: Sequence[str]) -> str:
     pieces = dict.fromkeys(piece for name in known for piece in (name, *name.split(".")))
     like = nearest(re.sub(r"[\^$\\*+?()]", "", pattern), list(pieces))
     alike = [name for name in known if like is not None and like in (name, *name.split("."))]
-    return f"near it: {listed(alike)}" if alike else f"the names are {listed(known)}"
+    return f"near it: {counted(alike)}" if alike else f"the names are {counted(known)}"
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
-
-
-def counted(names: Sequence[str], most: int, between: str = ", ") -> str:
+def counted(names: Sequence[str], most: int = 4, between: str = ", ") -> str:
     """Return the first names, and the number of the others."""
     return between.join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def freeze(patterns: Sequence[str], module: nn.Module) -> list[str]:
+    """Freeze the parameters whose full name matches a pattern (re.search), and return a log line.
+
+    A tied parameter has several names. A normalization layer with running statistics stays in evaluation mode if all
+    its parameters are frozen, or if it has no parameters and all its buffers match. Raises InputError for a pattern
+    that matches nothing, and if no parameter remains to be trained.
+    """
+    names = names_of(list(module.named_parameters(remove_duplicate=False)))
+    known = [name for aliases in names.values() for name in aliases]
+    # The names by which the statistics of a normalization layer are frozen: its parameters, or else its buffers.
+    keys_of = {
+        layer: [f"{name}.{key}" for key, _ in [*layer.named_parameters()] or layer.named_buffers()]
+        for name, layer in module.named_modules()
+        if isinstance(layer, _NormBase) and [*layer.buffers()]
+    }
+    for index, pattern in enumerate(patterns):
+        if first_match([pattern], [*known, *chain.from_iterable(keys_of.values())]) is None:
+            raise InputError(f"freeze.{index}={pattern} matches no parameter's name; {near(pattern, known)}")
+    frozen = {parameter: aliases for parameter, aliases in names.items() if first_match(patterns, aliases) is not None}
+    if patterns and not any(p.requires_grad and p not in frozen for p in names):
+        raise InputError(f"freeze={list(patterns)} leaves no parameter to train; leave at least one unmatched")
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    frozen_layers = [
+        layer for layer, keys in keys_of.items() if all(first_match(patterns, [key]) is not None for key in keys)
+    ]
+    for layer in frozen_layers:
+        # An attribute of the instance survives a change of its class, as by fully_shard and SyncBatchNorm. A partial
+        # is copied with its layer, unlike a closure.
+        layer.train = functools.partial(_stay_in_evaluation_mode, layer)  # type: ignore[method-assign, assignment]
+        layer.train()
+    if not frozen:
+        return []
+    statistics = f" and the statistics of {len(frozen_layers)} normalization layers" if frozen_layers else ""
+    listed = counted([aliases[0] for aliases in frozen.values()], 8)
+    return [f"frozen   {len(frozen):,} of {len(names):,} parameters{statistics}: {listed}"]
+
+
+def _stay_in_evaluation_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Ignore `train()`: the layer stays in evaluation mode."""
+    return nn.Module.train(layer, False)

@@ -1,6 +1,7 @@
 """DistributedDataParallel: a replica per rank; gradients are combined bucket by bucket while backward runs."""
 
 import inspect
+import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -8,21 +9,24 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.collectives import sum_over
-from runner.distributed.local.exchange import exchange_of, is_small
+from runner.distributed.local.exchange import exchange_of
 from runner.distributed.sync_batch_norm import keeps_all_buffers
 from runner.distributed.world import World
 from runner.errors import JobFailed
 from runner.objectives.objective import ForwardWrapper, LossGroup
 from runner.optimization.parameter_patterns import counted
 from runner.parallel.loss_groups import prepare_loss_groups
-from runner.parallel.powersgd import PowerSGD
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, ParallelModel, Recipe
+
+log = logging.getLogger(__name__)
 
 # torch 2.15 renames the option and deprecates the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -66,10 +70,7 @@ class DDP(Parallel):
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if self.comm_hook == "powersgd" and config.on_nonfinite == "skip":
-            return [
-                "on_nonfinite=skip: parallel.comm_hook=powersgd adds the error of a step to the next one, also if it "
-                "is NaN; try on_nonfinite=stop"
-            ]
+            return ["on_nonfinite=skip: comm_hook=powersgd adds the error of a step to the next; try on_nonfinite=stop"]
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
@@ -79,40 +80,19 @@ class DDP(Parallel):
         # Buffers that are equal on all ranks anyway need no broadcast in every forward. On several machines, rounding
         # may differ.
         are_equal = exchange_of() is not None and keeps_all_buffers(recipe.module)
-        options = self.options | ({_BROADCAST: False} if are_equal else {})
-        wrapped = wrap(recipe, **options)
-        hook_state = self._register_hook(wrapped, world)
+        wrapped = wrap(recipe, **(self.options | ({_BROADCAST: False} if are_equal else {})))
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        if self.comm_hook in hooks:
+            wrapped.register_comm_hook(None, hooks[self.comm_hook])
         is_summed = self.comm_hook == "none" and wrapped.sum_on_cpu()
-        optimizer = recipe.make_optimizer(loss_group.parameters)
-        first_backward = self.static_graph
-
-        def without_sync() -> AbstractContextManager[Any]:
-            # A static graph is recorded in the first backward, which must synchronize. Averaging there as well changes
-            # nothing: gradients that are averaged twice are equal on all ranks the second time.
-            nonlocal first_backward
-            if first_backward:
-                first_backward = False
-                return nullcontext()
-            return wrapped.no_sync()
-
-        return Replica(
-            recipe,
-            optimizer,
-            loss_group,
-            without_sync=without_sync,
-            hook_state=hook_state,
-            **replica_options(wrapped, world, is_summed),
-        )
-
-    def _register_hook(self, wrapped: DistributedDataParallel, world: World) -> PowerSGD | None:
-        """Register the communication hook, and return it if it has a state."""
-        if self.comm_hook == "fp16":
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif self.comm_hook == "bf16":
-            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif self.comm_hook == "powersgd":
-            return PowerSGD(wrapped, self.powersgd_rank, self.options["bucket_cap_mb"], world)
-        return None
+        # A static graph is recorded in the first backward, which must synchronize. Averaging there as well changes
+        # nothing: gradients that are averaged twice are equal on all ranks the second time.
+        first_backward: list[AbstractContextManager[Any]] = [nullcontext()] if self.static_graph else []
+        options = replica_options(wrapped, world, is_summed)
+        options["without_sync"] = lambda: first_backward.pop() if first_backward else wrapped.no_sync()
+        if self.comm_hook == "powersgd":
+            return PowerSGDReplica(recipe, loss_group, wrapped, self, **options)
+        return Replica(recipe, recipe.make_optimizer(loss_group.parameters), loss_group, **options)
 
 
 class FixedBuckets(DistributedDataParallel):
@@ -120,12 +100,11 @@ class FixedBuckets(DistributedDataParallel):
 
     It averages gradients in the background, unless `sum_on_cpu` is called. All ranks must construct it together.
 
-    DistributedDataParallel has one bucket in a process's first step. It then rebuilds its buckets in the order in which
-    gradients became ready. The order in which an all-reduce sums depends on the position in a bucket (in gloo's ring of
-    three ranks or more, each chunk begins at another rank). The first step after a resume would therefore round
-    differently from the same step of an uninterrupted run. This class builds the final buckets at once, from the
-    parameters in reverse order of registration. Gradients become ready in this order if a model registers its layers in
-    the order of their use; otherwise communication and backward overlap less.
+    DistributedDataParallel rebuilds its buckets after a process's first step, in the order in which gradients became
+    ready. The order in which an all-reduce sums depends on the position in a bucket (in gloo's ring of three ranks or
+    more, each chunk begins at another rank), so that the first step after a resume would round differently. This class
+    builds the final buckets at once, from the parameters in reverse order of registration. If a model registers its
+    layers in another order than that of their use, communication and backward overlap less.
 
     It calls what DistributedDataParallel calls after its first step (torch/csrc/distributed/c10d/reducer.cpp:
     push_rebuilt_params_for_all_indices, rebuild_buckets); calling that again has no effect.
@@ -139,16 +118,13 @@ class FixedBuckets(DistributedDataParallel):
     def sum_on_cpu(self) -> bool:
         """Sum gradients instead of averaging them, if the ranks compute on CPUs. Return True if they do.
 
-        On one machine, all buckets are summed when the last gradient is ready: with all cores busy, the background is
-        no faster, and ranks wait for each other only once. Static graphs are averaged, because in their first step no
-        bucket is marked as the last one. All ranks must call it.
+        All buckets are summed when the last gradient is ready: with all cores busy, the background is no faster, and
+        ranks wait for each other only once. Static graphs are averaged, because in their first step no bucket is marked
+        as the last one. All ranks must call it.
         """
         if self.device_type != "cpu" or self.static_graph:
             return False
-        if exchange_of() is None:
-            self.register_comm_hook(None, _sum_in_background)
-        else:
-            self.register_comm_hook([], _sum_after_last)
+        self.register_comm_hook([], _sum_after_last)
         return True
 
     def check_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -158,19 +134,16 @@ class FixedBuckets(DistributedDataParallel):
         """
         if self.find_unused_parameters or self.static_graph:
             return
-        if without := {parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None}:
-            named = self.module.named_parameters()
-            names = [name.removeprefix("model.") for name, parameter in named if parameter in without]
-            raise JobFailed(
-                f"the loss of a step does not depend on {counted(names, 2)}, but parallel=ddp and zero wait for all "
-                "gradients; try parallel.find_unused_parameters=true"
-            )
         try:
             self._check_reducer_finalized()
-        except RuntimeError:  # the gradients exist, but some are only from earlier micro-batches
+        except RuntimeError:
+            without = {parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None}
+            named = self.module.named_parameters()
+            names = [name.removeprefix("model.") for name, parameter in named if parameter in without]
+            # Without a name, the gradients exist, but some are only from earlier micro-batches.
             raise JobFailed(
-                "the loss of a step's last micro-batch does not depend on all parameters, but parallel=ddp and zero "
-                "wait for all gradients; try parallel.find_unused_parameters=true"
+                f"the loss of a step's last micro-batch does not depend on {counted(names, 2) or 'all parameters'}, "
+                "but parallel=ddp and zero wait for all gradients; try parallel.find_unused_parameters=true"
             ) from None
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -210,14 +183,62 @@ def _sum_after_last(waiting: list[tuple[torch.Tensor, Summed]], bucket: dist.Gra
     return summed
 
 
-def _sum_in_background(state: None, bucket: dist.GradBucket) -> Summed:
-    """Sum a bucket while backward continues, but a small or sparse one immediately; a communication hook."""
-    gradients = bucket.buffer()
-    if gradients.is_sparse or is_small(gradients, dist.get_world_size()):
-        sum_over(None, gradients)
-        summed = Summed()
-        summed.set_result(gradients)
-        return summed
-    work = dist.all_reduce(gradients, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+class PowerSGDReplica(Replica):
+    """A replica whose gradients are compressed by PowerSGD, a communication hook with a state.
+
+    Vogels, Karimireddy, Jaggi, "PowerSGD", 2019: a gradient's matrix is sent as two matrices of low rank. The error of
+    a step is added to the next one, per rank and bucket, and the matrices start from those of the previous step. The
+    first two steps are not compressed: torch requires that, because its own buckets change.
+    """
+
+    def __init__(self, recipe: Recipe, loss_group: LossGroup, wrapped: FixedBuckets, mode: DDP, **options: Any):
+        super().__init__(recipe, recipe.make_optimizer(loss_group.parameters), loss_group, **options)
+        self._hook = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=mode.powersgd_rank,
+            start_powerSGD_iter=2,
+            orthogonalization_epsilon=1e-8,  # a layer without gradient (dead units) would divide by zero
+        )
+        wrapped.register_comm_hook(self._hook, powerSGD_hook.powerSGD_hook)
+        self._prefix = f"powersgd.rank_{dist.get_rank()}"
+        self._options = {"num_ranks": dist.get_world_size(), "rank": mode.powersgd_rank}
+        self._options["bucket_cap_mb"] = mode.options["bucket_cap_mb"]
+
+    @property
+    def _tensors(self) -> dict[str, dict[int, torch.Tensor]]:
+        """Errors and matrices by bucket, each a flat tensor."""
+        return {"error": self._hook.error_dict, "p": self._hook.p_memory_dict, "q": self._hook.q_memory_dict}
+
+    def state(self) -> LocalState:
+        chunks = {
+            f"{self._prefix}.{kind}.{bucket}": LocalChunk.of(tensor)
+            for kind, by_bucket in self._tensors.items()
+            for bucket, tensor in by_bucket.items()
+        }
+        return super().state() | LocalState(chunks, {"powersgd": {**self._options, "steps": self._hook.iter}})
+
+    def load_optimizer(self, saved: SavedState) -> None:
+        """Continue exactly with the same options on the same number of ranks; otherwise restart with a warning."""
+        super().load_optimizer(saved)
+        for by_bucket in self._tensors.values():
+            by_bucket.clear()
+        self._hook.iter = 0
+        found = dict(saved.facts.get("powersgd", {}))
+        steps = found.pop("steps", 0)
+        if found != self._options:
+            if dist.get_rank() == 0:
+                log.warning(
+                    "parallel.comm_hook=powersgd restarts and drops the gradients that it had not sent yet: the "
+                    "checkpoint was saved with %s, and the run has %s",
+                    found,
+                    self._options,
+                )
+            return
+        own = saved.under(self._prefix)
+        targets: dict[str, torch.Tensor] = {}
+        for name, tensor in own.tensors.items():
+            kind, _, bucket = name.partition(".")
+            targets[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.loss_group.parameters[0].device)
+            self._tensors[kind][int(bucket)] = targets[name]
+        own.read(targets)
+        self._hook.iter = steps

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from runner.config.schema import Config
-from runner.distributed.sync_batch_norm import has_batch_norm
 from runner.distributed.world import World
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, Recipe
@@ -30,15 +29,8 @@ class DP(Parallel):
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
-        module, num_devices = recipe.module, torch.cuda.device_count()
-        if recipe.device.type == "cpu":
-            log.warning("parallel=dp has no effect on CPU: DataParallel passes the whole batch to the one model")
-        elif num_devices == 1:
-            log.warning("parallel=dp has no effect with one GPU: DataParallel passes the whole batch to the one model")
-        elif has_batch_norm(module):
-            log.warning(
-                "parallel=dp normalizes the samples of each GPU separately; parallel=ddp synchronizes BatchNorm"
-            )
-        wrapped = nn.DataParallel(module)
-        optimizer = recipe.make_optimizer(module.parameters())
+        if recipe.device.type == "cpu" or torch.cuda.device_count() == 1:
+            log.warning("parallel=dp has no effect on CPU or one GPU: DataParallel passes the whole batch to the model")
+        wrapped = nn.DataParallel(recipe.module)
+        optimizer = recipe.make_optimizer(recipe.module.parameters())
         return Replica(recipe, optimizer, wrapper=lambda function, *args: function(wrapped, *args))

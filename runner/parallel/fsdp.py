@@ -46,8 +46,6 @@ class FSDP(Parallel):
         mixed_precision: bool = False,
         meta_init: bool = True,
     ):
-        if replicate < 1:
-            raise ValueError(f"parallel.replicate={replicate} must be at least 1")
         self.replicate, self.reshard_after_forward = replicate, reshard_after_forward
         self.mixed_precision, self.meta_init = mixed_precision, meta_init
 
@@ -57,16 +55,7 @@ class FSDP(Parallel):
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if self.mixed_precision and config.precision != "bf16":
-            return [
-                f"parallel.mixed_precision=true computes in bfloat16, but precision={config.precision} does not; "
-                "try precision=bf16"
-            ]
-        if config.precision == "fp16" and (scalars := [n for n, p in module.named_parameters() if p.dim() == 0]):
-            # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
-            return [
-                f"precision=fp16: parallel=fsdp does not shard {scalars[0]}, a scalar, and cannot scale its gradient "
-                "together with those of shards; try precision=bf16, or give it the shape [1]"
-            ]
+            return ["parallel.mixed_precision=true computes in bfloat16; try precision=bf16"]
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:

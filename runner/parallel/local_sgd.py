@@ -39,10 +39,8 @@ class LocalSGD(Parallel):
         outer_momentum: float = 0.0,
         nesterov: bool = False,
     ):
-        if every < 1:
-            raise ValueError(f"every={every} must be at least 1; try 4")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps} must be at least 0")
+        if every < 1 or warmup_steps < 0:
+            raise ValueError(f"every={every} must be at least 1, and warmup_steps={warmup_steps} at least 0")
         if outer_lr <= 0:
             raise ValueError(f"outer_lr={outer_lr} must be above 0; try 1.0")
         if not 0 <= outer_momentum < 1:
@@ -53,21 +51,18 @@ class LocalSGD(Parallel):
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        if config.ema.decay is not None:
-            return [
-                f"ema.decay={config.ema.decay:g}: under parallel=local_sgd no rank has the weights between two "
-                "averagings, of which an average over the steps could be kept; try parallel=ddp, or ema.decay=null"
-            ]
-        if config.on_nonfinite == "skip" or config.loss_spike is not None:
-            key = f"loss_spike={config.loss_spike}" if config.on_nonfinite != "skip" else "on_nonfinite=skip"
-            fix = "loss_spike=null" if config.on_nonfinite != "skip" else "on_nonfinite=stop"
-            return [f"{key}: under parallel=local_sgd the ranks do not communicate in each step; try {fix}"]
-        if config.sync_batchnorm is True:
-            return [
-                "sync_batchnorm=true: under parallel=local_sgd no rank waits for another within a step; try "
-                "sync_batchnorm=auto, which averages the running statistics with the weights"
-            ]
-        return []
+        rules = [
+            (config.ema.decay is not None, f"ema.decay={config.ema.decay}", "null"),
+            (config.on_nonfinite == "skip", "on_nonfinite=skip", "stop"),
+            (config.loss_spike is not None, f"loss_spike={config.loss_spike}", "null"),
+            (config.sync_batchnorm is True, "sync_batchnorm=true", "auto, which averages the running statistics"),
+        ]
+        return [
+            f"{setting}: under parallel=local_sgd the ranks do not communicate in each step; "
+            f"try {setting.partition('=')[0]}={fix}"
+            for is_broken, setting, fix in rules
+            if is_broken
+        ]
 
     def prepare(self, recipe: Recipe, world: World) -> "LocalReplica":
         if world.world_size > 1:
@@ -85,7 +80,7 @@ class LocalReplica(Replica):
     rank weighted by its samples of the round, and the outer step follows. Optimizer states stay local.
 
     In mid-round, the model that is evaluated and saved is the average that would be computed now, without an outer
-    step; training continues from the local weights. The gradient norm and clipping are those of the local gradient.
+    step; training continues from the local weights. The gradient's norm and clipping are local.
     """
 
     def __init__(self, recipe: Recipe, world: World, mode: LocalSGD):
@@ -100,17 +95,18 @@ class LocalReplica(Replica):
         self._averaged = [*self._parameters, *self._buffers]
         self._anchor = [p.detach().clone() for p in self._parameters]  # the parameters at the start of the round
         self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
+        self._shared = {f"local_sgd.anchor.{number}": tensor for number, tensor in enumerate(self._anchor)}
+        if mode.outer["momentum"]:
+            for number, anchor in enumerate(self._anchor):
+                self._outer.state[anchor]["momentum_buffer"] = velocity = torch.zeros_like(anchor)
+                self._shared[f"local_sgd.outer.{number}.momentum_buffer"] = velocity
         self._local: list[torch.Tensor] = []  # this rank's tensors while the module has the average of a mid-round
         self._steps = 0  # of the whole run
         self._round_steps = 0
         self._round_samples = 0  # of this rank
         self._step_samples = 0
-        self._refusal = ""
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """Add up the gradients of a step. Return this rank's part of the global batch's mean loss, detached, ()."""
-        if self._refusal:
-            raise ValueError(self._refusal)
         self._hide_average()
         present = [m for m in batch.micro_batches if m.num_samples]
         self._step_samples = sum(m.num_samples for m in present)
@@ -118,9 +114,6 @@ class LocalReplica(Replica):
             return super().forward_backward(StepBatch(present, batch.num_samples, batch.wait_s))
         mean = super().forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
         return Loss(mean, self._step_samples, is_mean=True).divided_by(batch.num_samples)
-
-    def skip(self) -> None:
-        raise NotImplementedError("refused by `check`: the ranks do not communicate in each step")
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update this rank's parameters. In warm-up and at the end of a round, all ranks must call it."""
@@ -160,56 +153,38 @@ class LocalReplica(Replica):
         state = super().state() | LocalState(facts={"local_sgd": counts})
         state |= own.under(f"local_sgd.rank_{rank}")
         if rank == 0:
-            shared = self._anchor_state() | self._outer_state()
-            state.chunks |= {name: LocalChunk.of(tensor) for name, tensor in shared.items()}
+            state.chunks |= {name: LocalChunk.of(tensor) for name, tensor in self._shared.items()}
         return state
-
-    def _anchor_state(self) -> dict[str, torch.Tensor]:
-        return {f"local_sgd.anchor.{number}": tensor for number, tensor in enumerate(self._anchor)}
-
-    def _outer_state(self) -> dict[str, torch.Tensor]:
-        return {
-            f"local_sgd.outer.{number}.momentum_buffer": self._outer.state[anchor]["momentum_buffer"]
-            for number, anchor in enumerate(self._anchor)
-            if self._outer.state[anchor].get("momentum_buffer") is not None
-        }
 
     def load_state(self, saved: SavedState) -> None:
         """Resume exactly on the same number of ranks; on another number, from the average and rank 0's optimizer state.
 
-        In mid-round, another number of ranks can evaluate, but the next step raises ValueError. From a checkpoint of
-        another mode, the run starts with the warm-up. All ranks must call it.
+        Raises ValueError in mid-round on another number of ranks. From a checkpoint of another mode, the run starts
+        with the warm-up. All ranks must call it.
         """
-        self._refusal = ""
         local = saved.facts.get("local_sgd")
         if local is None:
             super().load_state(saved)
             self._steps = 0
             return
         same = local["num_ranks"] == self._world.world_size
+        if local["round_steps"] and not same:
+            raise ValueError(
+                f"parallel=local_sgd: the checkpoint was saved {local['round_steps']} steps after an averaging; "
+                f"resume on {local['num_ranks']} ranks"
+            )
         own = saved.under(f"local_sgd.rank_{self._world.rank}") if same else saved
         self.load_weights(own if same and own.model() else saved)
         self.load_optimizer(own)
         self._steps = local["steps"]
-        for number, anchor in enumerate(self._anchor):
-            if f"local_sgd.outer.{number}.momentum_buffer" in saved.tensors:
-                self._outer.state[anchor]["momentum_buffer"] = torch.empty_like(anchor)
-            else:
-                self._outer.state[anchor].clear()
-        saved.read(self._outer_state())
+        for velocity in (tensor for name, tensor in self._shared.items() if name not in saved.tensors):
+            velocity.zero_()
+        saved.read({name: tensor for name, tensor in self._shared.items() if name in saved.tensors})
         if same:
             self._round_steps = local["round_steps"]
             self._round_samples = own.facts["round_samples"]
-            saved.read(self._anchor_state())
-        elif local["round_steps"]:
-            self._refusal = (
-                f"the checkpoint of {local['num_ranks']} local_sgd ranks was saved {local['round_steps']} steps after "
-                f"an averaging, and {self._world.world_size} ranks cannot continue from there; resume on "
-                f"{local['num_ranks']} ranks"
-            )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the average. All ranks must call it."""
         self._show_average()
         return super().weights()
 
@@ -242,9 +217,8 @@ class LocalReplica(Replica):
         return self._world.collectives.sum(tensor) if self._warms_up else tensor
 
     def _sum_gradients_in_warm_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the ranks; after the warm-up each rank keeps its own. All ranks must call it."""
         if self._warms_up:
-            sum_gradients(parameters, self._sum_in_warm_up)
+            sum_gradients(parameters, self._world.collectives.sum)
 
     def _show_average(self) -> None:
         """In mid-round, replace the module's tensors by their averages. All ranks must call it."""

@@ -63,14 +63,11 @@ class AlternatingModel:
         together = LocalState()
         for name, model in self.steppers.items():
             state = model.state()
-            common = LocalState(
-                {key: piece for key, piece in state.chunks.items() if key.startswith(MODEL)},
-                {key: fact for key, fact in state.facts.items() if key == "scaler"},
-            )
-            of_group = LocalState(
-                {key: piece for key, piece in state.chunks.items() if key not in common.chunks},
-                {key: fact for key, fact in state.facts.items() if key not in common.facts},
-            )
+            common, of_group = LocalState(), LocalState()
+            for key, piece in state.chunks.items():
+                (common if key.startswith(MODEL) else of_group).chunks[key] = piece
+            for key, fact in state.facts.items():
+                (common if key == "scaler" else of_group).facts[key] = fact
             together = together | common | of_group.under(f"turns.{name}")
         return together
 

@@ -1,5 +1,6 @@
 """The optimizer's state by full names of parameters, as checkpoints store it: independent of mode and world size."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,12 @@ TENSOR = "__tensor__"  # the key of a mapping that stands for a tensor, whose na
 
 
 def chunks_to_write(tensors: dict[str, torch.Tensor]) -> dict[str, LocalChunk]:
-    """Return what this rank writes of tensors that all ranks have, without communication.
-
-    Rank 0 writes the tensors that are whole on each rank. A shard is written by the first rank that has it.
-    """
+    """Return what this rank writes of tensors that all ranks have, without communication."""
     return {name: LocalChunk.of(tensor) for name, tensor in tensors.items() if is_of_rank(tensor)}
 
 
 def is_of_rank(tensor: torch.Tensor) -> bool:
-    """Return True if this rank writes its part of the tensor."""
+    """Return True if this rank writes its part of the tensor: rank 0, or the first rank that has the shard."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -45,9 +43,8 @@ def optimizer_state(
 ) -> LocalState:
     """Return what this rank writes of the optimizer: the states of its parameters, and the parameter groups.
 
-    torch.distributed.checkpoint.state_dict is not used for two reasons: it requires a state of every parameter that
-    could have one, and it rejects two empty groups, which a rank of a pipeline may have. Groups that a mode split are
-    joined again.
+    torch.distributed.checkpoint.state_dict is not used: it requires a state of every parameter that could have one, and
+    rejects two empty groups, which a rank of a pipeline may have. Groups that a mode split are joined again.
 
     Args:
         is_written: Returns True if this rank writes a tensor of a parameter's state.
@@ -117,8 +114,7 @@ def _allocate(saved: SavedTensor, parameter: nn.Parameter) -> torch.Tensor:
         return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
     if saved.shape != tuple(parameter.shape):
         raise ValueError(
-            f"the optimizer keeps a tensor of shape {list(saved.shape)} for a parameter of shape "
-            f"{list(parameter.shape)}, which cannot be sharded; resume with parallel=ddp"
+            f"the optimizer's tensors of shape {list(saved.shape)} cannot be sharded; resume with parallel=ddp"
         )
     return as_local_part_of(parameter, torch.empty_like(parameter.to_local(), dtype=saved.dtype, requires_grad=False))
 
@@ -138,8 +134,7 @@ def flatten_optimizer(
     """Return the tensors of an optimizer's state by their full names, and everything else as JSON can represent it.
 
     If the state of a parameter consists of more than tensors, everything else contains its structure, in which
-    {TENSOR: name} stands for each tensor; see `fill_structure`. The parameter
-    groups are stored for information, and not restored.
+    {TENSOR: name} stands for each tensor; see `fill_structure`. The parameter groups are only stored for information.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -151,8 +146,7 @@ def flatten_optimizer(
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise ValueError(
-            f"the optimizer's state contains a {type(value).__name__} as {name}, which a checkpoint cannot store; use "
-            "tensors and numbers"
+            f"the optimizer's state contains a {type(value).__name__} as {name}, which a checkpoint cannot store"
         )
 
     structures = {
@@ -160,7 +154,7 @@ def flatten_optimizer(
         for parameter, of_parameter in state.items()
     }
     mixed = [name for name in state if not all(isinstance(value, torch.Tensor) for value in state[name].values())]
-    plain = [{key: _as_json(value) for key, value in group.items()} for group in groups]
+    plain = json.loads(json.dumps(groups, default=repr))
     return tensors, {"optimizer": {"param_groups": plain, "state": {name: structures[name] for name in mixed}}}
 
 
@@ -171,10 +165,3 @@ def fill_structure(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return isinstance(node, dict) and node.keys() == {TENSOR}
 
     return tree_map(lambda node: tensors[node[TENSOR]] if is_tensor(node) else node, structure, is_leaf=is_tensor)
-
-
-def _as_json(value: Any) -> Any:
-    """Return an option of a parameter group as JSON can represent it."""
-    if isinstance(value, (list, tuple)):
-        return [_as_json(inner) for inner in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

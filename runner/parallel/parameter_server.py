@@ -1,15 +1,27 @@
 """A parameter server: rank 0 keeps the weights and the optimizer, the other ranks compute gradients for it."""
 
-from typing import Literal
+from contextlib import ExitStack
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
+from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
 from runner.distributed.world import World
-from runner.parallel.parameter_server_models import ServerModel, TrainerModel
-from runner.parallel.parameter_server_rpc import join_rpc
+from runner.input.batch import MicroBatch, StepBatch
+from runner.input.pytree import map_tensors
+from runner.objectives.objective import Prediction
+from runner.objectives.supervised import Supervised
+from runner.parallel import parameter_server_rpc as server_rpc
+from runner.parallel.parameter_server_rpc import Server, join_rpc, request
+from runner.parallel.parameter_update import flatten_gradients, weight_factor
+from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe
 from runner.training.model.submodules import attached_loss
 
@@ -45,60 +57,207 @@ class ParameterServer(Parallel):
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         is_async, is_remote = self.updates == "async", self.forward == "remote"
-        key = "updates=async" if is_async else "forward=remote"
-        recomputed = config.activation_checkpointing
+        clip, skips = config.clip_grad_norm, config.on_nonfinite == "skip"
+        recomputes = config.activation_checkpointing != "none"
         rules = [
+            (config.precision == "fp16", "precision=fp16: parallel=ps has no loss scale that ranks share; try bf16"),
             (
-                config.precision == "fp16",
-                "precision=fp16: parallel=ps has no loss scale that server and trainers share; try bf16",
+                is_async and clip,
+                f"clip_grad_norm={clip}: parallel.updates=async has no whole gradient; try sync",
             ),
-            (
-                is_async and config.clip_grad_norm is not None,
-                f"clip_grad_norm={config.clip_grad_norm}: parallel.updates=async never has the whole gradient; "
-                "try parallel.updates=sync",
-            ),
-            (
-                config.on_nonfinite == "skip" and (is_async or is_remote),
-                f"on_nonfinite=skip: under parallel.{key} the trainers do not have the gradients of a step before they "
-                "are applied; try on_nonfinite=stop",
-            ),
-            (
-                is_remote and has_batch_norm(module),
-                "parallel.forward=remote: BatchNorm on the server would see one trainer's samples at a time; "
-                "try parallel.forward=local",
-            ),
-            (
-                is_remote and attached_loss(module) is not None,
-                "parallel.forward=remote: the loss has parameters, which the server would not update; "
-                "try parallel.forward=local",
-            ),
-            (
-                is_remote and recomputed != "none",
-                f"activation_checkpointing={recomputed}: under parallel.forward=remote the weights may have changed "
-                "before backward recomputes a block; try parallel.forward=local",
-            ),
-            (
-                is_remote and config.compile,
-                "compile=true: parallel.forward=remote replaces the model's weights at each call; "
-                "try parallel.forward=local",
-            ),
+            (is_async and skips, "on_nonfinite=skip: parallel.updates=async applies gradients at once; try stop"),
+            (is_remote and skips, "on_nonfinite=skip: parallel.forward=remote has no gradients on trainers; try stop"),
         ]
+        if is_remote:
+            rules += [
+                (has_batch_norm(module), "parallel.forward=remote: BatchNorm would see only one trainer's samples"),
+                (attached_loss(module) is not None, "parallel.forward=remote: no rank would update the loss"),
+                (config.compile, "compile=true: parallel.forward=remote replaces the model's weights at each call"),
+                (recomputes, "parallel.forward=remote: activation_checkpointing may use other weights in backward"),
+            ]
         return [message for is_broken, message in rules if is_broken]
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         if not self.allow_network and world.rank_info.local_world_size < world.world_size:
             raise ValueError(
-                f"parallel.allow_network=false: the {world.world_size} ranks are on several machines, and RPC executes "
-                "whatever anybody sends; in a network that you trust set parallel.allow_network=true"
+                "parallel.allow_network=false: the ranks are on several machines, and RPC executes whatever anybody "
+                "sends; in a network that you trust set parallel.allow_network=true"
             )
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
             dist.broadcast(tensor.data, src=0)
-        trainers = dist.new_group(list(range(1, world.world_size)))
+        trainers: Any = dist.new_group(list(range(1, world.world_size)))
+        is_async, is_remote = self.updates == "async", self.forward == "remote"
         if world.rank == 0:
-            model = ServerModel(recipe, world, self.updates, self.forward)
+            model = ServerModel(recipe, world, is_async, is_remote)
             join_rpc(world, model.server, self.allow_network)
             return model
         join_rpc(world, None, self.allow_network)
-        assert isinstance(trainers, dist.ProcessGroup)
         use_group(recipe.module, trainers)  # for SyncBatchNorm: the server calls no forward
-        return TrainerModel(recipe, world, self.updates, self.forward)
+        return TrainerModel(recipe, world, is_async, is_remote)
+
+
+class SettledReplica(Replica):
+    """A parallel model that waits for all ranks whenever weights are read or written between two steps."""
+
+    def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool, **options: Any):
+        super().__init__(recipe, recipe.make_optimizer(recipe.module.parameters()), **options)
+        self._world, self._is_async, self._is_remote = world, is_async, is_remote
+
+    def load_weights(self, saved: SavedState) -> None:
+        super().load_weights(saved)
+        self._settle()
+
+    def parameters_written(self) -> None:
+        """Let the trainers fetch the new weights only after this call. All ranks must call it."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until all ranks are here and their updates are applied. All ranks must call it."""
+        self._world.collectives.sum(torch.zeros(1, device=self._world.device))
+
+    def _broadcast_buffers(self) -> None:
+        """Send the first trainer's buffers (BatchNorm's statistics) to all; under remote forwards, the server's."""
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, src=0 if self._is_remote else 1)
+
+
+class ServerModel(SettledReplica):
+    """The parallel model of rank 0: it reads no samples, and in its step the trainers' updates are applied."""
+
+    def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool):
+        super().__init__(recipe, world, is_async, is_remote)
+        self.server = Server(recipe, self.update, world.world_size - 1, is_async, world.backend.timeout_s)
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        """Do nothing but take part in the sum of the trainers' weights, which is over all ranks."""
+        if not self.objective.weighted_by_samples:
+            self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
+        return torch.zeros((), dtype=self.precision.parameter_dtype, device=self._world.device)
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        return self.server.step(lr_factor, want_norm)
+
+    def predict(self, micro_batch: MicroBatch) -> None:
+        self._settle()
+
+    def state(self) -> LocalState:
+        self._broadcast_buffers()
+        state = super().state()
+        if self._is_remote:  # the next step may write buffers before they are copied
+            for name, buffer in self.module.named_buffers():
+                if MODEL + name in state.chunks:
+                    state.chunks[MODEL + name] = LocalChunk.of(buffer.clone())
+        self._settle()  # otherwise, the next remote forward could replace parameters meanwhile
+        return state
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        self._broadcast_buffers()
+        weights = super().weights()
+        self._settle()
+        return weights
+
+
+class TrainerModel(SettledReplica):
+    """The parallel model of a trainer."""
+
+    def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool):
+        # The optimizer has no states, because it is never stepped.
+        super().__init__(recipe, world, is_async, is_remote, sum_over=world.collectives.sum)
+        self._device = recipe.device
+        self._trained = [p for p in recipe.module.parameters() if p.requires_grad]
+        self._context: int | None = None  # of distributed autograd, from a remote forward to the step
+        self._contexts = ExitStack()
+        self._num_samples = 0  # of this step on this rank
+        self._fresh = True  # this rank has the server's weights
+
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        self._num_samples = sum(m.num_samples for m in batch.micro_batches)
+        if self._is_remote:
+            self._context = self._contexts.enter_context(dist_autograd.context())
+            return self._forward_remotely(batch, self._context)
+        if self._is_async:
+            self._fetch()
+        return super().forward_backward(batch)
+
+    def skip(self) -> None:
+        """Drop the gradients, and the autograd context that a step would have used."""
+        super().skip()
+        self._contexts.close()
+
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Send the gradients. Return the norm that the server's reply has."""
+        self.update.set_learning_rate(lr_factor)
+        gradient: torch.Tensor | int | None = None  # without samples
+        if self._num_samples and self._is_remote:
+            gradient = self._context  # the server has the gradient of a remote forward
+        elif self._num_samples:
+            gradient = flatten_gradients(self._trained, [parameter.grad for parameter in self._trained]).cpu()
+        weights, norm = request(server_rpc.push, self._world.rank, gradient)
+        self._fresh = weights is not None
+        if weights is not None:
+            self._set_weights(weights)
+        self.module.zero_grad(set_to_none=True)
+        self._contexts.close()
+        return norm if want_norm else None
+
+    def predict(self, micro_batch: MicroBatch) -> Prediction | None:
+        """Run the model with the server's weights. All ranks must call it equally often."""
+        self._settle()
+        if not self._fresh:
+            self._fetch()
+        return super().predict(micro_batch)
+
+    def state(self) -> LocalState:
+        self.weights()
+        return LocalState()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return nothing: the server returns the weights, with this rank's buffers. All ranks must call it."""
+        self._broadcast_buffers()
+        self._settle()
+        return {}
+
+    def load_weights(self, saved: SavedState) -> None:
+        self._fresh = True
+        super().load_weights(saved)
+
+    def load_optimizer(self, saved: SavedState) -> None:
+        """Do nothing: the optimizer is the server's."""
+
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters, but none under asynchronous updates, in which only the server's weights count."""
+        return {} if self._is_async else super().local_parameters()
+
+    def parameters_written(self) -> None:
+        self._fresh = not self._is_async
+        super().parameters_written()
+
+    def _forward_remotely(self, batch: StepBatch, context: int) -> torch.Tensor:
+        """Run forward and backward on the server, which keeps the activations of all micro-batches for one backward."""
+        assert isinstance(self.objective, Supervised)
+        total = torch.zeros((), dtype=self.precision.parameter_dtype, device=self._device)
+        weight = torch.zeros((), dtype=torch.float64, device=self._device)
+        for micro_batch in batch.micro_batches:
+            if micro_batch.num_samples:
+                outputs: Any = request(server_rpc.forward, map_tensors(torch.Tensor.cpu, micro_batch.inputs))
+                outputs = map_tensors(lambda tensor: tensor.to(self._device), outputs)
+                with self.precision.autocast():
+                    loss = self.objective.local_loss(outputs, micro_batch)
+                total = total + loss.divided_by(batch.num_samples)
+                weight += loss.weight
+        if not self.objective.weighted_by_samples:
+            total = total * weight_factor(batch.num_samples, weight, self._sum_over).to(total)
+        if self._num_samples:
+            # Once per context: a second backward would wait for the gradients of everything the context has sent.
+            dist_autograd.backward(context, [total])
+        return total.detach()
+
+    def _fetch(self) -> None:
+        self._set_weights(request(server_rpc.weights))
+        self._fresh = True
+
+    @torch.no_grad()
+    def _set_weights(self, flat: torch.Tensor) -> None:
+        weights = _unflatten_dense_tensors(flat.to(self._device), self._trained)
+        for parameter, weight in zip(self._trained, weights, strict=True):
+            parameter.copy_(weight)

@@ -1,7 +1,6 @@
 """The server of parallel=ps: what trainers call on it by RPC, and how the training loop of rank 0 waits for them."""
 
 import functools
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from torch import nn
 from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from runner.distributed.failures.peer_failure import PeerMissing
@@ -27,57 +24,46 @@ from runner.parallel.parameter_update import ParameterUpdate, flatten_gradients,
 from runner.training.mode import Recipe
 
 SERVER = "rank0"
-CLOSE_TIMEOUT_S = 5.0  # for a failed trainer's last call
-Reply = tuple[torch.Tensor, float | None]  # the weights after a step, flat, and the norm of its gradient
+Reply = tuple[torch.Tensor | None, float | None]  # the weights after a synchronous step, flat, and the norm
 
 
 class Server:
-    """Weights and optimizer, and the gradients that trainers sent. The loop's thread and RPC threads call it."""
+    """Weights, optimizer, and the gradients that trainers sent. RPC threads call `receive` and the methods below it."""
 
-    def __init__(self, recipe: Recipe, update: ParameterUpdate, num_trainers: int, timeout_s: float):
+    def __init__(self, recipe: Recipe, update: ParameterUpdate, num_trainers: int, is_async: bool, timeout_s: float):
         self.module, self.device, self.precision, self.update = recipe.module, recipe.device, recipe.precision, update
         self.trained = [p for p in recipe.module.parameters() if p.requires_grad]
-        self.num_trainers, self.timeout_s = num_trainers, timeout_s
-        self.distributed: DistributedOptimizer | None = None
+        self.trainers, self.is_async, self.timeout_s = range(1, num_trainers + 1), is_async, timeout_s
         self._update_lock = threading.Lock()  # no reader sees half an update
         self._changed = threading.Condition()
         self._closed, self._reason = False, "the parameter server has exited"
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
-        self._allowed = self._started = self._applied = 0  # asynchronous updates
-        self._want_norm = False
-        self._norm: float | None = None
         self._num_threads = torch.get_num_threads()
 
-    # -- called by the loop's thread -------------------------------------------------------------------------------
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Wait for a gradient of each trainer. Apply their sum, or under asynchronous updates each one as it arrives.
 
-    def step_sync(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Wait for the gradients of all trainers, apply their sum, and send the weights to all."""
-        with self._changed:
-            trainers = range(1, self.num_trainers + 1)
-            self._wait(
-                lambda: len(self._arrived) == self.num_trainers,
-                lambda: f"a gradient of ranks {[rank for rank in trainers if rank not in self._arrived]}",
-            )
-            arrived, self._arrived = self._arrived, {}
-        # Summed in the order of ranks, not of arrival, so that the sum is the same to the bit.
-        gradients = [gradient for _, (gradient, _) in sorted(arrived.items()) if gradient is not None]
-        set_gradients(self.trained, functools.reduce(torch.add, gradients).to(self.device))
-        norm = self.update.step(lr_factor, want_norm)
-        reply = self.weights().detach(), norm
-        for _, future in arrived.values():
-            count_tensors(RPC, reply)
-            future.set_result(reply)
+        Return the norm of the last one, if requested.
+        """
+        norm = 0.0 if want_norm else None
+        missing = [*self.trainers]
+        while missing:
+            with self._changed:
+                self._wait_for(missing)
+                here = [rank for rank in self._arrived if rank in missing]
+                # Summed in the order of ranks, not of arrival, so that the sum is the same to the bit.
+                ranks = here[:1] if self.is_async else sorted(here)
+                arrived = [self._arrived.pop(rank) for rank in ranks]
+            missing = [rank for rank in missing if rank not in ranks]
+            if gradients := [gradient for gradient, _ in arrived if gradient is not None]:
+                with self._update_lock:
+                    set_gradients(self.trained, functools.reduce(torch.add, gradients).to(self.device))
+                    norm = self.update.step(lr_factor, want_norm)
+            reply = None if self.is_async else self.weights(), norm
+            for _, future in arrived:
+                count_tensors(RPC, reply)
+                future.set_result(reply)
         return norm
-
-    def step_async(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Let each trainer make one update. Return the norm of the last one's gradient."""
-        with self._changed:
-            self.update.set_learning_rate(lr_factor)
-            self._want_norm = want_norm
-            self._allowed += self.num_trainers
-            self._changed.notify_all()
-            self._wait(lambda: self._applied == self._allowed, lambda: "an update of every trainer")
-        return self._norm
 
     def close(self, reason: str | None = None) -> None:
         """Let no thread wait any longer, for example because another rank has failed, which RPC does not detect."""
@@ -85,7 +71,16 @@ class Server:
             self._closed, self._reason = True, reason or self._reason
             self._changed.notify_all()
 
-    # -- called by RPC threads -------------------------------------------------------------------------------------
+    def _wait_for(self, ranks: list[int]) -> None:
+        """Wait for the gradients of all of these ranks, or under asynchronous updates of one of them."""
+        is_met = any if self.is_async else all
+        if not self._changed.wait_for(
+            lambda: self._closed or is_met(rank in self._arrived for rank in ranks), self.timeout_s
+        ):
+            late = [rank for rank in ranks if rank not in self._arrived]
+            raise PeerMissing(f"a gradient of ranks {late} did not arrive within backend.timeout_s={self.timeout_s:g}")
+        if self._closed:
+            raise JobFailed(self._reason, follows=True)
 
     def receive(self, rank: int, gradient: torch.Tensor | None) -> torch.futures.Future[Reply]:
         future: torch.futures.Future[Reply] = torch.futures.Future()
@@ -94,25 +89,9 @@ class Server:
             self._changed.notify_all()
         return future
 
-    def apply(self, context: int | None) -> None:
-        """Update by the gradients of a distributed autograd context; if there is none, only count the update."""
-        with self._changed:  # until the loop's step has set the learning rate
-            self._wait(lambda: self._started < self._allowed, lambda: "the server's next step")
-            self._started += 1
-        if context is not None:
-            assert self.distributed is not None
-            self.distributed.step(context)
-        with self._changed:
-            self._applied += 1
-            self._changed.notify_all()
-
-    def step(self) -> None:
-        """Apply the gradients that DistributedOptimizer has set, one context at a time."""
-        with self._update_lock:
-            self._norm = self.update.apply(self._want_norm)
-
+    @torch.no_grad()
     def weights(self) -> torch.Tensor:
-        """Return a flat copy of the trained parameters on the CPU, through which gradients reach them."""
+        """Return a flat copy of the trained parameters on the CPU."""
         with self._update_lock:
             return torch.cat([parameter.reshape(-1) for parameter in self.trained]).cpu()
 
@@ -130,15 +109,8 @@ class Server:
         found = dist_autograd.get_gradients(context)
         return flatten_gradients(self.trained, [found.get(parameter) for parameter in self.trained])
 
-    def _wait(self, is_met: Callable[[], bool], what: Callable[[], str]) -> None:
-        if not self._changed.wait_for(lambda: self._closed or is_met(), self.timeout_s):
-            raise PeerMissing(f"{what()} did not arrive within backend.timeout_s={self.timeout_s:g}")
-        if self._closed:
-            raise JobFailed(self._reason, follows=True)
 
-
-# -- functions that trainers call; RPC finds them by name, so that the server of this process is a global --------------
-
+# RPC finds the functions that trainers call by name, so that the server of this process is a global.
 _servers: list[Server] = []
 _stores: list[torch.distributed.Store] = []
 
@@ -152,9 +124,9 @@ def request(function: Callable[..., Any], *args: Any) -> Any:
 
 @rpc.functions.async_execution
 def push(rank: int, gradient: torch.Tensor | int | None) -> torch.futures.Future[Reply]:
-    """Send a trainer's gradient, or the distributed autograd context in which the server has it.
+    """Send a trainer's gradient, or the distributed autograd context in which the server has it, or None.
 
-    The future completes after the server's step.
+    The future completes when the gradient is applied.
     """
     count_tensors(RPC, gradient)
     if isinstance(gradient, int):
@@ -162,15 +134,10 @@ def push(rank: int, gradient: torch.Tensor | int | None) -> torch.futures.Future
     return _servers[0].receive(rank, gradient)
 
 
-def apply(context: int | None) -> None:
-    _servers[0].apply(context)
-
-
-def weights(with_gradient: bool) -> torch.Tensor:
+def weights() -> torch.Tensor:
     flat = _servers[0].weights()
-    reply = flat if with_gradient else flat.detach()
-    count_tensors(RPC, reply, _gradient_of(reply))
-    return reply
+    count_tensors(RPC, flat)
+    return flat
 
 
 def forward(inputs: Any) -> Any:
@@ -179,23 +146,9 @@ def forward(inputs: Any) -> Any:
     return outputs
 
 
-def close() -> None:
-    """Stop the server, because a trainer has failed."""
-    for server in _servers:
-        server.close()
-
-
 def _gradient_of(reply: object) -> torch.Tensor | None:
     """Return a tensor as large as the gradient that distributed autograd sends back for a reply, if it does."""
     return reply if isinstance(reply, torch.Tensor) and reply.requires_grad else None
-
-
-def _the_server(parameters: list[nn.Parameter]) -> Server:
-    """Return the server, which serves as the only optimizer of all trainers; called like an optimizer's class."""
-    return _servers[0]
-
-
-# -- the RPC world -----------------------------------------------------------------------------------------------------
 
 
 def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
@@ -204,7 +157,7 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="runner://",  # torch's own store would listen on all interfaces
         rpc_timeout=world.backend.timeout_s,
-        num_worker_threads=max(16, 2 * world.world_size),  # a waiting update occupies a thread and needs another
+        num_worker_threads=max(16, world.world_size),
     )
     with environment_variables({} if allow_network else loopback_only()), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # raised by torch's own code
@@ -212,21 +165,11 @@ def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
     if server is not None:
         world.watchdog.on_peer_failure(server.close)
     world.group.on_leave(functools.partial(_leave_rpc, timeout_s=world.backend.timeout_s))
-    if server is not None:
-        # Created on the server: in a second job of this process, trainers could not send remote references, because
-        # torch binds those to the first job's agent.
-        logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # advises deprecated classes
-        references = [rpc.RRef(parameter) for parameter in server.trained]
-        server.distributed = DistributedOptimizer(_the_server, references)
 
 
 def _leave_rpc(went_well: bool, timeout_s: float) -> None:
     for server in _servers:
         server.close()
-        server.distributed = None
-    if not went_well and not _servers:
-        with suppress(RuntimeError):  # otherwise the server would wait for this trainer's gradient until its timeout
-            rpc.rpc_sync(SERVER, close, timeout=CLOSE_TIMEOUT_S)
     with suppress(RuntimeError):  # a peer has exited; this rank still shuts down
         rpc.shutdown(graceful=went_well, timeout=timeout_s)
     _servers.clear()

@@ -12,9 +12,6 @@ from runner.optimization.optimizers import by_mesh
 from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import as_local_part_of
 
-# Returns the norm of the whole gradient on every rank, given parameters in groups of one mesh each.
-Norm = Callable[[list[list[nn.Parameter]]], Tensor]
-
 
 class ParameterUpdate:
     """An optimizer step with the scheduled learning rate, gradient clipping and the gradient scaler."""
@@ -25,7 +22,7 @@ class ParameterUpdate:
         parameters: Iterable[nn.Parameter],
         precision: Precision,
         clip_grad_norm: float | None = None,
-        total_norm: Norm | None = None,
+        total_norm: Callable[[list[list[nn.Parameter]]], Tensor] | None = None,
     ):
         self._optimizer, self._parameters = optimizer, list(parameters)
         self._precision, self._clip_grad_norm = precision, clip_grad_norm
@@ -45,10 +42,6 @@ class ParameterUpdate:
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
         self.set_learning_rate(lr_factor)
-        return self.apply(want_norm)
-
-    def apply(self, want_norm: bool) -> float | None:
-        """Do what `step` does, with the present learning rate."""
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
         with_gradient = by_mesh(p for p in self._parameters if p.grad is not None)
@@ -84,9 +77,6 @@ def _align_strides(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = as_local_part_of(parameter, torch.empty_like(local).copy_(local_gradient))
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return what this rank has of the gradients: whole, its shards, or the values of sparse ones."""
@@ -104,9 +94,6 @@ def norm_over_meshes(groups: list[list[nn.Parameter]]) -> Tensor:
 def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the norm over the existing gradients of the parameters, ()."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
-# -- sums over ranks ---------------------------------------------------------------------------------------------------
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor], object]) -> None:
@@ -129,7 +116,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor
 def flatten_gradients(trained: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:
     """Concatenate this rank's gradients, zeros for missing ones, and a flag for each: 1 if it exists, else 0.
 
-    All ranks therefore have the same layout, and the sum over ranks shows which parameters no rank used.
+    The sum over ranks shows which parameters no rank used.
     """
     dense = [_dense(parameter, gradient) for parameter, gradient in zip(trained, gradients, strict=True)]
     exist = [gradient is not None for gradient in gradients]
@@ -152,9 +139,6 @@ def _dense(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros_like(local_part(parameter))
     return gradient.to_dense() if gradient.is_sparse else local_part(gradient)
-
-
-# -- losses whose weight is not the number of samples ------------------------------------------------------------------
 
 
 def weight_factor(num_samples: int, weight: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
@@ -17,9 +18,8 @@ from runner.objectives.objective import LossGroup, Prediction
 from runner.objectives.supervised import Supervised, call_model
 from runner.parallel.optimizer_state import optimizer_state
 from runner.parallel.parameter_update import norm_of_gradients, scale_gradients, sum_gradients, weight_factor
-from runner.parallel.pipeline_partition import Chain
+from runner.parallel.pipeline_partition import Chain, TiedParameters
 from runner.parallel.pipeline_stage import Stage, StageModule, StageOutput
-from runner.parallel.pipeline_ties import TiedParameters
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
 from runner.training.model.submodules import attached_loss
@@ -28,8 +28,8 @@ from runner.training.model.submodules import attached_loss
 class PipelineReplica(Replica):
     """This rank's stages of one replica of the model.
 
-    `layers` has this rank's stages by number, and `owners` the pipeline's rank that has each stage. The group
-    `replicas` has the ranks with the same stages; the group `pipeline` has the ranks that read the same samples.
+    `layers` has this rank's stages by number, and `owners` the pipeline's rank that has each stage. The mesh is
+    replicate x stage.
     """
 
     def __init__(
@@ -42,14 +42,15 @@ class PipelineReplica(Replica):
         make_schedule: Callable[[Sequence[PipelineStage], Callable[..., torch.Tensor]], Any],
         num_micro_batches: int,
         sum_over: Callable[[torch.Tensor], torch.Tensor],
-        replicas: dist.ProcessGroup,
-        pipeline: dist.ProcessGroup,
+        mesh: DeviceMesh,
         tied: TiedParameters,
     ):
         assert isinstance(recipe.objective, Supervised)
         self._recipe, self._supervised = recipe, recipe.objective
         self._owners, self._outputs, self._last = owners, outputs, len(owners) - 1
-        self._replicas, self._pipeline, self._tied = replicas, pipeline, tied
+        # The ranks with the same stages, and the ranks that read the same samples.
+        self._replicas, self._pipeline = mesh["replicate"].get_group(), mesh["stage"].get_group()
+        self._tied = tied
         self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
         self._micro_batches: list[MicroBatch] = []  # of the present call of the schedule
         self._stages = {
@@ -182,7 +183,6 @@ class PipelineReplica(Replica):
             return self._supervised.prediction(features, micro_batch)
 
     def state(self) -> LocalState:
-        """Return what this rank writes: its stages, if it is in the first replica."""
         hashes = tensor_hashes(self.local_parameters())
         if not self._is_first_replica:
             return LocalState(replica_hashes=hashes)
@@ -205,7 +205,6 @@ class PipelineReplica(Replica):
         return LocalState(model, {"scaler": self.precision.scaler.state_dict()}, hashes) | optimizer
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
         local = {name: tensor.detach().cpu() for name, tensor in self._local_tensors.items()}
         gathered: list[Any] = [local]
         if self._is_first_replica:
@@ -220,5 +219,4 @@ class PipelineReplica(Replica):
         return 0 in dist.get_process_group_ranks(self._pipeline)
 
     def load_weights(self, saved: SavedState) -> None:
-        """Load only this rank's stages of the model of a checkpoint."""
         read_weights(saved, self._local_tensors, dict.fromkeys(self._all_names))

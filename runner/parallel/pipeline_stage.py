@@ -28,9 +28,8 @@ class StageOutput:
         """Raise ValueError for a shape that the next stage does not expect."""
         if features.shape[1:] != self.shape:
             raise ValueError(
-                f"parallel=pipeline sends tensors of one shape from stage to stage, but the output for these samples "
-                f"has shape {list(features.shape[1:])} and that for the first sample {list(self.shape)}; pad all "
-                "samples to one length, or try parallel=ddp, fsdp or tp"
+                f"parallel=pipeline sends tensors of one shape, but outputs have shape {list(features.shape[1:])} here "
+                f"and {list(self.shape)} for the first sample; pad all samples, or try parallel=ddp, fsdp or tp"
             )
 
 
@@ -83,11 +82,8 @@ class StageModule(nn.Module):
             return zero + self.output.empty(self.num_samples, received.device).zero_()
         micro_batch = self.micro_batches[position]
         with self.precision.autocast():
-            outputs = (
-                call_model(self.layers, micro_batch.inputs)
-                if self.is_first
-                else self.layers(received[: micro_batch.rows])
-            )
+            inputs = micro_batch.inputs if self.is_first else received[: micro_batch.rows]
+            outputs = call_model(self.layers, inputs)
             if self.output is None:
                 return self.compute_loss(outputs, micro_batch)
         self.output.check(outputs)

@@ -15,7 +15,6 @@ from runner.optimization.parameter_patterns import names_of
 from runner.parallel.loss_groups import training_only
 from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, local_gradients, scale_gradients, weight_factor
-from runner.parallel.powersgd import PowerSGD
 from runner.training.mode import Recipe, Stepper
 
 
@@ -36,7 +35,6 @@ class Replica:
         duplicates: How many ranks compute the same loss of the same samples; each returns its fraction of the loss.
         total_norm: Computes the norm of the whole gradient; by default over whole and sharded parameters.
         after_write: Called when the parameters were written; drops whatever was gathered of them.
-        hook_state: What else determines the next steps and is saved in checkpoints.
         local_optimizer: The optimizer that keeps this rank's states, if `optimizer` distributes them over the ranks.
     """
 
@@ -55,7 +53,6 @@ class Replica:
         duplicates: int = 1,
         total_norm: Callable[[list[list[nn.Parameter]]], torch.Tensor] | None = None,
         after_write: Callable[[], None] = lambda: None,
-        hook_state: PowerSGD | None = None,
         local_optimizer: torch.optim.Optimizer | None = None,
     ):
         self.module, self.optimizer, self.precision = recipe.module, optimizer, recipe.precision
@@ -69,8 +66,7 @@ class Replica:
         self._sum_over = sum_over
         self._wrapper, self._evaluation_wrapper = wrapper or self._call, evaluation_wrapper or self._call
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
-        self._duplicates, self._after_write, self._hook_state = duplicates, after_write, hook_state
-        self._local_optimizer = local_optimizer
+        self._duplicates, self._after_write, self._local_optimizer = duplicates, after_write, local_optimizer
         # Read before the first step: parameters that FSDP gathers later have the names of its submodules.
         self._names = {parameter: names[0] for parameter, names in names_of([*self.module.named_parameters()]).items()}
 
@@ -102,15 +98,12 @@ class Replica:
         return total / self._duplicates
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradients of the step, combined over the ranks."""
         return local_gradients(self.loss_group.parameters)
 
     def skip(self) -> None:
-        """Drop the gradients in place of `step`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
         return self.update.step(lr_factor, want_norm)
 
     @property
@@ -137,8 +130,7 @@ class Replica:
             state |= optimizer_state(self.module, self.optimizer)
         else:
             state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
-        state |= LocalState(facts={"scaler": self.precision.scaler.state_dict()})
-        return state if self._hook_state is None else state | self._hook_state.state()
+        return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
 
     def model_state(self) -> LocalState:
         """Return what this rank writes of the model."""
@@ -150,13 +142,10 @@ class Replica:
         return state
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: dict[str, Any] = get_model_state_dict(self.module, options=options)
-        return weights
+        return get_model_state_dict(self.module, options=options)  # type: ignore[return-value]
 
     def load_state(self, saved: SavedState) -> None:
-        """Load this rank's part of a checkpoint, of this or another mode."""
         self.load_weights(saved)
         self.load_optimizer(saved)
 
@@ -165,8 +154,6 @@ class Replica:
         load_optimizer_state(self.module, self._local_optimizer or self.optimizer, saved)
         if scaler := saved.facts.get("scaler"):
             self.precision.scaler.load_state_dict(dict(scaler))
-        if self._hook_state is not None:
-            self._hook_state.load_state(saved)
 
     def load_weights(self, saved: SavedState) -> None:
         """Load only the model of a checkpoint: whole tensors, or this rank's shards."""
@@ -175,10 +162,8 @@ class Replica:
         read_weights(saved, tensors)
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the trained parameters by name, in a fixed order: whole, or DTensors."""
         trained = [p for p in (*self.loss_group.parameters, *self.loss_group.other_parameters) if p.requires_grad]
         return {self._names[p]: p.detach() for p in trained}
 
     def parameters_written(self) -> None:
-        """Drop what was gathered of the parameters. All ranks must call it."""
         self._after_write()

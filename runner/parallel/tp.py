@@ -1,5 +1,6 @@
 """Tensor parallel: the ranks along one axis keep shards of the same linear layers, and read the same samples."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -38,14 +39,12 @@ class TP(Parallel):
     fails_at_once = False
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
-        if tensor is not None and tensor < 1:
-            raise ValueError(f"parallel.tensor={tensor} must be at least 1; try 2")
         self.tensor, self.rest = tensor, rest
         self._world_size = 1
 
     def axes(self, world_size: int) -> Axes:
         self._world_size = world_size
-        tensor = self.tensor or min(2, world_size)
+        tensor = min(2, world_size) if self.tensor is None else self.tensor
         check_divides("parallel.tensor", tensor, world_size)
         rest = world_size // tensor
         if self.rest == "fsdp" and rest == 1 and world_size > 1:
@@ -98,17 +97,13 @@ def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> 
         if not isinstance(layer, nn.Linear) or style not in ("colwise", "rowwise"):
             return [f"the model's tensor_plan() has {name}: {style}, but must map Linear layers to colwise or rowwise"]
         if tied := next((names[p] for p in layer.parameters() if len(names[p]) > 1), None):
-            return [
-                f"the model's tensor_plan() shards {name}, which would untie {tied[0]} and {tied[1]}; leave it out of "
-                "the plan"
-            ]
+            return [f"the model's tensor_plan() shards {name}, which would untie {tied[0]} and {tied[1]}; remove it"]
         if style == "rowwise":
-            sizes[f"the {layer.in_features} inputs of {name}"] = layer.in_features
-            continue
-        # A layer whose output is viewed as heads is sharded by whole heads.
-        unit = getattr(modules[name.rpartition(".")[0]], "head_dim", 1)
-        what = "outputs" if unit == 1 else "heads"
-        sizes[f"the {layer.out_features // unit} {what} of {name}"] = layer.out_features // unit
+            size, what = layer.in_features, "inputs"
+        else:  # a layer whose output is viewed as heads is sharded by whole heads
+            unit = getattr(modules[name.rpartition(".")[0]], "head_dim", 1)
+            size, what = layer.out_features // unit, "outputs" if unit == 1 else "heads"
+        sizes[f"the {size} {what} of {name}"] = size
     fitting = [n for n in range(1, world_size + 1) if all(size % n == 0 for size in (world_size, *sizes.values()))]
     nearest = min(fitting, key=lambda number: abs(number - tensor))
     return [
@@ -137,19 +132,23 @@ def _shard_layers(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     The output of a colwise layer stays sharded until the next rowwise layer. If none follows, the output is gathered.
     """
-    names = list(plan)
     styles: dict[str, Any] = {}
     opening: list[nn.Module] = []  # the layers of pairs, between which activations are sharded
     closing: list[nn.Module] = []
+    previous = ""
     for position, (name, style) in enumerate(plan.items()):
+        layer = module.get_submodule(name)
         if style == "colwise":
-            is_paired = "rowwise" in [plan[later] for later in names[position:]]
+            is_paired = "rowwise" in [*plan.values()][position:]
             styles[name] = ColwiseParallel(output_layouts=None if is_paired else Replicate())
+            if is_paired:
+                opening.append(layer)
         else:
-            is_paired = position > 0 and plan[names[position - 1]] == "colwise"
+            is_paired = previous == "colwise"
             styles[name] = RowwiseParallel(input_layouts=None if is_paired else Replicate())
-        if is_paired:
-            (opening if style == "colwise" else closing).append(module.get_submodule(name))
+            if is_paired:
+                closing.append(layer)
+        previous = style
     # src_data_rank=None: every rank has the same weights, so that none needs to send them.
     parallelize_module(module, mesh, styles, src_data_rank=None)
     _draw_whole_masks(module, opening, closing, mesh)
@@ -163,13 +162,12 @@ def _draw_whole_masks(module: nn.Module, opening: list[nn.Module], closing: list
     rank, size = mesh.get_local_rank(), mesh.size()
     is_sharded = False
 
-    def open_pair(*_: Any) -> None:
-        nonlocal is_sharded
-        is_sharded = True
+    def mark(sharded: bool) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal is_sharded
+            is_sharded = sharded
 
-    def close_pair(*_: Any) -> None:
-        nonlocal is_sharded
-        is_sharded = False
+        return hook
 
     def widen(dropout: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor | None:
         width = inputs[0].size(-1)
@@ -183,6 +181,6 @@ def _draw_whole_masks(module: nn.Module, opening: list[nn.Module], closing: list
         dropout.register_forward_pre_hook(widen)
         dropout.register_forward_hook(narrow)
     for layer in opening:
-        layer.register_forward_hook(open_pair)
+        layer.register_forward_hook(mark(True))
     for layer in closing:
-        layer.register_forward_pre_hook(close_pair)
+        layer.register_forward_pre_hook(mark(False))

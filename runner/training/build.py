@@ -22,10 +22,10 @@ from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
 from runner.input.rng import derive_seed
 from runner.input.sampler import Sampler
-from runner.objectives.objective import Objective, Prediction, check_patterns
+from runner.objectives.objective import Objective, Prediction, check_losses
 from runner.objectives.supervised import Supervised
-from runner.optimization.freeze import freeze
 from runner.optimization.optimizers import OptimizerFactory
+from runner.optimization.parameter_patterns import freeze
 from runner.optimization.precision import Precision
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import Monitor
@@ -117,7 +117,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     frozen = freeze(config.freeze, module)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
-    check_patterns(objective, module)
+    check_losses(objective, module)
     warnings += place_submodules(module, choices, parallel.spans_devices, world)
     if unable:
         warnings.append(

@@ -11,7 +11,7 @@ from runner.config.instantiate import check_contract, make_group
 from runner.config.schema import Config
 from runner.errors import InputError, did_you_mean
 from runner.objectives.losses import Auto as AutoLoss
-from runner.objectives.objective import Objective, check_losses
+from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
 from runner.records.loggers.composite import CompositeLogger
 from runner.records.loggers.contract import Logger
@@ -46,7 +46,6 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     objective: Objective = make_group(choices, "objective", config.objective, **given)
     if not isinstance(objective, Objective):
         raise InputError(f"objective._target_={target}: derive it from runner.Objective")
-    check_losses(objective)
     several, mode = len(objective.losses) > 1, choices["parallel"]
     if parallel.supported_objectives == "supervised" and not isinstance(objective, Supervised):
         others = builtin_modes(lambda mode: mode.supported_objectives != "supervised")

@@ -38,37 +38,31 @@ def mean_by_shares(
     return float(total) / weight
 
 
-@pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize(
     ("make", "shape", "targets"),
     [
         (CrossEntropy, (12, 3), classes(12)),
-        (lambda: CrossEntropy(weight=[1, 2, 5]), (12, 3), classes(12)),
         (lambda: CrossEntropy(weight=[0, 2, 5], label_smoothing=0.2), (12, 3), classes(12)),
         (lambda: CrossEntropy(ignore_index=2), (12, 3), classes(12)),
         (lambda: CrossEntropy(ignore_index=2, weight=[1, 2, 5], label_smoothing=0.1), (12, 3, 7), classes(12, 7)),
-        (CrossEntropy, (12, 3, 7), classes(12, 7, ignored=-100)),
         (CrossEntropy, (12, 3, 4, 5), classes(12, 4, 5, ignored=-100)),
         (nn.CrossEntropyLoss, (12, 3), classes(12, ignored=-100)),
-        (CrossEntropy, (12, 3), outputs(12, 3).softmax(1)),
         (CrossEntropy, (12, 3, 7), outputs(12, 3, 7).softmax(1)),
         (lambda: NLL(weight=[1, 2, 5], ignore_index=0), (12, 3), classes(12)),
         (lambda: BCE(pos_weight=[1, 2, 5]), (12, 3), classes(12, 3).clamp(max=1).double()),
-        (nn.MSELoss, (12, 3), outputs(12, 3)),
         (nn.L1Loss, (12, 3, 4), outputs(12, 3, 4)),
-        (nn.SmoothL1Loss, (12,), outputs(12)),
         (lambda: nn.HuberLoss(delta=0.3), (12, 1), outputs(12, 1)),
-        (nn.PoissonNLLLoss, (12, 2), outputs(12, 2).abs()),
         (lambda: nn.KLDivLoss(reduction="batchmean"), (12, 3), outputs(12, 3).softmax(1)),
         (nn.MultiMarginLoss, (12, 3), classes(12)),
     ],
 )
 def test_local_losses_add_up_to_the_mean_of_torch(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], targets: torch.Tensor, cuts: list[int]
+    make: Callable[[], nn.Module], shape: tuple[int, ...], targets: torch.Tensor
 ) -> None:
     given = outputs(*shape)
     expected = make().double()(given, targets).item()
-    assert mean_by_shares(make().double(), given, targets, cuts) == pytest.approx(expected, rel=1e-12)
+    for cuts in CUTS:
+        assert mean_by_shares(make().double(), given, targets, cuts) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_micro_batch_of_ignored_targets_has_a_zero_loss_with_gradients() -> None:
@@ -96,25 +90,18 @@ def test_weight_of_defines_the_weight_of_a_custom_loss() -> None:
         assert mean_by_shares(Positives(), given, targets, cuts) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("loss", "targets", "ragged", "counts"),
-    [
+def test_losses_weighted_by_samples_need_no_collective() -> None:
+    for loss, targets, ragged, counts in (
         (CrossEntropy(), classes(2), False, True),
         (CrossEntropy(ignore_index=1), classes(2), False, False),
         (CrossEntropy(weight=[1, 2, 3]), classes(2), False, False),
         (nn.CrossEntropyLoss(), classes(2), False, False),  # it ignores -100
         (nn.MSELoss(), outputs(2, 3), False, True),
         (nn.MSELoss(), outputs(2, 3), True, False),  # samples of other batches may have other sizes
-        (nn.KLDivLoss(reduction="batchmean"), outputs(2, 3), True, True),
-    ],
-)
-def test_losses_weighted_by_samples_need_no_collective(
-    loss: nn.Module, targets: torch.Tensor, ragged: bool, counts: bool
-) -> None:
-    given = outputs(2, 3)
-    objective = Supervised(loss)
-    objective.settle(given, targets, ragged)
-    assert objective.weighted_by_samples == counts
+    ):
+        objective = Supervised(loss)
+        objective.settle(outputs(2, 3), targets, ragged)
+        assert objective.weighted_by_samples == counts, loss
 
 
 def test_an_unknown_class_is_an_error_if_no_class_is_ignored() -> None:
@@ -131,15 +118,9 @@ def test_outputs_of_one_column_fit_targets_without_that_dim() -> None:
     assert objective.loss_of(given, targets).sum / 12 == pytest.approx(((given[:, 0] - targets) ** 2).mean().item())
 
 
-@pytest.mark.parametrize(
-    ("given", "targets", "dim"),
-    [((2, 3), (2,), 1), ((2, 3, 7), (2, 7), 1), ((2, 7, 3), (2, 7), -1), ((2, 4, 5, 3), (2, 4, 5), -1)],
-)
-def test_the_class_dim_is_inferred_from_the_shapes(given: tuple[int, ...], targets: tuple[int, ...], dim: int) -> None:
-    assert resolve_class_dim(outputs(*given), classes(*targets)) == dim
-
-
-def test_an_ambiguous_class_dim_must_be_set() -> None:
+def test_the_class_dim_is_inferred_from_the_shapes_or_must_be_set() -> None:
+    for given, targets, dim in (((2, 3), (2,), 1), ((2, 3, 7), (2, 7), 1), ((2, 4, 5, 3), (2, 4, 5), -1)):
+        assert resolve_class_dim(outputs(*given), classes(*targets)) == dim
     with pytest.raises(ValueError, match=r"set loss.class_dim=1 or -1"):
         resolve_class_dim(outputs(2, 3, 3), classes(2, 3))
     objective = Supervised(CrossEntropy(class_dim=-1))
@@ -149,18 +130,15 @@ def test_an_ambiguous_class_dim_must_be_set() -> None:
     assert float(found.sum / found.weight) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: CrossEntropy(label_smoothing=2), "label_smoothing=2 must be from 0 to 1"),
-        (lambda: CrossEntropy(weight=[]), r"weight=\[\] must be numbers of at least 0, one per class"),
-        (lambda: NLL(weight=[1, -1]), r"weight=\[1, -1\] must be"),
-        (lambda: BCE(pos_weight=[0]), r"pos_weight=\[0\] must be numbers above 0"),
-    ],
-)
-def test_invalid_options_are_refused(make: Callable[[], nn.Module], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make()
+def test_invalid_options_are_refused() -> None:
+    for kind, options, message in (
+        (CrossEntropy, {"label_smoothing": 2}, "label_smoothing=2 must be from 0 to 1"),
+        (CrossEntropy, {"weight": []}, r"weight=\[\] must be numbers of at least 0, one per class"),
+        (NLL, {"weight": [1, -1]}, r"weight=\[1, -1\] must be"),
+        (BCE, {"pos_weight": [0]}, r"pos_weight=\[0\] must be numbers above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind(**options)
 
 
 class Gaussian(nn.GaussianNLLLoss):
@@ -170,11 +148,11 @@ class Gaussian(nn.GaussianNLLLoss):
         return super().forward(given[..., 0], targets, given[..., 1].exp())
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-def test_gaussian_nll_of_samples_of_one_shape_is_weighted_by_samples(cuts: list[int]) -> None:
+def test_gaussian_nll_of_samples_of_one_shape_is_weighted_by_samples() -> None:
     given, targets = outputs(12, 4, 2), outputs(12, 4)
     expected = Gaussian()(given, targets).item()
-    assert mean_by_shares(Gaussian(), given, targets, cuts, ragged=False) == pytest.approx(expected, rel=1e-12)
+    for cuts in CUTS:
+        assert mean_by_shares(Gaussian(), given, targets, cuts, ragged=False) == pytest.approx(expected, rel=1e-12)
 
 
 # Older versions of torch lack the second one.
@@ -183,5 +161,5 @@ UNLISTED = [Gaussian(), *([nn.LinearCrossEntropyLoss(3, 5)] if hasattr(nn, "Line
 
 @pytest.mark.parametrize("loss", UNLISTED)
 def test_losses_of_torch_with_an_unknown_weight_are_refused(loss: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"the weight of torch\.nn\.\w+ is unknown for these targets; derive a class"):
+    with pytest.raises(ValueError, match="the weight of this loss of torch is unknown for these targets; derive a"):
         Supervised(loss).settle(outputs(1, 4, 2), outputs(1, 4), ragged=True)

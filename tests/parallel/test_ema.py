@@ -4,10 +4,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import custom_models
 import pytest
 import torch
-from mode_cases import CASES, ONCE, Case, tier
 from parity import COMMON, assert_equal
 from ranks import RankError
 from torch import nn
@@ -23,43 +21,10 @@ EMA = ("ema.decay=0.8", "ema.warmup_steps=4")
 DATA = ("data=toy", "data.num_train=350", "batch_size=90", *COMMON)
 # Evaluations between the steps: the next step must not use parameters that were gathered of the average.
 OFTEN = ("eval_every_steps=3", "checkpoint.every_steps=3")
-
-
-class Mixed(custom_models.Tied):
-    """A model with tied and frozen parameters, and BatchNorm."""
-
-    def __init__(self, sample_shape: list[int], num_outputs: int):
-        super().__init__(sample_shape, num_outputs)
-        self.blocks[3].norm = nn.BatchNorm1d(8)
-        self.blocks[1].requires_grad_(False)
-
-
-MIXED = ("model=linear", "model._target_=test_ema.Mixed", "micro_batches=2", *DATA, *OFTEN, *EMA)
+MIXED = ("model=linear", "model._target_=test_special_parameters.Mixed", "micro_batches=2", *DATA, *OFTEN, *EMA)
 TOY = ("model=toy", *DATA, *OFTEN, *EMA)
-
-
-def _supports_mixed(case: Case) -> bool:
-    """Return True for cases on two ranks or with options that support averages and BatchNorm."""
-    return (case in ONCE or bool(case.options)) and not (
-        case.mode in ("local_sgd", "none") or "parallel.forward=remote" in case.options
-    )
-
-
 OWN = f"--config-dir={Path(__file__).parent / 'own'}"
 TWO_LOSSES = (OWN, "model=codes", "data=figures", "objective=adversarial", *COMMON, "batch_size=14", *OFTEN, *EMA)
-PARITY = [
-    *((MIXED, case) for case in CASES if _supports_mixed(case)),
-    (TOY, Case("ps", 3, ("parallel.forward=remote",))),  # which does not support BatchNorm
-    (TOY, Case("ps", 2, ("parallel.updates=async", "parallel.forward=remote"))),
-    (MIXED, Case("fsdp", 2, ("parallel.reshard_after_forward=false",))),
-    (TWO_LOSSES, Case("fsdp", 2, ("parallel.meta_init=false",))),
-]
-BY_DEFAULT = ("fsdp-2-reshard_after_forward=false", "pipeline-2", "ps-2", "ps-2-updates=async-forward=remote")
-
-
-def average_of(made: Run) -> dict[str, torch.Tensor]:
-    average: dict[str, torch.Tensor] = made.state["average"]
-    return average
 
 
 def test_one_process_equals_a_loop_with_torchs_averaged_model(one_process: Callable[..., Run]) -> None:
@@ -85,9 +50,9 @@ def test_one_process_equals_a_loop_with_torchs_averaged_model(one_process: Calla
             averaged.update_parameters(module)
     assert averaged.n_averaged == 11  # the first update and ten steps
     for name, parameter in averaged.module.named_parameters():
-        torch.testing.assert_close(average_of(made)[name], parameter.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(made.state["average"][name], parameter.detach(), rtol=1e-12, atol=1e-12)
     assert made.state["averaged_steps"] == 10
-    assert not average_of(made).keys() & dict(module.named_buffers()).keys()
+    assert not made.state["average"].keys() & dict(module.named_buffers()).keys()
 
     averaged.eval()
     batches = [batch.micro_batches[0].data for batch in experiment.val_loader.steps(0)]
@@ -96,33 +61,30 @@ def test_one_process_equals_a_loop_with_torchs_averaged_model(one_process: Calla
     assert made.result["metrics"]["val/loss"] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
-    ("overrides", "case"),
-    [pytest.param(*cell, id=str(cell[1]), marks=tier(str(cell[1]) in BY_DEFAULT, cell[1] in ONCE)) for cell in PARITY],
+    ("overrides", "mode", "options"),
+    [
+        (TOY, "ps", ("parallel.updates=async", "parallel.forward=remote")),
+        (TWO_LOSSES, "fsdp", ("parallel.meta_init=false", "parallel.reshard_after_forward=false")),
+    ],
+    ids=["async", "two losses"],
 )
-def test_average_in_every_mode_equals_one_process(
-    overrides: tuple[str, ...], case: Case, one_process: Callable[..., Run], tmp_path: Path
+def test_average_equals_one_process(
+    overrides: tuple[str, ...], mode: str, options: tuple[str, ...], one_process: Callable[..., Run], tmp_path: Path
 ) -> None:
-    micro_batches = ("micro_batches=8",) if case.mode == "pipeline" else ()  # it splits each of two into four
-    expected = one_process(*overrides, *micro_batches)
-    made = run(tmp_path, case.world_size, *overrides, *case.overrides)
+    """`test_special_parameters.py` compares the average in all modes."""
+    expected = one_process(*overrides)
+    made = run(tmp_path, 2, *overrides, f"parallel={mode}", *options)
     assert_equal(made, expected)
-    assert [line["val/loss"] for line in made.lines if "val/loss" in line] == pytest.approx(
-        [line["val/loss"] for line in expected.lines if "val/loss" in line], rel=1e-9
-    )
-    assert average_of(made).keys() == average_of(expected).keys()
-    for name, tensor in average_of(expected).items():
-        torch.testing.assert_close(average_of(made)[name], tensor, rtol=0, atol=1e-9)
+    assert made.state["average"].keys() == expected.state["average"].keys()
+    for name, tensor in expected.state["average"].items():
+        torch.testing.assert_close(made.state["average"][name], tensor, rtol=0, atol=1e-9)
         assert not torch.allclose(tensor, expected.weights[name], atol=1e-6)
-    if overrides is MIXED:
-        assert {"first.weight", "last.weight"} <= average_of(made).keys()
-        assert "blocks.1.up.weight" not in average_of(made)  # frozen
 
 
 def test_a_resumed_run_ends_at_the_same_average_to_the_bit(tmp_path: Path) -> None:
     """In another mode, the values are equal up to rounding. An evaluation of the checkpoint equals that of the run."""
-    whole = run(tmp_path, 2, *MIXED, "precision=fp32", "parallel=fsdp")
+    whole = run(tmp_path, 2, *MIXED, "precision=fp32", "parallel=fsdp", "max_steps=7")
     assert "ema      decay 0.8, warm-up 4: " in (whole.path / "log.txt").read_text()
     expected, losses = whole.state, whole.losses
     evaluated = {key: value for key, value in whole.result["metrics"].items() if key.startswith("val/")}
@@ -142,9 +104,9 @@ def test_a_resumed_run_ends_at_the_same_average_to_the_bit(tmp_path: Path) -> No
     assert resumed.result["metrics"] == whole.result["metrics"]
     for part in ("model", "average"):
         assert all(torch.equal(resumed.state[part][name], tensor) for name, tensor in expected[part].items()), part
-    other = run(tmp_path, 2, f"resume={tmp_path / 'other'}", "parallel=pipeline", "parallel.micro_batches=1")
+    other = run(tmp_path, 1, f"resume={tmp_path / 'other'}", "parallel=none")
     for name, tensor in expected["average"].items():
-        torch.testing.assert_close(average_of(other)[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other.state["average"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_it_can_be_turned_on_and_off_on_resume(tmp_path: Path) -> None:
@@ -153,15 +115,13 @@ def test_it_can_be_turned_on_and_off_on_resume(tmp_path: Path) -> None:
     start = part.weights
     resume = (f"resume={part.path}",)
     run(tmp_path, 1, *resume, "ema.decay=0.8", "max_steps=4")
-    now, average = part.weights, average_of(part)
+    now, average = part.weights, part.state["average"]
     assert average.keys() == start.keys()
     for name, tensor in start.items():
         torch.testing.assert_close(average[name], 0.8 * tensor + 0.2 * now[name])
     assert part.state["averaged_steps"] == 1
-    assert (
-        "ema.decay=0.8: the checkpoint has no average; it starts with the weights"
-        in (part.path / "log.txt").read_text()
-    )
+    log = (part.path / "log.txt").read_text()
+    assert "ema.decay=0.8: the checkpoint has no average; it starts with the weights" in log
     run(tmp_path, 1, *resume, *off, "max_steps=5")
     assert "average" not in part.state
     assert "the checkpoint's average of the weights (ema) is dropped" in (part.path / "log.txt").read_text()
@@ -185,22 +145,15 @@ def test_a_run_stopped_during_an_evaluation_saves_the_weights_not_the_average(
     assert "saved after step 3" in (path / "log.txt").read_text()
     resumed = run(tmp_path / "cut", 1, f"resume={path}")
     assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
-    assert all(torch.equal(average_of(resumed)[name], tensor) for name, tensor in average_of(whole).items())
+    assert all(torch.equal(resumed.state["average"][name], tensor) for name, tensor in whole.state["average"].items())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_invalid_options_are_refused() -> None:
+    for overrides, message in (
         (("ema.decay=1",), "ema.decay=1 must be above 0 and below 1, or null; try 0.999"),
-        (
-            ("ema.warmup_steps=10",),
-            "ema.warmup_steps=10 has no effect without ema.decay; add ema.decay=0.999, or leave it out",
-        ),
+        (("ema.warmup_steps=10",), "ema.warmup_steps=10 has no effect without ema.decay; add ema.decay=0.999"),
         (("ema.decay=0.5", "ema.warmup_steps=3"), "ema.warmup_steps=3 has no effect: the decay of its first step"),
-        (("ema.decay=0.9", "parallel=local_sgd"), "ema.decay=0.9: under parallel=local_sgd no rank has the weights"),
-    ],
-)
-def test_invalid_options_are_refused(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        build_experiment("model=toy", *DATA, *overrides, world_size=2)
-    assert str(caught.value).startswith(message)
+        (("ema.decay=0.9", "parallel=local_sgd"), "ema.decay=0.9: under parallel=local_sgd the ranks do not"),
+    ):
+        with pytest.raises(InputError, match=f"^{message}"):
+            build_experiment("model=toy", *DATA, *overrides, world_size=2)

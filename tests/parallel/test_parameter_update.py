@@ -1,19 +1,22 @@
-"""An optimizer step of a rank: learning rate, norm, clipping, and memory layouts."""
+"""An optimizer step of a rank: sums over ranks, learning rate, norm, clipping, and memory layouts."""
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from one_machine import on_ranks
 from torch import nn
 
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.save import save
 from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.checkpoints.saved_state import SavedState
+from runner.distributed.world import World
 from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
-from runner.parallel.parameter_update import ParameterUpdate
+from runner.parallel.parameter_update import ParameterUpdate, sum_gradients
 
 FP32 = Precision("fp32", torch.device("cpu"))
 
@@ -43,21 +46,6 @@ def test_a_gradient_is_clipped_by_the_norm_of_the_whole() -> None:
     assert torch.stack([p.detach() for p in own]).norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
-def test_a_fused_update_accepts_a_gradient_of_other_strides(optimizer: type[torch.optim.Optimizer]) -> None:
-    """Like the sum over ranks of a gradient in channels_last."""
-    ends = []
-    for fused in (False, True):
-        drawn = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
-        own = nn.Parameter(drawn[0].to(memory_format=torch.channels_last))
-        own.grad = drawn[1].clone()
-        assert own.stride() != own.grad.stride()
-        update = ParameterUpdate(optimizer([own], lr=0.1, fused=fused), [own], FP32)  # type: ignore[call-arg]
-        update.step(lr_factor=1.0, want_norm=False)
-        ends.append(own.detach())
-    torch.testing.assert_close(ends[0], ends[1])
-
-
 def test_a_loaded_optimizer_state_has_the_strides_of_its_parameter(tmp_path: Path) -> None:
     module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
@@ -70,3 +58,23 @@ def test_a_loaded_optimizer_state_has_the_strides_of_its_parameter(tmp_path: Pat
         for key, tensor in optimizer.state[parameter].items():
             assert torch.equal(again.state[parameter][key], tensor)
             assert again.state[parameter][key].stride() == tensor.stride(), key
+
+
+def test_gradients_are_summed_over_ranks_that_use_different_parameters(tmp_path: Path) -> None:
+    """Parameters that no rank uses have none; sparse gradients become dense; there are several dtypes."""
+
+    def act(world: World) -> list[Any]:
+        used_by_all, used_by_one, used_by_none = parameters(None, None, None)
+        double, embedding = nn.Parameter(torch.ones((), dtype=torch.float64)), nn.Embedding(4, 2, sparse=True)
+        used_by_all.grad, double.grad = torch.full((2,), 2.0 + world.rank), torch.ones_like(double)
+        if world.rank == 0:
+            used_by_one.grad = torch.zeros(2)  # used, but without an effect
+            embedding(torch.tensor([1, 1, 3])).sum().backward()
+        trained = (used_by_all, used_by_one, used_by_none, double, embedding.weight)
+        sum_gradients(trained, world.collectives.sum)
+        return [parameter.grad for parameter in trained]
+
+    for of_all, of_one, of_none, of_double, of_embedding in on_ranks(tmp_path, 2, act):
+        assert torch.equal(of_all, torch.full((2,), 5.0)) and torch.equal(of_one, torch.zeros(2)) and of_none is None
+        assert torch.equal(of_double, torch.tensor(2.0, dtype=torch.float64))
+        assert torch.equal(of_embedding, torch.tensor([0.0, 2.0, 0.0, 1.0])[:, None].expand(4, 2))

@@ -1,4 +1,4 @@
-"""Frozen, tied, scalar, unused and loaded parameters, in every mode: the numbers of one process."""
+"""Frozen, tied, grouped, averaged, scalar, unused and loaded parameters, in every mode: the numbers of one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,58 +10,90 @@ from mode_cases import CASES, ONCE, Case, tier
 from parity import COMMON, assert_equal
 from ranks import RankError
 from torch import nn
-from worlds import Run, configure, run
+from worlds import Run, build_experiment, configure, run
 
+from runner.errors import InputError
 from runner.parallel.tp import TP
 
 TOY = ("data=toy", "data.num_train=350", "batch_size=90", *COMMON, "clip_grad_norm=0.5", "optimizer.weight_decay=0.1")
-MODELS = ("Tied", "Frozen", "Backbone", "Scaled", "Idle")
+MODELS = ("Mixed", "Scaled", "Idle")
+GROUPS = (
+    "optimizer.groups=[{match: '^embed', lr: 0.03, momentum: 0.5},"
+    "{match: '^head.*bias', lr: 0.001, weight_decay: 0.2, nesterov: true},"
+    "{match: down.weight$, weight_decay: 0.01}]"
+)
+# An average, with evaluations between the steps: the next step must not use parameters that were gathered of it.
+EMA = ("ema.decay=0.8", "ema.warmup_steps=4", "eval_every_steps=3")
+
+
+class Mixed(custom_models.Tied):
+    """A model with tied and frozen parameters, and BatchNorm."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(sample_shape, num_outputs)
+        self.blocks[3].norm = nn.BatchNorm1d(8)
+        self.blocks[1].requires_grad_(False)
 
 
 def of_model(name: str) -> tuple[str, ...]:
     return ("model=linear", f"model._target_=custom_models.{name}", *TOY)
 
 
-@pytest.fixture
-def reference(one_process: Callable[..., Run]) -> Callable[..., Run]:
-    return lambda model, *options: one_process(*of_model(model), *options)
+def _overrides(model: str, case: Case) -> tuple[str, ...]:
+    """Return the overrides of a model; those of Mixed also have parameter groups and an average (ema)."""
+    if model != "Mixed":
+        return of_model(model)
+    overrides = (*TOY, "micro_batches=2", "scheduler=cosine", GROUPS)
+    if case.mode == "local_sgd" or "parallel.forward=remote" in case.options:  # without BatchNorm
+        ema = () if case.mode == "local_sgd" else EMA
+        return ("model=linear", "model._target_=custom_models.Tied", *overrides, *ema)
+    return ("model=linear", "model._target_=test_special_parameters.Mixed", *overrides, *EMA)
 
 
-def _is_unsupported(case: Case) -> bool:
-    """Return True if BatchNorm is another algorithm in this case, or the model has too few stages to train."""
-    return case.mode in ("local_sgd", "pipeline") or "parallel.forward=remote" in case.options
-
-
-def _in_slice(model: str, case: Case) -> bool:
-    slices = {"Tied": ("fsdp", "pipeline"), "Scaled": ("fsdp", "tp"), "Idle": ("allreduce", "tp")}
-    return case in ONCE and case.mode in slices.get(model, ("zero",))
+def _tier(model: str, case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    is_default = case in ONCE and case.mode not in ("dp", "allreduce", "ddp")
+    if model != "Mixed":
+        is_default = case in ONCE and case.mode == {"Scaled": "fsdp", "Idle": "allreduce"}[model]
+    return tier(is_default, (case in ONCE and (model != "Scaled" or case.mode == "tp")) or bool(case.options))
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        pytest.param(
-            model,
-            case,
-            marks=tier(_in_slice(model, case), case in ONCE and model in ("Tied", "Frozen", "Idle")),
-            id=f"{model}-{case}",
-        )
+        pytest.param(model, case, marks=_tier(model, case), id=f"{model}-{case}")
         for model in MODELS
         for case in CASES
-        if not (model == "Backbone" and _is_unsupported(case))
+        if case.mode != "none" and (model == "Mixed" or not case.options)
     ],
 )
-def test_mode_equals_one_process(model: str, case: Case, reference: Callable[..., Run], tmp_path: Path) -> None:
-    expected = reference(model, *case.reference)
+def test_mode_equals_one_process(model: str, case: Case, one_process: Callable[..., Run], tmp_path: Path) -> None:
+    overrides = _overrides(model, case)
+    factor = 2 if model == "Mixed" else 1
+    split = (f"micro_batches={4 * factor}",) if case.mode == "pipeline" else ()
+    expected = one_process(*overrides, *split)
     unused = ("parallel.find_unused_parameters=true",) if model == "Idle" and case.mode in ("ddp", "zero") else ()
-    made = run(tmp_path, case.world_size, *of_model(model), *case.overrides, *unused)
+    made = run(tmp_path, case.world_size, *overrides, *case.overrides, *unused)
     assert_equal(made, expected)
-    assert made.state["optimizer"]["state"].keys() == expected.state["optimizer"]["state"].keys()
-    assert made.state["optimizer"]["param_groups"] == expected.state["optimizer"]["param_groups"]
+    assert _rates(made) == pytest.approx(_rates(expected), rel=1e-12)
+    optimizer, of_reference = made.state["optimizer"], expected.state["optimizer"]
+    assert optimizer["state"].keys() == of_reference["state"].keys()
+    for group, reference in zip(optimizer["param_groups"], of_reference["param_groups"], strict=True):
+        assert group | {"lr": 0} == reference | {"lr": 0} and group["lr"] == pytest.approx(reference["lr"])
+    if EMA[0] in overrides:
+        average, of_reference = made.state["average"], expected.state["average"]
+        assert average.keys() == of_reference.keys()
+        for name, tensor in of_reference.items():
+            torch.testing.assert_close(average[name], tensor, rtol=0, atol=1e-9)
+        assert {"first.weight", "last.weight"} <= average.keys()
+        assert "parallel.forward=remote" in case.options or "blocks.1.up.weight" not in average  # frozen
 
 
-def test_frozen_parameters_stay_unchanged(reference: Callable[..., Run], tmp_path: Path) -> None:
+def _rates(made: Run) -> dict[int, float]:
+    return {line["step"]: line["train/learning_rate"] for line in made.lines if "train/learning_rate" in line}
+
+
+def test_frozen_parameters_stay_unchanged(tmp_path: Path) -> None:
     """Neither rounding nor weight decay changes them."""
     made = run(
         tmp_path, 2, *of_model("Frozen"), "parallel=local_sgd", "parallel.every=3", "parallel.outer_momentum=0.9"
@@ -70,41 +102,20 @@ def test_frozen_parameters_stay_unchanged(reference: Callable[..., Run], tmp_pat
     model = custom_models.Frozen([10], 5).double()
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     assert len(frozen) == 2 + 6 + 2 + 1
-    for each in (made, reference("Frozen")):
-        assert all(torch.equal(each.weights[name], p) for name, p in frozen.items())
-        assert not torch.equal(each.weights["head.weight"], model.head.weight)
-        assert not set(each.state["optimizer"]["param_groups"][0]["params"]) & frozen.keys()
+    assert all(torch.equal(made.weights[name], p) for name, p in frozen.items())
+    assert not torch.equal(made.weights["head.weight"], model.head.weight)
+    assert not set(made.state["optimizer"]["param_groups"][0]["params"]) & frozen.keys()
     assert "1,317 parameters, 789 of them trained, fp64" in (made.path / "log.txt").read_text()
 
 
-def test_tied_parameters_stay_tied_over_a_pipeline(tmp_path: Path) -> None:
-    """Also with replicas, and when other modes resume the run."""
-    overrides = (*of_model("Tied"), "optimizer=adamw", "micro_batches=4")
-    whole = run(tmp_path / "whole", 1, *overrides, "max_steps=6")
-    part = run(
-        tmp_path / "part", 4, *overrides, "micro_batches=1", "parallel=pipeline", "parallel.stages=2", "max_steps=2"
-    )
-    for name in ("first.weight", "last.weight"):
-        assert torch.equal(part.weights[name], part.weights["first.weight"])
-    resume = (f"resume='{part.path}'",)
-    run(tmp_path / "1", 2, *resume, "parallel=fsdp", "max_steps=4")
-    last = run(tmp_path / "2", 4, *resume, "parallel=pipeline", "micro_batches=1", "max_steps=6")
-    assert last.losses == pytest.approx(whole.losses, rel=1e-9)
-    assert all(torch.allclose(last.weights[name], tensor, atol=1e-9) for name, tensor in whole.weights.items())
-    assert last.state["optimizer"]["state"].keys() == whole.state["optimizer"]["state"].keys()
-
-
-@pytest.mark.parametrize("mode", ["ddp", "zero"])
-def test_parameters_that_no_loss_depends_on_are_named(mode: str, tmp_path: Path) -> None:
+def test_parameters_that_no_loss_depends_on_are_named(tmp_path: Path) -> None:
     """The first step fails, before replicas diverge; torch would report it in the second step."""
     named = r"blocks\.0\.unused\.weight, blocks\.0\.unused\.bias and 2 more"
     with pytest.raises(RankError, match=rf"does not depend on {named}.*; try parallel\.find_unused_parameters=true"):
-        run(tmp_path, 2, *of_model("Idle"), f"parallel={mode}", "max_steps=1")
+        run(tmp_path, 2, *of_model("Idle"), "parallel=ddp", "max_steps=1")
 
 
-@pytest.mark.parametrize(
-    "case", [Case("fsdp", 2), Case("pipeline", 2), Case("pipeline", 2, ("parallel.schedule=ZBV",))], ids=str
-)
+@pytest.mark.parametrize("case", [Case("fsdp", 2), Case("pipeline", 2, ("parallel.schedule=ZBV",))], ids=str)
 def test_a_constructor_may_load_files(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(7)
     file = tmp_path / "blocks.pt"
@@ -115,7 +126,7 @@ def test_a_constructor_may_load_files(case: Case, tmp_path: Path) -> None:
     assert "model=linear cannot be built on the meta device (" in (made.path / "log.txt").read_text()
 
 
-def test_unsuitable_models_are_refused(tmp_path: Path) -> None:
+def test_unsuitable_models_are_refused() -> None:
     config, _ = configure(*of_model("Tied"))
     module = custom_models.Tied([10], 5)
     module.tensor_plan = lambda: {"first": "rowwise"}
@@ -123,11 +134,10 @@ def test_unsuitable_models_are_refused(tmp_path: Path) -> None:
     with_group.axes(2)
     (message,) = with_group.check(config, module)
     assert message.startswith("the model's tensor_plan() shards first, which would untie first.weight and last.weight")
-    with pytest.raises(RankError, match=r"InputError: parallel.stages=2 must be at most the 1 stage with parameters"):
-        run(tmp_path, 2, *of_model("Backbone"), "parallel=pipeline", "parallel.stages=2")
-    with pytest.raises(RankError, match="InputError: model: no parameter has requires_grad"):
-        run(tmp_path, 1, "model=linear", "model._target_=test_special_parameters.AllFrozen", *TOY)
-    assert not list(tmp_path.glob("run/*"))
+    with pytest.raises(InputError, match=r"parallel.stages=2 x 1 per rank must be at most 1"):
+        build_experiment(*of_model("Backbone"), "parallel=pipeline", "parallel.stages=2", world_size=2)
+    with pytest.raises(InputError, match="model: no parameter has requires_grad"):
+        build_experiment("model=linear", "model._target_=test_special_parameters.AllFrozen", *TOY)
 
 
 class AllFrozen(nn.Linear):

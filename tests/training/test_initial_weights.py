@@ -17,7 +17,7 @@ from worlds import run
 from runner.config.schema import InitFrom
 from runner.distributed.sync_batch_norm import synchronize_batch_norm
 from runner.errors import InputError
-from runner.optimization.freeze import freeze
+from runner.optimization.parameter_patterns import freeze
 from runner.training.model.initial_weights import InitialWeights
 
 TOY = ("model=toy", "data=toy", "logger=none", "max_steps=1")

@@ -194,7 +194,10 @@ def test_on_nonfinite_go_on_continues_and_options_without_effect_are_refused(tmp
     for words, told in (
         (("parallel=local_sgd", "on_nonfinite=skip"), "on_nonfinite=skip: under parallel=local_sgd"),
         (("parallel=local_sgd", "loss_spike=3"), "loss_spike=3.0: under parallel=local_sgd"),
-        (("parallel=ps", "parallel.updates=async", "on_nonfinite=skip"), "under parallel.updates=async the trainers"),
+        (
+            ("parallel=ps", "parallel.updates=async", "on_nonfinite=skip"),
+            "updates=async applies gradients at once",
+        ),
         (
             ("parallel=ddp", "parallel.comm_hook=powersgd", "on_nonfinite=skip"),
             "comm_hook=powersgd adds the error",

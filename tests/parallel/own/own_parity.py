@@ -111,28 +111,6 @@ class LargeOnes(nn.Module):
         return (kind + (outputs["size"] - targets["size"]) ** 2)[large].mean()
 
 
-class Frozen(nn.Module):
-    """Only the head, a weight and the norm are trained."""
-
-    def __init__(self, sample_shape: list[int], num_outputs: int, width: int = 8):
-        super().__init__()
-        size = torch.Size(sample_shape).numel()
-        self.flatten, self.backbone, self.middle = nn.Flatten(), nn.Linear(size, width), nn.Linear(width, width)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_outputs)
-        self.backbone.requires_grad_(False)
-        self.middle.bias.requires_grad_(False)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        features = self.middle(self.backbone(self.flatten(inputs)).tanh())
-        return self.head(self.norm(features))
-
-    def stages(self) -> list[nn.Module]:
-        return [nn.Sequential(self.flatten, self.backbone, nn.Tanh()), self.middle, self.norm, self.head]
-
-    def tensor_plan(self) -> dict[str, str]:
-        return {"backbone": "colwise", "middle": "rowwise"}
-
-
 class Codes(nn.Module):
     def __init__(self, width: int = 4):
         super().__init__()
