@@ -169,12 +169,9 @@ def check_visible(partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None
 
 def file_sizes(directory: Path) -> dict[str, int]:
     """Return the sizes of the files in a directory, in bytes; other processes may rename it or its files meanwhile."""
-    found = {}
     with suppress(OSError):
-        for name in os.listdir(directory):
-            with suppress(OSError):
-                found[name] = (directory / name).stat().st_size
-    return found
+        return {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+    return {}
 
 
 def _size_on_server(path: Path) -> int | None:

@@ -122,14 +122,11 @@ class _Splits:
         options: Any = {"train": {"train": split == "train"}, "split": {"split": split}, None: {}}[self._option]
         try:
             dataset = make_group(self._choices, "data", self._node, **options)
-        except InputError as error:
-            if self._option == "split" and split != "train" and re.search(r"\bsplit\b", str(error)):
+        except (InputError, KeyError) as error:
+            refuses = re.search(r"\bsplit\b", str(error)) if isinstance(error, InputError) else error.args == (split,)
+            if self._option == "split" and split != "train" and refuses:
                 raise no_split from None
             raise
-        except KeyError as error:
-            if error.args != (split,):
-                raise
-            raise no_split from None
         missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
         if isinstance(dataset, IterableDataset) or missing:
             raise InputError(

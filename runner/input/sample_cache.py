@@ -106,10 +106,7 @@ class SampleCache:
         leaves, structure = tree_flatten(register_types(sample))
         kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if structure != self._structure or kinds != self._kinds:
-            raise CannotCache(
-                f"samples must have the same shape, but sample {index} is {describe(sample)} and the first one "
-                f"{describe(self._read(0))}"
-            )
+            raise CannotCache(f"samples must have the shape of the first, but sample {index} is {describe(sample)}")
         for target, leaf in zip(self._leaves, leaves, strict=True):
             target[index] = leaf[0]
         with self._locked(fcntl.LOCK_EX):

@@ -1,6 +1,5 @@
 """Ranks that save together: reports, failures of one rank or of the store, and files that appear late."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -162,21 +161,6 @@ def test_a_file_may_appear_late_and_an_invisible_one_is_named(tmp_path: Path, mo
     monkeypatch.setattr(saving, "VISIBLE_WITHIN_S", 0.2)
     with pytest.raises(JobFailed, match=r"does not see rank_2.safetensors, .*; use a directory that all machines"):
         saving.check_visible(partial, {"rank_2.safetensors": {"size": 3}})
-
-
-def test_a_directory_that_is_renamed_meanwhile_has_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 renames it while another rank polls the sizes of its files."""
-    partial = tmp_path / "step_30.tmp"
-    partial.mkdir()
-    listdir = os.listdir
-
-    def rename_and_list(path: Any) -> list[str]:
-        partial.rename(tmp_path / "step_30")
-        return listdir(path)
-
-    monkeypatch.setattr(os, "listdir", rename_and_list)
-    assert saving.file_sizes(partial) == {}
-    assert (tmp_path / "step_30").exists()
 
 
 @pytest.mark.thorough

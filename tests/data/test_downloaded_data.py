@@ -88,17 +88,6 @@ def test_images_are_resized_to_the_shape_of_a_sample(size, tmp_path, cifar_root)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_datasets_of_files_check_the_shape_before_searching_files(kind, tmp_path):
-    channels = SHAPES[kind][0]
-    with pytest.raises(ValueError, match=rf"^sample_shape=\[2, 28, 28\] must be .* with {channels} channel"):
-        kind(train=True, sample_shape=(2, 28, 28), num_outputs=10, root=str(tmp_path))
-    with pytest.raises(ValueError, match=r"^sample_shape=\[784\] must be"):
-        kind(train=True, sample_shape=(784,), num_outputs=10, root=str(tmp_path))
-    with pytest.raises(ValueError, match=r"^num_outputs=7 must be 10"):
-        kind(train=True, sample_shape=SHAPES[kind], num_outputs=7, root=str(tmp_path))
-
-
-@pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("download", [True, False])
 def test_missing_files_are_named_in_one_line_and_nothing_is_written(kind, download, tmp_path, offline, capfd):
     root = tmp_path / "not" / "there"

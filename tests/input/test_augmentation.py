@@ -170,13 +170,3 @@ def test_unsuitable_transforms_are_refused(target: str, options: dict[str, Any],
     config = of({"a": {"_target_": f"{__name__}.Jitter"}}, transform_targets=True)
     with pytest.raises(InputError, match=r"^transform_targets=true needs images .*=auto$"):
         augment(config, Source.of(TensorDataset(IMAGES, torch.arange(22))))
-
-
-def test_keys_are_checked_when_composing() -> None:
-    for words, message in (
-        (["transform_targets=true"], "=true has no effect without transforms; add transforms=flip_crop"),
-        (["transform_targets=maybe", "transforms=flip_crop"], "=maybe must be one of auto, true, false"),
-    ):
-        with pytest.raises(InputError) as caught:
-            configure(*words)
-        assert message in str(caught.value)

@@ -257,6 +257,7 @@ def test_unsuitable_datasets_are_refused(kind: type, keys: dict[str, Any], messa
     ("words", "message"),
     [
         (["val_fraction=1"], "val_fraction=1 must be above 0 and below 1, or null; try 0.1"),
+        (["transform_targets=true"], "=true has no effect without transforms; add transforms=flip_crop"),
         (["split=tset"], "split=tset must be one of train, val, test; did you mean test"),
     ],
 )

@@ -28,14 +28,6 @@ def by_key(size: int, num_orders: int, num_rounds: int | None = None, swaps: boo
     return found.astype(np.int64)
 
 
-def epochs(size: int, num_orders: int) -> Orders:
-    """Return the orders of a run's epochs."""
-    positions = np.arange(size, dtype=np.uint64)
-    return np.stack([Permutation(size, derive_seed(3, epoch))(positions) for epoch in range(num_orders)]).astype(
-        np.int64
-    )
-
-
 def excess(counts: npt.NDArray[np.int64], freedom: int) -> float:
     """Return by how many standard deviations the chi-square of equally likely counts exceeds its mean."""
     expected = counts.sum() / counts.size
@@ -66,29 +58,6 @@ def test_all_orders_of_few_samples_are_equally_likely(size: int) -> None:
 def test_fewer_rounds_or_no_swap_are_detected() -> None:
     assert excess_of_orders(by_key(6, 40_000, num_rounds=8)) > 50
     assert excess_of_orders(by_key(7, 40_000, swaps=False)) > 50
-
-
-def excesses(orders: Orders) -> list[float]:
-    """Return, in standard deviations, how far the positions of samples, of neighbors and of epochs are from random."""
-    num_orders, size = orders.shape
-    places = np.argsort(orders, axis=1)
-    landed = np.bincount((np.arange(size) * size + orders).ravel(), minlength=size * size)
-    steps = np.bincount((np.diff(orders, axis=1) % size).ravel(), minlength=size)[1:]
-    measured = [excess(landed, (size - 1) ** 2), excess(steps, size - 2)]
-    centred, variance = orders - (size - 1) / 2, (size**2 - 1) / 12
-    deviation = variance * math.sqrt(size * num_orders)
-    for lag in (1, 2, 32, 500):  # 32: the number of values of a half
-        between = np.bincount(((places[:, lag:] - places[:, :-lag]) % size).ravel(), minlength=size)[1:]
-        products = (centred[:, lag:] * centred[:, :-lag]).sum() + variance / (size - 1) * (size - lag) * num_orders
-        measured += [excess(between, size - 2), products / deviation]
-    return [*measured, (centred[1:] * centred[:-1]).sum() / deviation]
-
-
-def test_positions_neighbors_and_epochs_of_many_samples_are_unrelated() -> None:
-    """A network of four rounds does not pass the same measures."""
-    size, num_orders = 1000, 1500
-    assert max(map(abs, excesses(epochs(size, num_orders)))) < 4
-    assert max(map(abs, excesses(by_key(size, num_orders, num_rounds=4)))) > 10
 
 
 def test_draws_are_in_proportion_to_weights() -> None:

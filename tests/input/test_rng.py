@@ -185,15 +185,6 @@ def test_a_run_with_random_data_is_the_same_after_resuming(tmp_path: Path, folde
     assert [line["val/loss"] for line in resumed.lines if "val/loss" in line] == validated
 
 
-def test_ranks_train_on_the_same_random_samples_as_one_process(tmp_path: Path, folder: str) -> None:
-    words = (folder, "data=noise", "model=linear", "batch_size=8", "epochs=2", "precision=fp64", "logger=none")
-    whole = run(tmp_path / "one", 1, *words)
-    spread = run(tmp_path / "more", 3, *words, "parallel=allreduce")
-    assert spread.losses == pytest.approx(whole.losses, rel=1e-12)
-    assert spread.result["metrics"]["val/loss"] == pytest.approx(whole.result["metrics"]["val/loss"], rel=1e-12)
-    assert "its collate draws" not in (whole.path / "log.txt").read_text()
-
-
 def test_a_collate_that_draws_causes_a_warning(tmp_path: Path, folder: str) -> None:
     words = (folder, "data=noise", "data.collates=true", "model=linear", "batch_size=8", "max_steps=2", "logger=none")
     told = (run(tmp_path, 1, *words).path / "log.txt").read_text()

@@ -187,7 +187,7 @@ def test_transforms_change_cached_samples_in_each_epoch(tmp_path: Path) -> None:
 def test_a_sample_of_another_shape_is_refused_when_it_is_read(tmp_path: Path) -> None:
     growing = cached(Unsuitable(True, str(tmp_path), "growing"))
     assert growing.read([4])[0].shape == (1, 1)
-    with pytest.raises(CannotCache, match=r"sample 5 is \[tensor \[1, 2\], .* and the first one \[tensor \[1, 1\], "):
+    with pytest.raises(CannotCache, match=r"sample 5 is \[tensor \[1, 2\], "):
         growing.read([4, 5])
 
 
@@ -237,11 +237,6 @@ def test_memory_left_is_the_minimum_over_machine_and_control_groups(
         (tmp_path / "CGROUPS" / group / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "CGROUPS" / group / "memory.current").write_text("1000\n")
     assert machine.available_memory() == 6000
-    (tmp_path / "CGROUPS_OF_PROCESS").write_text("9:memory:/own\n")  # control groups of version 1
-    (tmp_path / "CGROUPS" / "memory" / "own").mkdir(parents=True)
-    (tmp_path / "CGROUPS" / "memory" / "own" / "memory.limit_in_bytes").write_text("500\n")
-    (tmp_path / "CGROUPS" / "memory" / "own" / "memory.usage_in_bytes").write_text("700\n")
-    assert machine.available_memory() == 0
 
 
 def test_flags_of_cached_samples_are_read_and_written_under_a_lock(

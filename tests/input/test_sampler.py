@@ -3,6 +3,7 @@
 import itertools
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,6 +106,8 @@ def test_the_order_of_samples_is_stable() -> None:
         sampler = Sampler(23, 5, seed=4, weights=weights)
         assert [index for batch in sampler.local_batches(2) for index in batch] == expected
         assert [index for batch in sampler.local_batches(2, 3) for index in batch] == expected[15:]
+    large = Permutation(10**6, 1)(np.arange(0, 10**6, 250_000, dtype=np.uint64))
+    assert large.tolist() == [27181, 919394, 444116, 732718]
 
 
 def test_drop_last_skips_the_incomplete_step() -> None:

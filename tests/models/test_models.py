@@ -1,20 +1,16 @@
 """The models: shapes, sizes, initial weights, refused input, and their configuration."""
 
-import importlib
-import inspect
 import math
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from runner.shipped.models.convnet import ConvNet
 from runner.shipped.models.gpt import GPT
 from runner.shipped.models.linear import Linear
 from runner.shipped.models.mlp import MLP
 from runner.shipped.models.net import Net
 from runner.shipped.models.resnet18 import ResNet18
-from runner.shipped.models.split import Split
 from runner.shipped.models.toy import Toy
 from runner.shipped.models.transformer import Transformer
 from runner.shipped.models.unet import UNet
@@ -95,24 +91,6 @@ def test_resnet18_is_torchvisions():
     assert stem.std().item() == pytest.approx(math.sqrt(2 / (7 * 7 * 64)), rel=0.1)  # initialized like the others
 
 
-def test_convnet_initializes_its_layers_in_order():
-    torch.manual_seed(3)
-    model = ConvNet([1, 28, 28], 10)
-    torch.manual_seed(3)
-    conv1, norm1 = nn.Conv2d(1, 16, 5, 1, 2), nn.BatchNorm2d(16)
-    conv2, norm2 = nn.Conv2d(16, 32, 5, 1, 2), nn.BatchNorm2d(32)
-    reference = nn.Sequential(
-        *(conv1, norm1, nn.ReLU(), nn.MaxPool2d(2, 2)),
-        *(conv2, norm2, nn.ReLU(), nn.MaxPool2d(2, 2)),
-        *(nn.Flatten(), nn.Linear(32 * 7 * 7, 10)),
-    )
-    states = list(model.state_dict().values()), list(reference.state_dict().values())
-    assert len(states[0]) == len(states[1]) == 16
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*states, strict=True))
-    images = torch.rand(2, 1, 28, 28)
-    assert torch.equal(model(images), reference(images))
-
-
 def test_mlp_options_define_the_layers():
     model = MLP([6], 2, hidden=[5, 4, 3], batch_norm=True, dropout=0.5)
     kinds = [type(layer) for layer in model.layers]
@@ -152,21 +130,3 @@ def test_empty_sizes_are_refused(kind, sample_shape, num_outputs, message):
 def test_options_out_of_range_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         kind((1, 28, 28), 10, **options)
-
-
-@pytest.mark.parametrize("name", [*MODELS, "split"])
-def test_configuration_states_every_option_and_its_default(name):
-    options = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    module, _, attribute = options.pop("_target_").rpartition(".")
-    kind = {**MODELS, "split": Split}[name]
-    assert getattr(importlib.import_module(f"runner.shipped.{module}"), attribute) is kind
-    parameters = list(inspect.signature(kind).parameters.values())
-    if name == "split":  # the model that it splits is a nested node
-        assert options.pop("defaults") == [{"/model@model": "convnet"}, "_self_"]
-        assert parameters.pop(0).name == "model"
-    else:
-        assert [parameters.pop(0).name for _ in range(2)] == ["sample_shape", "num_outputs"]
-        assert options.pop("sample_shape") == "${data.sample_shape}"
-        assert options.pop("num_outputs") == "${data.num_outputs}"
-    defaults = {p.name: list(p.default) if isinstance(p.default, tuple) else p.default for p in parameters}
-    assert options == defaults
