@@ -31,13 +31,7 @@ def set_link(directory: Path, name: str, path: Path | None) -> None:
     flush(directory)
 
 
-def retain(
-    directory: Path,
-    keep: int,
-    best: Sequence[int],
-    newest: int,
-    protected: Sequence[int] = (),
-) -> None:
+def retain(directory: Path, keep: int, best: Sequence[int], newest: int, protected: Sequence[int] = ()) -> None:
     """Remove all checkpoints except the newest ones and those of certain steps. Set the link `best`.
 
     Args:

@@ -98,12 +98,12 @@ def save(
     except Exception as error:
         check_lock()  # otherwise the directory may be the other world's
         with suppress(RuntimeError):  # the store may be lost
-            coordinator.announce_abort(train_state.step)
+            coordinator.announce(train_state.step, "dropped")
         shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise _explain(error, partial) from None
     finally:
         with suppress(RuntimeError):
-            coordinator.announce_end(train_state.step)
+            coordinator.announce(train_state.step, "ended")
     set_link(directory, LAST, final)
     reached("save: end")
     return final

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -82,10 +82,10 @@ class SaveCoordinator:
         with self._lost_store_noted():
             return [self._collect(step, rank, progress) for rank in range(1, self.world_size)]
 
-    def announce_abort(self, step: int) -> None:
-        """Announce, on rank 0, that the checkpoint is given up, before its files are removed."""
+    def announce(self, step: int, what: Literal["dropped", "ended"]) -> None:
+        """Announce, on rank 0, that the checkpoint is given up (before its files are removed), or the end of its save."""
         if self.store is not None and not self.synchronous:
-            self.store.set(f"{step}/dropped", "")
+            self.store.set(f"{step}/{what}", "")
 
     def is_aborted(self, step: int) -> bool:
         """Return True if rank 0 gave up the checkpoint, so that this rank has to remove its file. Raise StoreLost."""
@@ -94,11 +94,6 @@ class SaveCoordinator:
         assert self.store is not None
         with self._lost_store_noted():
             return self.store.check([f"{step}/dropped"])
-
-    def announce_end(self, step: int) -> None:
-        """Announce, on rank 0, that the checkpoint is complete or given up."""
-        if self.store is not None and not self.synchronous:
-            self.store.set(f"{step}/ended", "")
 
     def wait_for_end(self, step: int, progress: Callable[[], object], timeout_s: float) -> None:
         """Wait for rank 0's announcement, on another rank, which must not enter a collective before.

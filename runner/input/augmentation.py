@@ -52,14 +52,12 @@ def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
 def augment(config: Config, source: Source) -> Source:
     """Return the training data with the configured transforms; the same source if there are none.
 
-    Raise InputError if a transform refuses its options, is not callable or fails on the first sample.
+    Raise InputError if a transform refuses its options or fails on the first sample.
     """
     transforms: dict[str, Callable[..., Any]] = {}
     for name, node in config.transforms.items():
         key = f"transforms.{name}"
         transforms[name] = make_group({key: node["_target_"]}, key, node)
-        if not callable(transforms[name]):
-            raise InputError(f"{key}._target_={node['_target_']}: the object is not callable with a sample")
     if not transforms:
         return source
     sample = source[0]

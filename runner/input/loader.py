@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from runner.distributed.failures.signals import exit_at_once_with_parent, ignore_signals
 from runner.input.batch import MicroBatch, StepBatch, cast_floating
-from runner.input.pytree import map_tensors, num_bytes, split
+from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Request, Source
@@ -112,7 +112,8 @@ class Loader:
             batch = map_tensors(self._place, each)
             requested = self._requested.popleft()
             if self._reads_ahead and self._at_once is None and requested[0]:
-                largest = num_bytes(batch) * self.sampler.local_size // len(requested[0])  # the first may be smaller
+                num_bytes = sum(tensor.nbytes for tensor in tensors(batch))
+                largest = num_bytes * self.sampler.local_size // len(requested[0])  # the first may be smaller
                 self._at_once = max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, largest)))
             if len(requested) == 1:
                 yield MicroBatch(batch, requested[0])

@@ -27,14 +27,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Return the same structure with each tensor replaced; other leaves are unchanged."""
-    if type(tree) is tuple and len(tree) == 2 and all(isinstance(part, torch.Tensor) for part in tree):
-        return function(tree[0]), function(tree[1])  # fast path for the usual batch
     return tree_map_only(torch.Tensor, function, register_types(tree))
-
-
-def num_bytes(tree: Any) -> int:
-    """Return the size of all tensors in bytes."""
-    return sum(tensor.nbytes for tensor in tensors(tree))
 
 
 def num_rows(tree: Any) -> int:

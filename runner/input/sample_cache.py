@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from runner.distributed.local.exchange import LocalExchange
 from runner.distributed.local.shared_memory import new_file
@@ -69,10 +69,6 @@ class SampleCache:
         """
         if exchange is not None and (file := exchange.share_file(lambda: new_file(self.num_bytes))) is not None:
             self._map(file)
-
-    def sample(self, index: int) -> Any:
-        """Return one sample. Raise CannotCache if it is not suitable."""
-        return tree_map_only(torch.Tensor, lambda tensor: tensor[0], register_types(self.batch([index])))
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return a batch. Raise CannotCache if a sample has another shape or draws random numbers."""

@@ -35,7 +35,7 @@ class Source(Dataset[Any]):
     transform: Callable[[Any, int, int], Any] | None = None  # of a sample, in an epoch, at an index
     returns_lists: bool = False  # `__getitems__` returns a list of samples, as torch's Subset does, not a batch
     _sample_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
-    _collate_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
+    collate_draws: DrawDetector = field(default_factory=DrawDetector, init=False)  # numbers depend on the batch
 
     @classmethod
     def of(cls, dataset: Any) -> "Source":
@@ -81,11 +81,6 @@ class Source(Dataset[Any]):
         return self._reads_batches(self.dataset) and bool(
             self.cache is not None or getattr(self.dataset, "reads_ahead", False)
         )
-
-    @property
-    def collate_draws(self) -> bool:
-        """Whether `collate` has drawn random numbers, which depend on the samples that a batch contains."""
-        return self._collate_draws.has_drawn
 
     def cache_samples(self) -> None:
         """Keep each sample in memory once it is read. Raise CannotCache if the dataset does not permit that."""
@@ -135,10 +130,10 @@ class Source(Dataset[Any]):
         """Return the batch of the dataset's `collate`, whose random numbers follow from the key."""
 
         def collate_seeded() -> Any:
-            self._collate_draws.seed(*key, COLLATE)
+            self.collate_draws.seed(*key, COLLATE)
             return dataset.collate(samples)
 
-        batch = self._collate_draws.call(collate_seeded)
+        batch = self.collate_draws.call(collate_seeded)
         lengths = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
         if len(samples) not in lengths:
             raise ValueError(
@@ -170,7 +165,10 @@ class Source(Dataset[Any]):
         return collate(batch) if self.returns_lists else batch
 
     def _sample(self, dataset: Any, epoch: int, index: int) -> Any:
-        sample = dataset[self._row(index)] if self.cache is None else self.cache.sample(index)
+        if self.cache is None:
+            sample = dataset[self._row(index)]
+        else:
+            sample = map_tensors(lambda tensor: tensor[0], self.cache.batch([index]))
         return sample if self.transform is None else self.transform(sample, epoch, index)
 
     def _read_packed(self, index: int) -> Any:

@@ -97,14 +97,3 @@ def test_a_damaged_newest_checkpoint_is_not_counted(tmp_path: Path) -> None:
     assert [(folder / link).readlink() for link in ("last", "best")] == [Path("step_5")] * 2
     run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=12", "checkpoint.keep_best=0")
     assert (folder / "last").readlink() == Path("step_12") and (folder / "step_12" / "rank_0.safetensors").is_file()
-
-
-def test_the_link_to_the_best_checkpoint_never_dangles(tmp_path: Path) -> None:
-    """If a checkpoint was removed, its value does not count."""
-    words = (*UNSTEADY, "checkpoint.keep=9", "max_steps=42")
-    done = run(tmp_path, 1, *words)
-    shutil.rmtree((done.path / "checkpoints" / "best").resolve())
-    again = run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=43")
-    folder, measured = again.path / "checkpoints", values(again)
-    there = {int(path.name.removeprefix("step_")) for path in list_checkpoints(folder)}
-    assert (folder / "best").resolve().name == f"step_{min(there & measured.keys(), key=lambda s: measured[s])}"

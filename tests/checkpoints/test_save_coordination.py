@@ -34,7 +34,7 @@ def test_waiting_continues_while_files_grow() -> None:
     def progress() -> int:
         calls.append(0)
         if len(calls) == 20:
-            coordinator.announce_end(3)
+            coordinator.announce(3, "ended")
         return len(calls)
 
     coordinator.wait_for_end(3, progress, 0.3)
@@ -69,7 +69,7 @@ def test_a_rank_does_not_report_its_error_after_rank_0_gave_up(
     store = dist.HashStore()
 
     def fail_after_rank_0(path: Path, chunks: dict[str, LocalChunk]) -> FileRecord:
-        SaveCoordinator(0, 2, store).announce_abort(1)
+        SaveCoordinator(0, 2, store).announce(1, "dropped")
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(saving, "write_shard", fail_after_rank_0)

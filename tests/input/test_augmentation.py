@@ -161,7 +161,7 @@ def test_only_training_samples_are_transformed() -> None:
         (f"{__name__}.Failing", {}, "transforms=a: the first .* with: RuntimeError: no such colour .at .*test_aug"),
         (f"{V2}.RandomCrop", {"size": [5, 5]}, r"transforms=a returns .* \[1, 5, 5\] .* \[1, 8, 8\] .*, but"),
         (f"{V2}.RandomHorizontalFlip", {"p": 2}, "transforms.a=.*`p` should be"),
-        ("builtins.dict", {}, "transforms.a._target_=builtins.dict: the object is not callable"),
+        ("builtins.dict", {}, "transforms=a: the first .* with: TypeError: 'dict' object is not callable"),
     ],
 )
 def test_unsuitable_transforms_are_refused(target: str, options: dict[str, Any], message: str) -> None:

@@ -82,15 +82,6 @@ def test_initial_weights_are_those_of_gpt_2():
             assert abs(parameter.mean().item()) < expected / 10, name
 
 
-def test_dropout_is_active_only_in_training():
-    model, plain = make(dropout=0.5), make()
-    torch.manual_seed(0)
-    assert not torch.equal(model(tokens()), model(tokens()))
-    assert torch.equal(model.eval()(tokens()), plain(tokens()))
-    left_out = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    assert len(left_out) == 1 + SIZES["depth"] and {module.p for module in left_out} == {0.5}
-
-
 @pytest.mark.parametrize(
     ("sample_shape", "options", "message"),
     [
