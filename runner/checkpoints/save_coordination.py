@@ -83,7 +83,7 @@ class SaveCoordinator:
             return [self._collect(step, rank, progress) for rank in range(1, self.world_size)]
 
     def announce(self, step: int, what: Literal["dropped", "ended"]) -> None:
-        """Announce, on rank 0, that the checkpoint is given up (before its files are removed), or the end of its save."""
+        """Announce, on rank 0, the end of the save, or before its files are removed that the checkpoint is given up."""
         if self.store is not None and not self.synchronous:
             self.store.set(f"{step}/{what}", "")
 
