@@ -128,7 +128,8 @@ def open_shards(files: Iterable[Path]) -> dict[str, SavedTensor]:
             offsets = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))  # whole tensors without it
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 part = opened.get_slice(name)
-                saved = tensors.setdefault(name, SavedTensor(_TYPES[part.get_dtype()]))
+                dtype: Any = _TYPES[part.get_dtype()]
+                saved = tensors.setdefault(name, SavedTensor(dtype))
                 shape = tuple(part.get_shape())
                 start = tuple(offsets[name][_OFFSETS]) if offsets else (0,) * len(shape)
                 if start not in [chunk.offsets for chunk in saved.chunks]:  # several ranks may have written it

@@ -121,8 +121,8 @@ class Loader:
             for part, indices in zip(split(batch, [len(each) for each in requested]), requested, strict=True):
                 yield MicroBatch(part, indices)
 
-    def __iter__(self) -> Iterator[Request]:
-        """Yield what to read, starting at the present position; DataLoader iterates over it once per epoch.
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each Request, starting at the present position; DataLoader iterates over it once per epoch.
 
         DataLoader requests batches before they are needed, and returns them in the order of the requests.
         """
