@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from runner.checkpoints.layout import BEST, list_checkpoints, step_of
@@ -31,7 +31,14 @@ def set_link(directory: Path, name: str, path: Path | None) -> None:
     flush(directory)
 
 
-def retain(directory: Path, keep: int, best: Sequence[int], newest: int, protected: Sequence[int] = ()) -> None:
+def retain(
+    directory: Path,
+    keep: int,
+    best: Sequence[int],
+    newest: int,
+    protected: Sequence[int] = (),
+    damaged: Collection[int] = (),
+) -> None:
     """Remove all checkpoints except the newest ones and those of certain steps. Set the link `best`.
 
     Args:
@@ -40,9 +47,11 @@ def retain(directory: Path, keep: int, best: Sequence[int], newest: int, protect
         best: steps of the best checkpoints, the best one first.
         newest: the step of the newest undamaged checkpoint. Later ones are damaged, and the run will replace them.
         protected: more steps to keep.
+        damaged: steps of checkpoints that `keep` does not count, and that are removed once they are not the newest.
     """
     paths = [path for path in list_checkpoints(directory) if step_of(path) <= newest]
-    kept = {path for path in paths if step_of(path) in (*best, *protected)} | {*paths[-keep:]}
+    kept = {path for path in paths if step_of(path) in (*best, *protected)}
+    kept.update([path for path in paths if step_of(path) not in damaged][-keep:])
     set_link(directory, BEST, directory / f"step_{best[0]}" if best else None)
     for old in sorted(set(paths) - kept):
         remove(old)

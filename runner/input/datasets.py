@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -157,10 +158,6 @@ class _Splits:
         return replace(self._whole, rows=rows.sort().values)  # sorted, so that files are read sequentially
 
     def _has_validation(self) -> bool:
-        if self._option != "split" or "val" not in self._names:
-            return "val" in self._names
-        try:
-            self._existing("val")
-        except NoSplit:
-            return False
-        return True
+        with suppress(NoSplit):
+            return self._option == "train" or self._existing("val") is not None
+        return False

@@ -52,8 +52,7 @@ class SampleCache:
         self._starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
         if self.num_bytes > (left := available_memory()):
             raise CannotCache(
-                f"the samples need {self.num_bytes / 2**30:,.1f} GiB, but this machine has {left / 2**30:,.1f} GiB of "
-                "memory left"
+                f"the samples need {self.num_bytes / 2**30:,.1f} GiB, but {left / 2**30:,.1f} GiB are left"
             )
         self._map(None)
 

@@ -115,6 +115,16 @@ def test_the_newest_checkpoints_are_kept_in_numerical_order(tmp_path: Path) -> N
     assert names(tmp_path) == ["last", "step_101"]
 
 
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    """Otherwise the only undamaged checkpoint besides the newest would be removed."""
+    for step in (20, 30, 33):
+        save(tmp_path, step)
+    retention.retain(tmp_path, keep=2, best=[], newest=20, damaged={30})
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_20", "step_30", "step_33"]
+    retention.retain(tmp_path, keep=2, best=[], newest=33, damaged={30})
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_20", "step_33"]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5)
     path = save(tmp_path, 5, weight=torch.ones(3))

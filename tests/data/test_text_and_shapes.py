@@ -104,7 +104,6 @@ def test_shapes_stores_no_images_and_its_splits_differ():
         ({"sample_shape": [2, 64, 64]}, r"sample_shape=\[2, 64, 64\] must be .* 1 or 3 channels .* try \[1, 64, 64\]"),
         ({"sample_shape": [1, 4, 64]}, "sample_shape=.* at least 8 x 8"),
         ({"num_outputs": 10}, "num_outputs=10 must be 3, for background, disc and square"),
-        ({"num_test": 0}, "num_test=0 must be at least 1"),
     ],
 )
 def test_shapes_refuses_invalid_options(options, message):

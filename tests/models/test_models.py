@@ -30,14 +30,6 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Toy, Linear, MLP])
-@pytest.mark.parametrize("sample_shape", [(10,), (4, 3)])
-def test_flattening_models_accept_samples_of_any_shape(kind, sample_shape):
-    model = kind(sample_shape=sample_shape, num_outputs=5)
-    samples = torch.rand(3, *sample_shape)
-    torch.testing.assert_close(model(samples), model(samples.flatten(1)))
-
-
 @pytest.mark.parametrize(("kind", "sample_shape"), [(ConvNet, (2, 4, 7)), (ConvNet, (1, 30, 29)), (Net, (2, 16, 17))])
 def test_convolutions_accept_images_of_any_size(kind, sample_shape):
     outputs = kind(sample_shape, 10)(torch.rand(2, *sample_shape))
@@ -122,7 +114,6 @@ def test_empty_sizes_are_refused(kind, sample_shape, num_outputs, message):
         (ConvNet, {"channels": [16]}, r"channels=\[16\] must be two sizes of at least 1; try \[16, 32\]"),
         (Net, {"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1; try 0.1"),
         (Transformer, {"patch_size": 5}, "patch_size=5 must divide the height and width 28 x 28 of the .*; try 4$"),
-        (Transformer, {"depth": -1}, "depth=-1 must be at least 1"),
         (Transformer, {"heads": 3}, "heads=3 must divide dim=64; try heads=1, or dim=66"),
         (Transformer, {"mlp_ratio": 0.001}, "mlp_ratio=0.001 must give at least one hidden unit for dim=64; try 4.0"),
     ],

@@ -55,16 +55,21 @@ class Checkpointing(Callback):
         self._abandoned_step: int | None = None  # the step of the last checkpoint that could not be completed
         self._saved_at = time.monotonic()
         self._writing: TrainState | None = None  # the state of the checkpoint that is being written
+        self._damaged: set[int] = set()  # steps of checkpoints newer than the one that the run was resumed from
         self._writer, self._snapshot = AsyncWriter(), Snapshot()
 
     def on_start(self, run: RunInfo) -> None:
-        """Adopt the checkpoint that the run was resumed from: it is not saved again, and the links point to it."""
+        """Adopt the checkpoint that the run was resumed from: it is not saved again, and the links point to it.
+
+        Newer checkpoints are damaged.
+        """
         values = {step: value for step, value in run.evaluations.items() if step in run.checkpoints}
         self._best = {step: values[step] for step in self._monitor.best(values)[: self._options.keep_best]}
         self._record_best()
         if run.first_step:
             self._saved_step = run.first_step
             steps = [step_of(path) for path in list_checkpoints(self._directory.checkpoints)]
+            self._damaged = {step for step in steps if step > run.first_step}
             self._finite.begin(run.first_step, steps)
             if self._directory.writes:
                 set_link(self._directory.checkpoints, LAST, self._directory.checkpoints / f"step_{run.first_step}")
@@ -130,6 +135,7 @@ class Checkpointing(Callback):
         self._directory.check_lock()
         self._finite.check(state.step)
         self._saved_step, self._saved_at = state.step, time.monotonic()
+        self._damaged.discard(state.step)
         local = self._callbacks.state(self._parallel_model.state())
         local.facts["parallel"] = self._directory.result.parallel
         if self._directory.writes:
@@ -168,7 +174,7 @@ class Checkpointing(Callback):
         """Remove old checkpoints, after the present one is complete."""
         if self._directory.writes:
             assert self._saved_step is not None
-            kept = self._options.keep, [*self._best], self._saved_step, [*self._finite.protected]
+            kept = self._options.keep, [*self._best], self._saved_step, [*self._finite.protected], {*self._damaged}
             self._do(lambda: self._retain_now(*kept))
 
     def _retain_now(self, *kept: Any) -> None:
