@@ -50,10 +50,9 @@ class SampleCache:
         self._kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         sizes = (num_samples, *(num_samples * leaf.nbytes for leaf in leaves))
         self._starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
-        if self.num_bytes > (left := available_memory()):
-            raise CannotCache(
-                f"the samples need {self.num_bytes / 2**30:,.1f} GiB, but {left / 2**30:,.1f} GiB are left"
-            )
+        needed, left = self.num_bytes / 2**30, available_memory() / 2**30
+        if needed > left:
+            raise CannotCache(f"the samples need {needed:,.1f} GiB, but {left:,.1f} GiB are left")
         self._map(None)
 
     @property

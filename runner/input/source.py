@@ -78,9 +78,8 @@ class Source(Dataset[Any]):
     @property
     def reads_ahead(self) -> bool:
         """Whether several batches may be read at once and then split."""
-        return self._reads_batches(self.dataset) and bool(
-            self.cache is not None or getattr(self.dataset, "reads_ahead", False)
-        )
+        may_be_split = self.cache is not None or getattr(self.dataset, "reads_ahead", False)
+        return self._reads_batches(self.dataset) and bool(may_be_split)
 
     def cache_samples(self) -> None:
         """Keep each sample in memory once it is read. Raise CannotCache if the dataset does not permit that."""
