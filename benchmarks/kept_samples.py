@@ -70,7 +70,8 @@ def main() -> None:
             f"{name:18s} {max(rates):9,.0f} images/s at best, {statistics.median(rates):9,.0f} in the median; "
             f"{statistics.median(ratios):6.2f} x decoded in the median of {given.rounds}"
         )
-    print(f"{kept.num_bytes / 2**20:,.0f} MiB are kept of {given.images} images")
+    assert kept.cache is not None
+    print(f"{kept.cache.num_bytes / 2**20:,.0f} MiB are kept of {given.images} images")
 
 
 if __name__ == "__main__":

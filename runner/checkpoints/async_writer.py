@@ -24,71 +24,56 @@ class Snapshot:
 
     def of(self, local: LocalState) -> LocalState:
         """Return a copy, which is valid until the next call."""
-        copies: dict[tuple[object, ...], torch.Tensor] = {}  # a tensor with several names is copied once
-        chunks: dict[str, LocalChunk] = {}
+        old, self._memory = self._memory, {}
         for name, chunk in local.chunks.items():
-            tensor = chunk.tensor
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if key not in copies:
-                memory = self._memory.get(name)
-                if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-                    memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    self._memory[name] = memory
-                copies[key] = memory.copy_(tensor, non_blocking=True)
-            chunks[name] = LocalChunk(copies[key], chunk.offsets)
-        self._memory = {name: tensor for name, tensor in self._memory.items() if name in chunks}
+            tensor, memory = chunk.tensor, old.get(name)
+            if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._memory[name] = memory.copy_(tensor, non_blocking=True)
         for device in {chunk.tensor.device for chunk in local.chunks.values() if chunk.tensor.is_cuda}:
             torch.cuda.synchronize(device)
+        chunks = {name: LocalChunk(self._memory[name], chunk.offsets) for name, chunk in local.chunks.items()}
         return replace(local, chunks=chunks)
 
 
 class AsyncWriter:
-    """A thread that runs functions one after the other. The next call of a method raises an error of the thread."""
+    """Runs functions one after the other in the background. The next call of a method raises an error of theirs."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: list[Callable[[], object]] = []
-        self._is_busy = False
+        self._newest: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def submit(self, work: Callable[[], object]) -> None:
         """Run a function when all earlier ones are done. Functions after one that failed are dropped."""
         self.check()
-        with self._changed:
-            self._waiting.append(work)
-            if not self._is_busy:
-                self._is_busy = True
-                threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+        self._newest = threading.Thread(target=self._run, args=(work, self._newest), name="checkpoint", daemon=True)
+        self._newest.start()
 
     def check(self) -> None:
-        """Raise the error of the thread, once."""
-        with self._changed:
-            error, self._error = self._error, None
+        """Raise the error of a function, once."""
+        error, self._error = self._error, None
         if error is not None:
             raise error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for all functions, at most `timeout_s`. Return True if they are done; raise the error of the thread."""
-        with self._changed:
-            is_done = self._changed.wait_for(lambda: not self._is_busy, timeout_s)
+        """Wait for all functions, at most `timeout_s`. Return True if they are done; raise the error of one."""
+        is_done = True
+        if self._newest is not None:
+            self._newest.join(timeout_s)
+            is_done = not self._newest.is_alive()
         self.check()
         return is_done
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], object], previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()
+        if self._error is not None:
+            return
         _lower_priority()
-        while True:
-            with self._changed:
-                if not self._waiting or self._error is not None:
-                    self._waiting.clear()
-                    self._is_busy = False
-                    self._changed.notify_all()
-                    return
-                work = self._waiting.pop(0)
-            try:
-                work()
-            except BaseException as error:  # the training thread raises it
-                with self._changed:
-                    self._error = error
+        try:
+            work()
+        except BaseException as error:  # the training thread raises it
+            self._error = error
 
 
 def _lower_priority() -> None:

@@ -18,6 +18,7 @@ LAST, BEST = "last", "best"  # links next to the checkpoints, each to one of the
 STEP = re.compile(r"step_(\d+)")
 FORMAT = 2
 _FILE = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of a damaged JSON file
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,8 @@ def find_checkpoint(directory: Path, name: str) -> Path:
     if not paths:
         raise ValueError(f"{directory.parent} has no checkpoint yet")
     existing = ", ".join(path.name for path in paths)
-    if name == BEST:
-        raise ValueError(
-            f"{directory.parent} has no best checkpoint, only {existing}: with checkpoint.keep_best=0, or before the "
-            "first evaluation that measures the monitor, none is kept"
-        )
-    raise ValueError(f"{directory.parent} has no checkpoint {name}, only {existing}")
+    reason = ": none is kept with checkpoint.keep_best=0, or before the first evaluation" if name == BEST else ""
+    raise ValueError(f"{directory.parent} has no checkpoint {name}, only {existing}{reason}")
 
 
 def choose_checkpoint(
@@ -85,10 +82,7 @@ def choose_checkpoint(
 
     A damaged newest checkpoint is named in a warning, and the previous one is tried. Raise ValueError if the named
     checkpoint is damaged or none is undamaged, because a run must not silently start again from step 0.
-
-    Args:
-        paths: the checkpoints to try, in this order; by default those that `candidates` returns.
-        check: raises ValueError for a damaged checkpoint; by default `verify`.
+    `paths` are the results of `candidates`, and `check` is `verify`, unless ranks agree on them.
     """
     for path in candidates(directory, name) if paths is None else paths:
         try:
@@ -109,11 +103,8 @@ def candidates(directory: Path, name: str) -> list[Path]:
 
 def read_train_state(path: Path) -> TrainState:
     """Read the position of one checkpoint. Raise OSError or ValueError if it cannot be read."""
-    found = json.loads((path / PROGRESS).read_text())
-    if not isinstance(found, dict):
-        raise ValueError(f"{PROGRESS} contains no mapping")
     try:
-        state = TrainState(**found)
+        state = TrainState(**_read_mapping(path / PROGRESS))
     except TypeError as error:
         raise ValueError(f"{PROGRESS} has other keys ({error})") from None
     for name, value in asdict(state).items():
@@ -124,10 +115,7 @@ def read_train_state(path: Path) -> TrainState:
 
 def read_facts(path: Path) -> dict[str, Any]:
     """Read what a checkpoint stores besides tensors. Raise OSError or ValueError if it cannot be read."""
-    facts = json.loads((path / FACTS).read_text())
-    if not isinstance(facts, dict):
-        raise ValueError(f"{FACTS} contains no mapping")
-    return facts
+    return _read_mapping(path / FACTS)
 
 
 def shard_name(rank: int) -> str:
@@ -138,7 +126,8 @@ def shard_name(rank: int) -> str:
 def manifest_text(files: Mapping[str, FileRecord]) -> str:
     """Return the content of manifest.json: the records of all other files, and a hash of that list itself."""
     listed = {name: {"sha256": files[name].sha256, "size": files[name].size} for name in sorted(files)}
-    return json.dumps({"format": FORMAT, "files": listed, "sha256": _sha256_of_list(listed)}, indent=1) + "\n"
+    digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"format": FORMAT, "files": listed, "sha256": digest}, indent=1) + "\n"
 
 
 def read_manifest(path: Path) -> dict[str, FileRecord]:
@@ -146,22 +135,12 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     file = path / MANIFEST
     try:
         text = file.read_text()
-        found = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read ({_reason(error)}); the checkpoint is damaged") from None
-    if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
-        raise ValueError(f"{file} has format {found['format']}, but must have format {FORMAT}; it may be damaged")
-    try:
-        files = {name: FileRecord(**record) for name, record in found["files"].items()}
-        is_as_saved = text == manifest_text(files)  # the hash of the list, too
-    except (TypeError, KeyError, AttributeError):
-        is_as_saved = False
-    if not is_as_saved:
+        files = {name: FileRecord(**record) for name, record in json.loads(text)["files"].items()}
+    except _UNREADABLE as error:
+        raise ValueError(f"{file} cannot be read ({error}); the checkpoint is damaged") from None
+    is_complete = {FACTS, PROGRESS} <= files.keys() and all(map(_FILE.fullmatch, files))
+    if not is_complete or text != manifest_text(files):  # the hash of the list, too
         raise ValueError(f"{file} is not what was saved; the checkpoint is damaged")
-    if missing := sorted({FACTS, PROGRESS} - files.keys()):
-        raise ValueError(f"{file} does not list {missing[0]}; the checkpoint is damaged")
-    if unknown := [name for name in files if not _FILE.fullmatch(name)]:
-        raise ValueError(f"{file} lists {unknown[0]}, which is not a file of a checkpoint; the checkpoint is damaged")
     return files
 
 
@@ -184,8 +163,8 @@ def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -
     try:
         read_train_state(path)
         read_facts(path)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({_reason(error)}); the checkpoint is damaged") from None
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read ({error}); the checkpoint is damaged") from None
 
 
 def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
@@ -198,10 +177,8 @@ def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
         return False
 
 
-def _reason(error: Exception) -> str:
-    """Return the error's text without the file's name, which the message has already."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _sha256_of_list(listed: Any) -> str:
-    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+def _read_mapping(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} contains no mapping")
+    return found

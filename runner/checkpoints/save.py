@@ -1,6 +1,5 @@
 """Saving a checkpoint: each rank writes its own file, and rank 0 checks all files and completes the directory."""
 
-import errno
 import hashlib
 import json
 import os
@@ -16,11 +15,10 @@ from runner.checkpoints.layout import FACTS, LAST, MANIFEST, PROGRESS, FileRecor
 from runner.checkpoints.retention import PARTIAL, flush, reached, remove, remove_leftovers, set_link
 from runner.checkpoints.save_coordination import SaveCoordinator, StoreLost
 from runner.checkpoints.saved_state import LocalState, merge
-from runner.checkpoints.shard_file import size_of, write_shard
+from runner.checkpoints.shard_file import write_shard
 from runner.errors import JobFailed
 from runner.records.record_files import dumps
 
-SMALL_FILES = 2**16  # bytes that a checkpoint needs besides the tensors
 VISIBLE_WITHIN_S = 10.0  # a client of a network file system may cache that a file does not exist
 _PAUSE_S = 0.1
 
@@ -100,12 +98,12 @@ def save(
     except Exception as error:
         check_lock()  # otherwise the directory may be the other world's
         with suppress(RuntimeError):  # the store may be lost
-            coordinator.announce_abort(train_state.step)
+            coordinator.announce(train_state.step, "dropped")
         shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise _explain(error, partial) from None
     finally:
         with suppress(RuntimeError):
-            coordinator.announce_end(train_state.step)
+            coordinator.announce(train_state.step, "ended")
     set_link(directory, LAST, final)
     reached("save: end")
     return final
@@ -139,9 +137,6 @@ def _write_chunks(partial: Path, local: LocalState, rank: int) -> dict[str, dict
     if not local.chunks:
         return {}
     partial.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(partial).free, size_of(local.chunks) + SMALL_FILES
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{free / 2**20:,.1f} MiB are free, {needed / 2**20:,.1f} MiB are needed")
     return {shard_name(rank): asdict(write_shard(partial / shard_name(rank), local.chunks))}
 
 
@@ -160,10 +155,7 @@ def check_replicas(hashes: Sequence[Mapping[str, int]]) -> None:
 
 
 def check_visible(partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise JobFailed if rank 0 does not see a file that another rank has written. Remove files that no rank reported.
-
-    Such a file is from an earlier world that was presumed dead; programs that read all files would use its tensors.
-    """
+    """Raise JobFailed if rank 0 does not see a file that another rank has written."""
     until = time.monotonic() + VISIBLE_WITHIN_S
     for name, record in files.items():
         while _size_on_server(partial / name) != record["size"]:
@@ -173,20 +165,13 @@ def check_visible(partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None
                     f"{partial}; use a directory that all machines share"
                 )
             time.sleep(_PAUSE_S)
-    for entry in partial.glob("*"):
-        if entry.name not in files:
-            with suppress(OSError):
-                entry.unlink()
 
 
 def file_sizes(directory: Path) -> dict[str, int]:
     """Return the sizes of the files in a directory, in bytes; other processes may rename it or its files meanwhile."""
-    found = {}
     with suppress(OSError):
-        for name in os.listdir(directory):
-            with suppress(OSError):
-                found[name] = (directory / name).stat().st_size
-    return found
+        return {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+    return {}
 
 
 def _size_on_server(path: Path) -> int | None:
@@ -213,9 +198,7 @@ def _explain(error: BaseException, partial: Path) -> BaseException:
         return error
     if isinstance(error, TimeoutError) and error.errno is None:  # that rank's own error says more
         return JobFailed(f"checkpoint {partial.with_suffix('')}: {error}", follows=True)
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "free space there, or keep fewer (checkpoint.keep), and resume" if is_full else "fix that, and resume"
     return JobFailed(
         f"checkpoint {partial.with_suffix('')} could not be written: {error.strerror or repr(error)}\n"
-        f"older checkpoints are unchanged; {fix}"
+        "older checkpoints are unchanged; fix that (if the disk is full, lower checkpoint.keep), and resume"
     )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -82,10 +82,10 @@ class SaveCoordinator:
         with self._lost_store_noted():
             return [self._collect(step, rank, progress) for rank in range(1, self.world_size)]
 
-    def announce_abort(self, step: int) -> None:
-        """Announce, on rank 0, that the checkpoint is given up, before its files are removed."""
+    def announce(self, step: int, what: Literal["dropped", "ended"]) -> None:
+        """Announce, on rank 0, the end of the save, or before its files are removed that the checkpoint is given up."""
         if self.store is not None and not self.synchronous:
-            self.store.set(f"{step}/dropped", "")
+            self.store.set(f"{step}/{what}", "")
 
     def is_aborted(self, step: int) -> bool:
         """Return True if rank 0 gave up the checkpoint, so that this rank has to remove its file. Raise StoreLost."""
@@ -95,37 +95,44 @@ class SaveCoordinator:
         with self._lost_store_noted():
             return self.store.check([f"{step}/dropped"])
 
-    def announce_end(self, step: int) -> None:
-        """Announce, on rank 0, that the checkpoint is complete or given up."""
-        if self.store is not None and not self.synchronous:
-            self.store.set(f"{step}/ended", "")
-
     def wait_for_end(self, step: int, progress: Callable[[], object], timeout_s: float) -> None:
         """Wait for rank 0's announcement, on another rank, which must not enter a collective before.
 
         Return also if `progress()` has not changed for `timeout_s` or a rank has failed: the next collective reports
         that.
         """
-        if self.synchronous:
-            return
-        store, seen = self.store, _LastChange(progress)
-        assert store is not None
-        with suppress(RuntimeError):  # the store may be lost
-            while not store.check([f"{step}/ended"]) and not self.peer_failed.wait(seen.pause()):
-                if seen.seconds_ago() > timeout_s:
-                    return
+        if not self.synchronous:
+            with suppress(RuntimeError):  # the store may be lost
+                self._wait_for(f"{step}/ended", progress, lambda: timeout_s, self.peer_failed)
 
     def _collect(self, step: int, rank: int, progress: Callable[[], object]) -> dict[str, Any]:
         assert self.store is not None
-        key, seen = f"{step}/{rank}", _LastChange(progress)
-        while not self.store.check([key]):
-            time.sleep(seen.pause())
-            timeout_s = min(self.timeout_s, AFTER_FAILURE_S) if self.run_failed.is_set() else self.timeout_s
-            if seen.seconds_ago() > timeout_s:
-                raise TimeoutError(f"rank {rank} wrote nothing of the checkpoint for {timeout_s:g} s")
+
+        def timeout_s() -> float:
+            return min(self.timeout_s, AFTER_FAILURE_S) if self.run_failed.is_set() else self.timeout_s
+
+        key = f"{step}/{rank}"
+        if not self._wait_for(key, progress, timeout_s, threading.Event()):
+            raise TimeoutError(f"rank {rank} wrote nothing of the checkpoint for {timeout_s():g} s")
         message: dict[str, Any] = json.loads(self.store.get(key))
         self.store.delete_key(key)
         return message
+
+    def _wait_for(
+        self, key: str, progress: Callable[[], object], timeout_s: Callable[[], float], stop: threading.Event
+    ) -> bool:
+        """Poll the store for a key. Return False if `stop` is set, or if the progress is unchanged for `timeout_s`."""
+        assert self.store is not None
+        value, since, pause_s = progress(), time.monotonic(), _FIRST_PAUSE_S
+        while not self.store.check([key]):
+            if stop.wait(pause_s):
+                return False
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if (now := progress()) != value:
+                value, since = now, time.monotonic()
+            elif time.monotonic() - since > timeout_s():
+                return False
+        return True
 
     @contextmanager
     def _lost_store_noted(self) -> Iterator[None]:
@@ -134,22 +141,3 @@ class SaveCoordinator:
         except dist.DistNetworkError as error:
             self.has_lost_store = True
             raise StoreLost(f"the ranks' store does not answer: {error}") from None
-
-
-class _LastChange:
-    """When a value last changed, for a loop that polls it at growing intervals."""
-
-    def __init__(self, read: Callable[[], object]):
-        self._read, self._value, self._since = read, read(), time.monotonic()
-        self._pause_s = _FIRST_PAUSE_S / 2
-
-    def pause(self) -> float:
-        """Return how long to pause before the next look, in seconds."""
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return self._pause_s
-
-    def seconds_ago(self) -> float:
-        """Read the value, and return for how long it has been the same."""
-        if (value := self._read()) != self._value:
-            self._value, self._since = value, time.monotonic()
-        return time.monotonic() - self._since

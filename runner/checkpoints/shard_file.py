@@ -1,5 +1,6 @@
 """One rank's file of a checkpoint: safetensors, written tensor by tensor, and read in boxes of tensors."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -11,30 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.layout import FileRecord
 
-# https://github.com/huggingface/safetensors#format
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}  # https://github.com/huggingface/safetensors#format
 # Keys of a file's metadata, as torch.distributed.checkpoint's HuggingFaceStorageReader reads them.
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _SYNC = 2**26  # bytes, after which data are flushed to the disk, so that other ranks see the file grow
@@ -118,7 +103,8 @@ def write_shard(path: Path, chunks: Mapping[str, LocalChunk]) -> FileRecord:
     and torch's default format pickles its metadata. Raise ValueError for a dtype that safetensors does not support.
     """
     digest, size, synced = hashlib.sha256(), 0, 0
-    ordered = _ordered(chunks)
+    # Large elements first, so that each tensor is aligned in the file.
+    ordered = dict(sorted(chunks.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])))
     with path.open("wb", buffering=0) as file:
         for block in itertools.chain([_header(ordered)], *(_blocks(chunk.tensor) for chunk in ordered.values())):
             view = memoryview(block)
@@ -133,43 +119,29 @@ def write_shard(path: Path, chunks: Mapping[str, LocalChunk]) -> FileRecord:
     return FileRecord(digest.hexdigest(), size)
 
 
-def size_of(chunks: Mapping[str, LocalChunk]) -> int:
-    """Return the size of the file that write_shard writes, in bytes."""
-    return len(_header(_ordered(chunks))) + sum(chunk.tensor.nbytes for chunk in chunks.values())
-
-
 def open_shards(files: Iterable[Path]) -> dict[str, SavedTensor]:
     """Return the tensors of the safetensors files among these, by name. Nothing but the headers is read."""
-    from safetensors import SafetensorError, safe_open  # 10 ms, which commands without checkpoints save
-    from safetensors.torch import _getdtype
-
     tensors: dict[str, SavedTensor] = {}
     for file in sorted(file for file in files if file.suffix == ".safetensors"):
         try:
             opened: Any = safe_open(str(file), framework="pt", device="cpu")
-            offsets = json.loads(opened.metadata()[_SHARDING])
+            offsets = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))  # whole tensors without it
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 part = opened.get_slice(name)
-                saved = tensors.setdefault(name, SavedTensor(_getdtype(part.get_dtype())))
-                shape, start = tuple(part.get_shape()), tuple(offsets[name][_OFFSETS])
+                dtype: Any = _TYPES[part.get_dtype()]
+                saved = tensors.setdefault(name, SavedTensor(dtype))
+                shape = tuple(part.get_shape())
+                start = tuple(offsets[name][_OFFSETS]) if offsets else (0,) * len(shape)
                 if start not in [chunk.offsets for chunk in saved.chunks]:  # several ranks may have written it
-                    saved.chunks.append(SavedChunk(start, shape, _reader(opened, name)))
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); the checkpoint is damaged") from None
+                    saved.chunks.append(SavedChunk(start, shape, functools.partial(_read, opened, name)))
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+            raise ValueError(f"{file} cannot be read as safetensors ({error}); the file is damaged") from None
     return tensors
 
 
-def _reader(file: Any, name: str) -> Callable[[Slices], Tensor]:
-    def read(slices: Slices) -> Tensor:
-        tensor: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-        return tensor
-
-    return read
-
-
-def _ordered(chunks: Mapping[str, LocalChunk]) -> dict[str, LocalChunk]:
-    """Sort by element size, large elements first, so that each tensor is aligned in the file."""
-    return dict(sorted(chunks.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])))
+def _read(file: Any, name: str, slices: Slices) -> Tensor:
+    tensor: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+    return tensor
 
 
 def _header(chunks: Mapping[str, LocalChunk]) -> bytes:
@@ -183,10 +155,10 @@ def _header(chunks: Mapping[str, LocalChunk]) -> bytes:
     start = 0
     for name, chunk in chunks.items():
         tensor = chunk.tensor
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _NAMES:
             raise ValueError(f"{name} has dtype {tensor.dtype}, which a checkpoint cannot store")
         end = start + tensor.nbytes
-        listed[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        listed[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(listed).encode()
     text += b" " * (-len(text) % 8)
@@ -195,10 +167,6 @@ def _header(chunks: Mapping[str, LocalChunk]) -> bytes:
 
 def _blocks(tensor: Tensor) -> Iterator[Any]:
     """Yield the bytes of a tensor in the order of its elements."""
-    if not tensor.numel():
-        return
-    if not tensor.is_contiguous():  # for example channels_last; a copy of one tensor
-        tensor = tensor.contiguous()
-    rows = tensor.reshape(-1).view(torch.uint8)
+    rows = tensor.reshape(-1).view(torch.uint8)  # a copy if the tensor is not contiguous, as in channels_last
     for start in range(0, len(rows), _BLOCK):
         yield rows[start : start + _BLOCK].cpu().numpy()

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from runner.checkpoints.saved_state import SavedState
+from runner.checkpoints.shard_file import open_shards
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 NESTED = ("model", "state_dict")  # the keys under which training programs save a state dict among other objects
+FIX = "save only the state dict, with torch.save(model.state_dict(), FILE)"
 
 
 @dataclass(frozen=True)
@@ -41,32 +43,15 @@ def open_weights(path: Path) -> WeightsFile:
 
     Raise ValueError if the file contains no weights, is truncated, or cannot be read without executing code.
     """
-    if path.is_dir():
-        saved = SavedState.open(path).evaluated().model()
-        tensors = saved.tensors.items()
-        headers = {name: Header(tensor.shape, tensor.dtype.is_floating_point) for name, tensor in tensors}
-        return WeightsFile(headers, saved.__getitem__)
-    if path.suffix in SAFETENSORS:
-        return _open_safetensors(path)
+    if path.is_dir() or path.suffix in SAFETENSORS:
+        tensors = SavedState.open(path).evaluated().model().tensors if path.is_dir() else open_shards([path])
+        headers = {name: Header(tensor.shape, tensor.dtype.is_floating_point) for name, tensor in tensors.items()}
+        return WeightsFile(headers, lambda name: tensors[name].read())
     if path.suffix in PICKLED:
         state = _state_dict(_load(path))
         headers = {name: Header(tuple(t.shape), t.is_floating_point()) for name, t in state.items()}
         return WeightsFile(headers, state.__getitem__)
     raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
-
-
-def _open_safetensors(path: Path) -> WeightsFile:
-    from safetensors import SafetensorError, safe_open  # 10 ms, which runs without such a file need not wait
-
-    try:
-        file: Any = safe_open(str(path), framework="pt", device="cpu")
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"it cannot be read as safetensors ({error}); save or download it again") from None
-    headers = {
-        name: Header(tuple(part.get_shape()), part.get_dtype().startswith(("F", "BF"))) for name, part in slices.items()
-    }
-    return WeightsFile(headers, file.get_tensor)
 
 
 def _load(path: Path) -> Any:
@@ -78,31 +63,19 @@ def _load(path: Path) -> Any:
     except Exception as error:  # torch's unpickler may raise anything for a file of another kind
         text = str(error)
     if found := re.search(r"GLOBAL (\S+)", text):
-        raise ValueError(
-            f"it contains {found[1]}, which is code and is not executed; save only the weights, with "
-            "torch.save(model.state_dict(), FILE)"
-        )
-    if "TorchScript" in text:
-        raise ValueError("it is a TorchScript program, which is not executed; save torch.jit.load(FILE).state_dict()")
+        raise ValueError(f"it contains {found[1]}, which is code and is not executed; {FIX}")
     reason = next((line for line in text.splitlines() if line.strip()), "it is empty")
-    raise ValueError(f"it is not a file of torch.save, or it is truncated ({reason[:80]})")
+    raise ValueError(f"it is not a file of torch.save, or it is truncated ({reason[:80]}); {FIX}")
 
 
 def _state_dict(content: Any) -> dict[str, Tensor]:
     """Return the state dict at the top of the content or under one of NESTED. Raise ValueError if there is none."""
-    fix = "save only the state dict, with torch.save(model.state_dict(), FILE)"
-    if not isinstance(content, Mapping):
-        raise ValueError(f"it contains a {type(content).__name__} instead of a state dict; {fix}")
-    keys = [key for key in NESTED if isinstance(content.get(key), Mapping)]
-    if len(keys) > 1:
-        raise ValueError(f"it contains state dicts under both {' and '.join(keys)}; {fix}")
-    state = dict(content[keys[0]]) if keys else dict(content)
-    place = f"under {keys[0]}" if keys else f"at its top or under {' or '.join(NESTED)}"
-    if not state:
-        raise ValueError(f"it contains nothing {place}; {fix}")
+    found = content if isinstance(content, Mapping) else {}
+    nested = [found[key] for key in NESTED if isinstance(found.get(key), Mapping)]
+    state = dict(nested[0] if nested else found)
+    if len(nested) > 1 or not state:
+        raise ValueError(f"it must contain one state dict, at its top or under {' or '.join(NESTED)}; {FIX}")
     for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError(f"it contains no state dict {place}: {name} is a {type(tensor).__name__}; {fix}")
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise ValueError(f"its {name} is a tensor without plain values ({tensor.layout}); save it as a dense one")
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            raise ValueError(f"it contains no state dict: {name} is a {type(tensor).__name__}; {FIX}")
     return state

@@ -52,32 +52,26 @@ def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
 def augment(config: Config, source: Source) -> Source:
     """Return the training data with the configured transforms; the same source if there are none.
 
-    Raise InputError if a transform refuses its options, is not callable or fails on the first sample.
+    Raise InputError if a transform refuses its options or fails on the first sample.
     """
     transforms: dict[str, Callable[..., Any]] = {}
     for name, node in config.transforms.items():
         key = f"transforms.{name}"
         transforms[name] = make_group({key: node["_target_"]}, key, node)
-        if not callable(transforms[name]):
-            raise InputError(f"{key}._target_={node['_target_']}: the object is not callable with a sample")
     if not transforms:
         return source
-    try:
-        sample = source[0]
-    except Exception as error:  # of the dataset
-        raise InputError(f"data: its first sample cannot be read{failed_with(error)}") from None
+    sample = source[0]
     augmentation = Augmentation(transforms, config.seed, _are_masks(config.transform_targets, sample))
-    for number, name in enumerate(transforms, start=1):
-        first = replace(augmentation, transforms=dict(list(transforms.items())[:number]))
-        try:
-            transformed = first(sample, 0, 0)
-        except Exception as error:  # of the transform
-            raise InputError(f"transforms.{name} fails on the first training sample{failed_with(error)}") from None
-        if "sample_shape" in config.data and _shapes(transformed) != _shapes(sample):
-            raise InputError(
-                f"transforms.{name} returns tensors of shape {_shapes(transformed)} for those of {_shapes(sample)}, "
-                "but validation samples are not transformed; keep the shapes, or set data.sample_shape"
-            )
+    key = f"transforms={','.join(transforms)}"
+    try:
+        transformed = augmentation(sample, 0, 0)
+    except Exception as error:  # of a transform
+        raise InputError(f"{key}: the first training sample cannot be transformed{failed_with(error)}") from None
+    if "sample_shape" in config.data and _shapes(transformed) != _shapes(sample):
+        raise InputError(
+            f"{key} returns tensors of shape {_shapes(transformed)} for those of {_shapes(sample)}, but validation "
+            "samples are not transformed; keep the shapes, or set data.sample_shape"
+        )
     return replace(source, transform=augmentation)
 
 
@@ -88,10 +82,9 @@ def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:
     tensors = [torch.as_tensor(item) for item in sample] if is_pair_of_arrays else []
     fits = len(tensors) == 2 and tensors[0].dim() == 3 and tensors[0].shape[1:] == tensors[1].shape
     if wanted is True and not fits:
-        found = _shapes(tensors) if tensors else "of another kind"
         raise InputError(
-            "transform_targets=true needs images (C, H, W) with targets (H, W) of their size, but the data's are "
-            f"{found}; try transform_targets=auto"
+            "transform_targets=true needs images (C, H, W) with targets (H, W) of their size; "
+            "try transform_targets=auto"
         )
     return fits and (wanted is True or (wanted == "auto" and not tensors[1].is_floating_point()))
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from runner.distributed.failures.signals import exit_at_once_with_parent, ignore_signals
 from runner.input.batch import MicroBatch, StepBatch, cast_floating
-from runner.input.loader_workers import shared, worker_death
-from runner.input.pytree import map_tensors, num_bytes, split
+from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Request, Source
@@ -73,9 +72,9 @@ class Loader:
         self._at_once: int | None = None  # local micro-batches; determined from the size of the first one
         self._loader: DataLoader[Any] | None = DataLoader(
             source,
-            batch_sampler=_Requests(self),  # any iterable is permitted
+            batch_sampler=self,  # any iterable is permitted
             num_workers=num_workers,
-            collate_fn=shared,
+            collate_fn=_shared,
             pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
             prefetch_factor=prefetch or 2 if num_workers else None,
             persistent_workers=num_workers > 0,
@@ -108,21 +107,13 @@ class Loader:
         self._loader = None
 
     def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
-        """Yield local micro-batches on the device.
-
-        Raise WorkerDied if a worker has exited, and ValueError if a batch that was read ahead cannot be split.
-        """
-        while True:
-            try:
-                batch = next(batches)
-            except (RuntimeError, OSError, EOFError) as error:  # torch's error, or a closed connection
-                if died := worker_death(error, getattr(batches, "_workers", ())):
-                    raise died from None
-                raise
-            batch = map_tensors(self._place, batch)
+        """Yield local micro-batches on the device. Raise ValueError if a batch that was read ahead cannot be split."""
+        for each in batches:
+            batch = map_tensors(self._place, each)
             requested = self._requested.popleft()
             if self._reads_ahead and self._at_once is None and requested[0]:
-                largest = num_bytes(batch) * self.sampler.local_size // len(requested[0])  # the first may be smaller
+                num_bytes = sum(tensor.nbytes for tensor in tensors(batch))
+                largest = num_bytes * self.sampler.local_size // len(requested[0])  # the first may be smaller
                 self._at_once = max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, largest)))
             if len(requested) == 1:
                 yield MicroBatch(batch, requested[0])
@@ -130,30 +121,28 @@ class Loader:
             for part, indices in zip(split(batch, [len(each) for each in requested]), requested, strict=True):
                 yield MicroBatch(part, indices)
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each Request, starting at the present position; DataLoader iterates over it once per epoch.
+
+        DataLoader requests batches before they are needed, and returns them in the order of the requests.
+        """
+        epoch, first_step = self._position
+        local_batches = self.sampler.local_batches(epoch, first_step)
+        for first in local_batches:
+            together = [first, *itertools.islice(local_batches, (self._at_once or 1) - 1)]
+            # An empty local micro-batch cannot be split from others.
+            for block in [together] if all(together) else [[indices] for indices in together]:
+                self._requested.append(block)
+                yield Request(list(itertools.chain.from_iterable(block)), epoch, self.seed, self.allow_empty)
+
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = cast_floating(tensor.to(self.device, non_blocking=True), self.dtype)
         return tensor.contiguous(memory_format=self.memory_format) if tensor.dim() == 4 else tensor
 
 
-class _Requests:
-    """What to read, starting at the loader's position; DataLoader iterates over it once per epoch.
-
-    DataLoader requests batches before they are needed, and returns them in the order of the requests.
-    """
-
-    def __init__(self, loader: Loader):
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        loader, (epoch, first_step) = self._loader, self._loader._position
-        local_batches = loader.sampler.local_batches(epoch, first_step)
-        for first in local_batches:
-            together = [first, *itertools.islice(local_batches, (loader._at_once or 1) - 1)]
-            # An empty local micro-batch cannot be split from others.
-            for block in [together] if all(together) else [[indices] for indices in together]:
-                loader._requested.append(block)
-                indices = list(itertools.chain.from_iterable(block))
-                yield Request(indices, epoch, loader.seed, loader.allow_empty)
+def _shared(batch: Any) -> Any:
+    """Move a batch to shared memory if this is a worker. The thread that sends it would lose an error of that."""
+    return batch if get_worker_info() is None else map_tensors(torch.Tensor.share_memory_, batch)
 
 
 def _start_worker(worker: int) -> None:

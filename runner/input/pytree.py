@@ -27,14 +27,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Return the same structure with each tensor replaced; other leaves are unchanged."""
-    if type(tree) is tuple and len(tree) == 2 and all(isinstance(part, torch.Tensor) for part in tree):
-        return function(tree[0]), function(tree[1])  # fast path for the usual batch
     return tree_map_only(torch.Tensor, function, register_types(tree))
-
-
-def num_bytes(tree: Any) -> int:
-    """Return the size of all tensors in bytes."""
-    return sum(tensor.nbytes for tensor in tensors(tree))
 
 
 def num_rows(tree: Any) -> int:
@@ -55,27 +48,8 @@ def collate(samples: Sequence[Any]) -> Any:
     return default_collate(list(samples))
 
 
-def join(batches: Sequence[Any]) -> Any:
-    """Concatenate batches of the same structure. Raise ValueError if they cannot be concatenated."""
-    flat = [tree_flatten(register_types(batch)) for batch in batches]
-    if any(structure != flat[0][1] for _, structure in flat):
-        raise ValueError("its batches differ in structure")
-    joined = []
-    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not all(isinstance(part, torch.Tensor) and part.dim() for part in parts):
-            raise ValueError(f"its batches contain {describe(parts[0])} instead of one row per sample")
-        try:
-            joined.append(torch.cat(parts))
-        except RuntimeError:
-            raise ValueError(f"the rows differ in shape, as {describe(parts[0])} and {describe(parts[-1])}") from None
-    return tree_unflatten(joined, flat[0][1])
-
-
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split a batch into consecutive batches of the given sizes; the inverse of `join`.
-
-    Raise ValueError if a leaf does not have one row per sample.
-    """
+    """Split a batch into consecutive batches of the given sizes. Raise ValueError if a leaf lacks rows of samples."""
     leaves, structure = tree_flatten(register_types(batch))
     if not all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == sum(sizes) for leaf in leaves):
         raise ValueError(
@@ -111,7 +85,13 @@ def register_types(tree: Any) -> Any:
     elif isinstance(tree, Mapping):
         if isinstance(tree, (dict, UserDict)) and type(tree) not in SUPPORTED_NODES:
             register_pytree_node(
-                type(tree), _flatten_mapping, _unflatten_mapping, flatten_with_keys_fn=_flatten_with_names
+                type(tree),
+                lambda mapping: ([*mapping.values()], _Mapping(tuple(mapping), mapping)),
+                _unflatten_mapping,
+                flatten_with_keys_fn=lambda mapping: (
+                    [(MappingKey(name), value) for name, value in mapping.items()],
+                    _Mapping(tuple(mapping), mapping),
+                ),
             )
         for value in tree.values():
             register_types(value)
@@ -127,14 +107,6 @@ class _Mapping:
 
     names: tuple[Any, ...]
     original: Any = dataclasses.field(compare=False, repr=False)
-
-
-def _flatten_mapping(mapping: Any) -> tuple[list[Any], _Mapping]:
-    return [*mapping.values()], _Mapping(tuple(mapping), mapping)
-
-
-def _flatten_with_names(mapping: Any) -> tuple[list[tuple[Any, Any]], _Mapping]:
-    return [(MappingKey(name), value) for name, value in mapping.items()], _Mapping(tuple(mapping), mapping)
 
 
 def _unflatten_mapping(values: Iterable[Any], mapping: _Mapping) -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from runner.distributed.local.exchange import LocalExchange
+from runner.distributed.machine import available_memory
 from runner.input.pytree import describe, register_types
 from runner.input.rng import DrawDetector
 
@@ -48,12 +49,10 @@ class SampleCache:
         self._kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         sizes = (num_samples, *(num_samples * leaf.nbytes for leaf in leaves))
         self._starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
-        try:
-            self._map(None)
-        except OSError as error:
-            raise CannotCache(
-                f"no memory for {self.num_bytes / 2**30:,.1f} GiB of samples ({error.strerror})"
-            ) from None
+        needed, left = self.num_bytes / 2**30, available_memory() / 2**30
+        if needed > left:
+            raise CannotCache(f"the samples need {needed:,.1f} GiB, but {left:,.1f} GiB are left")
+        self._map(None)
 
     @property
     def num_bytes(self) -> int:
@@ -64,10 +63,6 @@ class SampleCache:
         """Use memory that the ranks of this machine share, all of which must call it; None for a single rank."""
         if exchange is not None:
             self._map(exchange.share_file(self.num_bytes))
-
-    def sample(self, index: int) -> Any:
-        """Return one sample. Raise CannotCache if it is not suitable."""
-        return tree_map_only(torch.Tensor, lambda tensor: tensor[0], register_types(self.batch([index])))
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return a batch. Raise CannotCache if a sample has another shape or draws random numbers."""
@@ -101,10 +96,7 @@ class SampleCache:
         leaves, structure = tree_flatten(register_types(sample))
         kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if structure != self._structure or kinds != self._kinds:
-            raise CannotCache(
-                f"samples must have the same shape, but sample {index} is {describe(sample)} and the first one "
-                f"{describe(self._read(0))}"
-            )
+            raise CannotCache(f"samples must have the shape of the first, but sample {index} is {describe(sample)}")
         for target, leaf in zip(self._leaves, leaves, strict=True):
             target[index] = leaf[0]
         with self._locked(fcntl.LOCK_EX):
@@ -125,6 +117,6 @@ class SampleCache:
 
     def _read(self, index: int) -> Any:
         batch = self._draws.call(lambda: self._read_one(index))
-        if self._draws:
+        if self._draws.has_drawn:
             raise CannotCache(f"sample {index} draws random numbers, which would be the same in all epochs")
         return batch

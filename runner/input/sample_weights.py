@@ -23,7 +23,13 @@ def read_weights(option: str, source: Source) -> torch.Tensor:
             raise ValueError(f"{key}: the dataset has no sample_weights; add that attribute, or name a .npy file")
         weights, num_samples = np.asarray(found), len(source)
     else:
-        weights, num_samples = _read(option, key), len(source.dataset)
+        path = Path(option).expanduser()
+        if path.suffix != ".npy":
+            raise ValueError(f"{key} must be {OF_DATA} (the dataset's sample_weights) or a .npy file")
+        try:
+            weights, num_samples = np.load(path, allow_pickle=False), len(source.dataset)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"{key} cannot be read: {error}") from None
     if weights.shape != (num_samples,) or weights.dtype.kind not in "fiub":
         raise ValueError(
             f"{key} must contain one number for each of the {num_samples} training samples, not {weights.dtype} of "
@@ -35,16 +41,3 @@ def read_weights(option: str, source: Source) -> torch.Tensor:
     if not np.isfinite(weights).all() or weights.min() < 0 or weights.sum() <= 0:
         raise ValueError(f"{key} must be finite and at least 0, and one weight must be above 0")
     return torch.from_numpy(weights)
-
-
-def _read(option: str, key: str) -> np.ndarray:
-    path = Path(option).expanduser()
-    if path.suffix != ".npy":
-        raise ValueError(f"{key} must be {OF_DATA} (the dataset's sample_weights) or a .npy file")
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ValueError(f"{key} cannot be read: {reason}") from None
-    assert isinstance(array, np.ndarray)
-    return array

@@ -102,15 +102,12 @@ class BlockSampler(Sampler):
     is one block on each data rank, `batch_size` samples in total; in the last step, some ranks may get no samples.
     """
 
-    def local_batches(self, epoch: int, first_step: int = 0) -> Iterator[list[int]]:
-        """Yield the sample indices of each block of this rank."""
+    def _positions(self, step: int) -> list[range]:
+        if self.data_rank is None:
+            return [range(0)]
         size = self.batch_size // self.data_ranks
-        for step in range(first_step, self.steps_per_epoch):
-            if self.data_rank is None:
-                yield []
-                continue
-            start = min(step * self.batch_size + self.data_rank * size, self.num_samples)
-            yield list(range(start, min(start + size, self.num_samples)))
+        start = min(step * self.batch_size + self.data_rank * size, self.num_samples)
+        return [range(start, min(start + size, self.num_samples))]
 
 
 def split_range(items: range, part: int, num_parts: int) -> range:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from runner.input.loader_workers import collated
-from runner.input.pytree import collate, describe, join, map_tensors, tensors
-from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated
+from runner.input.pytree import collate, describe, map_tensors, tensors
+from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated, seeded
 from runner.input.sample_cache import CannotCache, SampleCache
 
 
@@ -35,9 +34,8 @@ class Source(Dataset[Any]):
     cache: SampleCache | None = None
     transform: Callable[[Any, int, int], Any] | None = None  # of a sample, in an epoch, at an index
     returns_lists: bool = False  # `__getitems__` returns a list of samples, as torch's Subset does, not a batch
-    _epoch_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
     _sample_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
-    _collate_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
+    collate_draws: DrawDetector = field(default_factory=DrawDetector, init=False)  # numbers depend on the batch
 
     @classmethod
     def of(cls, dataset: Any) -> "Source":
@@ -80,16 +78,8 @@ class Source(Dataset[Any]):
     @property
     def reads_ahead(self) -> bool:
         """Whether several batches may be read at once and then split."""
-        if self.transform is not None:  # takes longer than reading ahead would save
-            return False
-        if self.cache is not None:
-            return True
-        return self._reads_batches(self.dataset) and bool(getattr(self.dataset, "reads_ahead", False))
-
-    @property
-    def collate_draws(self) -> bool:
-        """Whether `collate` has drawn random numbers, which depend on the samples that a batch contains."""
-        return bool(self._collate_draws)
+        may_be_split = self.cache is not None or getattr(self.dataset, "reads_ahead", False)
+        return self._reads_batches(self.dataset) and bool(may_be_split)
 
     def cache_samples(self) -> None:
         """Keep each sample in memory once it is read. Raise CannotCache if the dataset does not permit that."""
@@ -105,12 +95,10 @@ class Source(Dataset[Any]):
     def read(self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False) -> Any:
         """Return a batch of the samples. Random numbers that reading a sample draws follow from seed, epoch and index.
 
-        For no indices, return a batch without rows if `allow_empty`, else one of the first sample without NaN.
+        For no indices, return a batch without rows if `allow_empty`, else one of the first sample.
         """
-        if indices:
-            return self._read(indices, epoch, seed)
-        first = self._read([0], epoch, seed)
-        return map_tensors(lambda tensor: tensor[:0] if allow_empty else _without_nan(tensor), first)
+        batch = self._read(indices or [0], epoch, seed)
+        return map_tensors(lambda tensor: tensor[:0], batch) if allow_empty and not indices else batch
 
     def __getitems__(self, request: Request) -> Any:
         """Return a batch, for DataLoader."""
@@ -118,38 +106,33 @@ class Source(Dataset[Any]):
 
     def _read(self, indices: Sequence[int], epoch: int, seed: int) -> Any:
         dataset = self._in_epoch(epoch, seed)
+        reads_batches = self._reads_batches(dataset)
 
-        def one_by_one(read: Callable[[int], Any]) -> list[Any]:
+        def read() -> Any:
+            """Read at once, or one by one if that draws: numbers drawn at once would depend on the indices."""
+            if reads_batches and not self._sample_draws.has_drawn:
+                return self._batch(dataset, indices)
             samples = []
             for index in indices:
                 self._sample_draws.seed(seed, epoch, index, SAMPLE)
-                samples.append(read(index))
-            return samples
+                if reads_batches:
+                    samples.append(map_tensors(lambda tensor: tensor[0], self._batch(dataset, [index])))
+                else:
+                    samples.append(self._sample(dataset, epoch, index))
+            if reads_batches or not hasattr(dataset, "collate"):
+                return collate(samples)
+            return self._collated(dataset, samples, (seed, epoch, indices[0]))
 
-        def read_batch() -> Any:
-            """Read at once, or one by one if that draws: numbers drawn at once would depend on the indices."""
-            if not self._sample_draws:
-                return self._batch(dataset, epoch, indices)
-            batches = one_by_one(lambda index: self._batch(dataset, epoch, [index]))
-            try:
-                return join(batches)
-            except ValueError as error:
-                raise ValueError(
-                    f"__getitems__ of {type(self.dataset).__name__} draws random numbers, and therefore gets one index "
-                    f"at a time, so that they do not depend on the batch; but {error}: draw in __getitem__ only"
-                ) from None
+        return self._sample_draws.call(read)
 
-        if self.cache is not None or self._reads_batches(dataset):
-            return self._sample_draws.call(read_batch)
-        samples = self._sample_draws.call(lambda: one_by_one(lambda index: self._sample(dataset, epoch, index)))
-        if not hasattr(dataset, "collate"):
-            return collated(samples, collate)
+    def _collated(self, dataset: Any, samples: list[Any], key: tuple[int, int, int]) -> Any:
+        """Return the batch of the dataset's `collate`, whose random numbers follow from the key."""
 
         def collate_seeded() -> Any:
-            self._collate_draws.seed(seed, epoch, indices[0], COLLATE)
+            self.collate_draws.seed(*key, COLLATE)
             return dataset.collate(samples)
 
-        batch = self._collate_draws.call(collate_seeded)
+        batch = self.collate_draws.call(collate_seeded)
         lengths = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
         if len(samples) not in lengths:
             raise ValueError(
@@ -162,55 +145,34 @@ class Source(Dataset[Any]):
         """Return the dataset of an epoch."""
         if not hasattr(self.dataset, "in_epoch"):
             return self.dataset
-
-        def read() -> Any:
-            self._epoch_draws.seed(seed, epoch, EPOCH)
+        with seeded(seed, epoch, EPOCH):
             return self.dataset.in_epoch(epoch)
 
-        return self._epoch_draws.call(read)
-
     def _reads_batches(self, dataset: Any) -> bool:
-        """Return True if `__getitems__` is used: a list of samples is not, if the dataset collates them itself."""
-        return hasattr(dataset, "__getitems__") and not (self.returns_lists and hasattr(dataset, "collate"))
+        """Return True if batches are read at once. Samples that are transformed or collated later are read singly."""
+        if self.transform is not None:
+            return False
+        is_collated = self.returns_lists and hasattr(dataset, "collate")
+        return self.cache is not None or (hasattr(dataset, "__getitems__") and not is_collated)
 
-    def _batch(self, dataset: Any, epoch: int, indices: Sequence[int]) -> Any:
+    def _batch(self, dataset: Any, indices: Sequence[int]) -> Any:
         """Return a batch of a dataset with `__getitems__`, or of cached samples."""
         if self.cache is not None:
-            batch = self.cache.batch(indices)
-        else:
-            rows = indices if self.rows is None else self.rows[torch.as_tensor(indices)].tolist()
-            batch = dataset.__getitems__(rows)
-            batch = collate(batch) if self.returns_lists else batch
-        if self.transform is None:
-            return batch
-        if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(t, torch.Tensor) for t in batch):
-            samples = list(zip(*batch, strict=True))
-        else:  # a structure that only the dataset knows
-            samples = [self._untransformed(dataset, index) for index in indices]
-        samples = [self.transform(sample, epoch, index) for sample, index in zip(samples, indices, strict=True)]
-        return getattr(dataset, "collate", collate)(samples)
+            return self.cache.batch(indices)
+        rows = indices if self.rows is None else self.rows[torch.as_tensor(indices)].tolist()
+        batch = dataset.__getitems__(rows)
+        return collate(batch) if self.returns_lists else batch
 
     def _sample(self, dataset: Any, epoch: int, index: int) -> Any:
-        sample = self._untransformed(dataset, index)
+        if self.cache is None:
+            sample = dataset[self._row(index)]
+        else:
+            sample = map_tensors(lambda tensor: tensor[0], self.cache.batch([index]))
         return sample if self.transform is None else self.transform(sample, epoch, index)
-
-    def _untransformed(self, dataset: Any, index: int) -> Any:
-        return dataset[self._row(index)] if self.cache is None else self.cache.sample(index)
 
     def _read_packed(self, index: int) -> Any:
         """Return a sample in the form that is cached, as a batch of one."""
-        dataset, row = self.dataset, self._row(index)
-        if hasattr(dataset, "packed"):
-            return collate([dataset.packed(row)])
-        if self._reads_batches(dataset):
-            batch = dataset.__getitems__([row])
-            return collate(batch) if self.returns_lists else batch
-        return collate([dataset[row]])
+        return collate([getattr(self.dataset, "packed", self.dataset.__getitem__)(self._row(index))])
 
     def _row(self, index: int) -> int:
         return index if self.rows is None else int(self.rows[index])
-
-
-def _without_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace NaN, which would reach the gradients of other samples: 0 * NaN is NaN."""
-    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor

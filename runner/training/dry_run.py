@@ -29,7 +29,7 @@ def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> t
         raise InputError(f"data: its first samples cannot be collated into a batch{failed_with(error)}") from None
     if not tensors(batch):
         raise InputError(f"data: a sample must contain tensors or numbers, but the first one is {describe(batch)}")
-    if not source.collate_draws:
+    if not source.collate_draws.has_drawn:
         return batch, []
     return batch, [
         f"data={choices['data']}: its collate draws random numbers, once for all samples of a local micro-batch; they "

@@ -4,7 +4,6 @@ import errno
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,7 @@ from runner.checkpoints.layout import TrainState, list_checkpoints
 from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.checkpoints.saved_state import LocalState, open_checkpoint
 from runner.checkpoints.shard_file import LocalChunk
-from runner.config.schema import Checkpoints
 from runner.errors import JobFailed
-from runner.records.monitor import Monitor
-from runner.training.callbacks.checkpointing import Checkpointing
 
 WORDS = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "epochs=2")
 WORDS = (*WORDS, "optimizer=adamw", "checkpoint.every_steps=3", "checkpoint.keep=2", "checkpoint.keep_best=0")
@@ -46,11 +42,9 @@ def test_the_writer_has_the_lowest_priority() -> None:
 def test_a_checkpoint_has_the_values_at_the_time_of_the_request(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """The snapshot reuses its memory, and copies a tensor with two names once."""
+    """The snapshot reuses its memory."""
     weight = torch.zeros(300, 7)
-    held = LocalState(
-        {"model.a": LocalChunk.of(weight), "model.b": LocalChunk.of(weight), "model.c": LocalChunk.of(weight.t())}
-    )
+    held = LocalState({"model.a": LocalChunk.of(weight), "model.c": LocalChunk.of(weight.t())})
     snapshot, background, may_write = Snapshot(), AsyncWriter(), threading.Semaphore(0)
 
     def write(copy: LocalState, step: int) -> None:
@@ -60,7 +54,6 @@ def test_a_checkpoint_has_the_values_at_the_time_of_the_request(
     for step in range(1, 51):
         weight.fill_(step)
         copy = snapshot.of(held)
-        assert copy.chunks["model.a"].tensor.data_ptr() == copy.chunks["model.b"].tensor.data_ptr()
         background.submit(lambda copy=copy, step=step: write(copy, step))  # type: ignore[misc]
         weight.fill_(-1.0)
         may_write.release()
@@ -122,25 +115,10 @@ def test_a_failed_write_ends_the_run_and_is_reported(
     assert [each.name for each in list_checkpoints(path / "checkpoints")] == ["step_3"]
     assert not list((path / "checkpoints").glob("*.tmp"))
     assert max(failed.losses) <= 8
-    monkeypatch.undo()
-    whole = run(tmp_path / "whole", 2, *WORDS, "parallel=fsdp")
-    run(tmp_path, 2, f"resume={path}", f"outputs={tmp_path}")
-    assert failed.result["weights_sha256"] == whole.result["weights_sha256"]
-
-
-def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = saving.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
-    held = LocalState({"model.a": LocalChunk.of(torch.zeros(2**20))})
-    with pytest.raises(Exception, match=r"step_1 could not be written: 1.0 MiB are free, 4.1 MiB are needed"):
-        saving.save(tmp_path, held, TrainState(1, 0, 1, 1), SaveCoordinator())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_asynchronous_saves_change_no_number(tmp_path: Path) -> None:
-    """With `every_seconds` near 0, all ranks save a checkpoint after each step."""
+    """With `every_seconds` near 0, a checkpoint is saved after each step."""
     whole = run(tmp_path / "whole", 1, *WORDS)
     plain = run(tmp_path / "plain", 1, *WORDS, "checkpoint.asynchronous=false")
     often = run(tmp_path / "often", 1, *WORDS, "checkpoint.every_steps=null", "checkpoint.every_seconds=1e-9")
@@ -148,10 +126,6 @@ def test_asynchronous_saves_change_no_number(tmp_path: Path) -> None:
         assert other.result["weights_sha256"] == whole.result["weights_sha256"]
         assert [path.name for path in list_checkpoints(other.path / "checkpoints")] == ["step_15", "step_16"]
         assert all(torch.equal(other.weights[name], tensor) for name, tensor in whole.weights.items())
-    two = run(
-        tmp_path / "two", 2, *WORDS, "parallel=fsdp", "checkpoint.every_steps=null", "checkpoint.every_seconds=1e-9"
-    )
-    assert [path.name for path in list_checkpoints(two.path / "checkpoints")] == ["step_15", "step_16"]
 
 
 def test_a_missing_rank_is_not_reported_as_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,24 +134,9 @@ def test_a_missing_rank_is_not_reported_as_a_full_disk(tmp_path: Path, monkeypat
         saving.save(tmp_path, held, state, SaveCoordinator(0, 2, dist.HashStore(), timeout_s=0.1))
     assert caught.value.follows and "\n" not in str(caught.value)
 
-    for number, advice in ((errno.EDQUOT, "keep fewer"), (errno.EROFS, "fix that, and resume")):
+    def refuse(path: Path, pieces: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-        def refuse(path: Path, pieces: object, number: int = number) -> None:
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(saving, "write_shard", refuse)
-        with pytest.raises(JobFailed, match=advice):
-            saving.save(tmp_path, held, state, SaveCoordinator())
-
-
-def test_a_failed_rank_does_not_wait_long_for_its_checkpoint(tmp_path: Path) -> None:
-    nothing: Any = None
-    writers = SaveCoordinator(timeout_s=0.3)
-    checkpointing = Checkpointing(Checkpoints(), *[nothing] * 4, Monitor("val/loss", "min"), nothing, nothing, writers)
-    gate = threading.Event()
-    checkpointing._writer.submit(lambda: gate.wait(60))
-    began = time.monotonic()
-    checkpointing.on_end(nothing, "failed")
-    assert time.monotonic() - began < 30 and writers.run_failed.is_set()
-    gate.set()
-    assert checkpointing._writer.wait(60)
+    monkeypatch.setattr(saving, "write_shard", refuse)
+    with pytest.raises(JobFailed, match=r"Disk quota exceeded\n.*checkpoint.keep"):
+        saving.save(tmp_path, held, state, SaveCoordinator())

@@ -26,18 +26,11 @@ def test_best_follows_the_direction_and_prefers_earlier_steps() -> None:
     assert Monitor("val/loss", "min").best(found) == [2, 4, 3]
 
 
-@pytest.mark.parametrize(("world_size", "mode"), [(1, "none"), (2, "fsdp")])
-def test_the_best_checkpoints_are_kept(world_size: int, mode: str, tmp_path: Path) -> None:
+def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     """Also between two periodic checkpoints, and after a resume: the values are read from the logged metrics."""
-    words = (
-        *UNSTEADY,
-        f"parallel={mode}",
-        "checkpoint.keep_best=2",
-        "checkpoint.keep=1",
-        "checkpoint.every_epochs=100",
-    )
-    part = run(tmp_path, world_size, *words, "max_steps=30")
-    end = run(tmp_path, world_size, f"resume={part.path}", f"outputs={tmp_path}", "max_steps=56")
+    words = (*UNSTEADY, "parallel=fsdp", "checkpoint.keep_best=2", "checkpoint.keep=1", "checkpoint.every_epochs=100")
+    part = run(tmp_path, 2, *words, "max_steps=30")
+    end = run(tmp_path, 2, f"resume={part.path}", f"outputs={tmp_path}", "max_steps=56")
     measured = values(end)
     ranked = sorted(measured, key=lambda step: measured[step])
     assert ranked[0] not in (8, 56), f"the loss must decrease and then increase: {measured}"
@@ -48,9 +41,7 @@ def test_the_best_checkpoints_are_kept(world_size: int, mode: str, tmp_path: Pat
     assert end.result["best"] == {"step": ranked[0], "value": measured[ranked[0]]}
     for name, step in (("best", ranked[0]), (f"step_{ranked[1]}", ranked[1]), ("last", 56)):
         words = (f"run={end.path}", "task=evaluate", f"checkpoint={name}", f"outputs={tmp_path / name}")
-        assert run(tmp_path / name, world_size, *words).result["metrics"]["val/loss"] == pytest.approx(
-            measured[step], rel=1e-12
-        )
+        assert run(tmp_path / name, 2, *words).result["metrics"]["val/loss"] == pytest.approx(measured[step], rel=1e-12)
 
 
 def test_a_run_stops_early_and_stays_finished(tmp_path: Path) -> None:
@@ -78,12 +69,10 @@ def test_missing_checkpoints_and_invalid_options_are_named(tmp_path: Path) -> No
     done = run(tmp_path, 1, *WORDS, "max_steps=3", "checkpoint.keep_best=0")
     reads = (f"run={done.path}", "task=evaluate")
     for words, told in (
-        ((*reads, "checkpoint=best"), "has no best checkpoint, only step_3: with checkpoint.keep_best=0"),
-        ((*reads, "checkpoint=step_4"), "has no checkpoint step_4, only step_3"),
+        ((*reads, "checkpoint=best"), "has no checkpoint best, only step_3: none is kept with checkpoint.keep_best=0"),
         ((*reads, "checkpoint=bst"), "checkpoint=bst must be last, best or step_N; did you mean best"),
         (("checkpoint=best",), "checkpoint=best has no effect on task=train"),
         (("early_stop.min_delta=0.1",), "early_stop.min_delta=0.1 has no effect without early_stop.patience"),
-        (("early_stop.patience=0",), "early_stop.patience=0 must be at least 1"),
     ):
         with pytest.raises(InputError) as refused:
             configure(*words)
@@ -108,14 +97,3 @@ def test_a_damaged_newest_checkpoint_is_not_counted(tmp_path: Path) -> None:
     assert [(folder / link).readlink() for link in ("last", "best")] == [Path("step_5")] * 2
     run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=12", "checkpoint.keep_best=0")
     assert (folder / "last").readlink() == Path("step_12") and (folder / "step_12" / "rank_0.safetensors").is_file()
-
-
-def test_the_link_to_the_best_checkpoint_never_dangles(tmp_path: Path) -> None:
-    """If a checkpoint was removed, its value does not count."""
-    words = (*UNSTEADY, "checkpoint.keep=9", "max_steps=42")
-    done = run(tmp_path, 1, *words)
-    shutil.rmtree((done.path / "checkpoints" / "best").resolve())
-    again = run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=43")
-    folder, measured = again.path / "checkpoints", values(again)
-    there = {int(path.name.removeprefix("step_")) for path in list_checkpoints(folder)}
-    assert (folder / "best").resolve().name == f"step_{min(there & measured.keys(), key=lambda s: measured[s])}"

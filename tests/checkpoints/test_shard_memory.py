@@ -86,8 +86,3 @@ def test_a_rank_needs_little_more_memory_than_its_shards(tmp_path: Path) -> None
 
     for peaks in run_ranks(act, 4):
         assert max(peaks) <= ALLOWED, peaks
-        saving, beside, resuming = peaks
-        print(
-            f"beyond training, of a rank's own part: saving {saving:.2f}, saving beside training {beside:.2f}, "
-            f"resuming {resuming:.2f}"
-        )

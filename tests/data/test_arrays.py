@@ -29,7 +29,7 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("archive", [False, True])
-@pytest.mark.parametrize("kind", ["f8", "f4", "f2", ">f4", "i4", "u1", "?"])
+@pytest.mark.parametrize("kind", ["f8", ">f4", "u1", "?"])
 def test_inputs_of_any_number_type(kind, archive, write):
     inputs = (RANDOM.random((20, 3, 4)) * 100).astype(kind)
     data = Arrays("train", [3, 4], 5, **write(inputs, np.arange(20, dtype="u1") % 5, archive=archive))
@@ -39,15 +39,12 @@ def test_inputs_of_any_number_type(kind, archive, write):
     assert torch.equal(samples, torch.tensor(inputs[[4, 0, 19]].astype("f8")).to(expected))
     assert targets.tolist() == [4, 0, 4]
     assert_both_ways_agree(data)
-    copy = pickle.loads(pickle.dumps(data))
-    assert torch.equal(copy.__getitems__([7])[0], data.__getitems__([7])[0])
 
 
 def test_an_npy_file_is_mapped_and_not_copied_to_workers(write):
     data = Arrays("train", [1000], 1, **write(RANDOM.random((100, 1000)), RANDOM.random(100)))
-    assert isinstance(data.inputs.array, np.memmap) and len(pickle.dumps(data)) < 2000
-    copy = pickle.loads(pickle.dumps(data))
-    assert isinstance(copy.inputs.array, np.memmap) and torch.equal(copy[3][0], data[3][0])
+    pickled = pickle.dumps(data)
+    assert len(pickled) < 2000 and torch.equal(pickle.loads(pickled)[3][0], data[3][0])
 
 
 @pytest.mark.parametrize(
@@ -71,14 +68,6 @@ def test_images_of_bytes_are_divided_and_may_lack_their_channel(write):
     assert torch.equal(data[3][0], torch.from_numpy(images[3]).float()[None] / 255)
 
 
-def test_a_split_without_a_file_is_refused(write):
-    paths = write(RANDOM.random((20, 2)), np.zeros(20, int))
-    with pytest.raises(ValueError, match=r"^inputs\.val=null: the val split needs a file, .*; inputs has train$"):
-        Arrays("val", [2], 2, **paths)
-    with pytest.raises(ValueError, match=r"^targets\.train=null: the train split needs .*; targets has none$"):
-        Arrays("train", [2], 2, paths["inputs"], {"train": None})
-
-
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
@@ -88,8 +77,6 @@ def test_a_split_without_a_file_is_refused(write):
             r"targets\.train=.*y\.npy must have a row for each of the 20 .*has 19",
         ),
         (np.zeros((20, 3)), np.zeros(20, int), r"sample_shape=\[2\] must be \[3\], .*; set data\.sample_shape=\[3\]"),
-        (np.zeros((20, 3, 4)), np.zeros(20, int), r".*; set data\.sample_shape=\[3,4\]"),
-        (np.zeros(20), np.zeros(20, int), r"sample_shape=\[2\] must be \[1\]"),
         (np.zeros((20, 2)), np.arange(20), r"num_outputs=2 must be above .* from 0 to 19; set data\.num_outputs=20"),
         (np.zeros((20, 2)), np.arange(20) - 1, r"num_outputs=2 must be above every class, .*; number them from 0"),
         (np.zeros((20, 2)), np.zeros((20, 5)), r"num_outputs=2 must be 5, the .*; set data\.num_outputs=5"),
@@ -113,5 +100,7 @@ def test_missing_files_are_named(write, tmp_path):
         (tmp_path / "bad.npy").write_bytes(b"\x93NUMPY\x01")
         with pytest.raises(ValueError, match=message):
             Arrays("train", [2], 2, {"train": f"{tmp_path}/{path}"}, paths["targets"])
+    with pytest.raises(ValueError, match=r"^inputs\.val=null: the val split needs a file, .*; inputs has train$"):
+        Arrays("val", [2], 2, **paths)
     with pytest.raises(ValueError, match=r"^divisor=0 must be above 0, or null; try 255"):
         Arrays("train", [2], 2, **paths, divisor=0)

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import yaml
-from data_sets import CONF, KINDS, MADE, assert_both_ways_agree
+from data_sets import CONF, MADE, assert_both_ways_agree
 
 
 def make(name, **options):
@@ -63,22 +63,17 @@ def test_empty_sizes_and_counts_are_refused(name):
             make(name, **{option: value})
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_configuration_states_every_option_and_its_default(name):
-    text = (CONF / f"{name}.yaml").read_text()
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("# example: ")]
-    assert lines[0].startswith("# ") and not lines[0].endswith(".")
-    assert all("  # " in line or line.endswith(":") for line in lines[2:])
-    options = yaml.safe_load(text)
+@pytest.mark.parametrize("path", [*CONF.glob("data/*.yaml"), *CONF.glob("model/*.yaml")], ids=lambda path: path.stem)
+def test_configuration_of_datasets_and_models_states_every_option_and_its_default(path):
+    options = yaml.safe_load(path.read_text())
+    options.pop("defaults", None)
     module, _, attribute = options.pop("_target_").rpartition(".")
-    assert getattr(importlib.import_module(f"runner.shipped.{module}"), attribute) is KINDS[name]
-    if name in MADE:
-        _, sample_shape, num_outputs, num_train, num_val = MADE[name]
+    parameters = inspect.signature(getattr(importlib.import_module(f"runner.shipped.{module}"), attribute)).parameters
+    assert options.keys() == parameters.keys() - {"train", "split", "model"}
+    for parameter in parameters.values():
+        if parameter.default is not parameter.empty:
+            default = parameter.default
+            assert options[parameter.name] == (list(default) if isinstance(default, tuple) else default)
+    if path.stem in MADE:
+        _, sample_shape, num_outputs, *_ = MADE[path.stem]
         assert (tuple(options["sample_shape"]), options["num_outputs"]) == (sample_shape, num_outputs)
-        assert (options.get("num_train", num_train), options.get("num_val", num_val)) == (num_train, num_val)
-    parameters = inspect.signature(KINDS[name]).parameters
-    reported = next(iter(parameters))
-    assert reported in ("train", "split") and list(parameters)[1:3] == ["sample_shape", "num_outputs"]
-    assert options.keys() == parameters.keys() - {reported}
-    own = [parameter for parameter in list(parameters.values())[3:] if parameter.default is not parameter.empty]
-    assert {p.name: options[p.name] for p in own} == {p.name: p.default for p in own}

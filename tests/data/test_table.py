@@ -70,17 +70,10 @@ def test_targets(name, options, targets, write):
     assert data.targets.is_floating_point() == isinstance(targets[0], list)
 
 
-def test_features_are_all_other_columns_unless_named(write):
-    rows = [row[:2] + row[3:] for row in ROWS]
-    data = Table(
-        "train", [4], 2, {"train": write(rows=rows, header=HEADER[:2] + HEADER[3:])}, "cold", standardize=False
-    )
-    assert data.features == ["width", "height", "price", "wet"]
-    assert data.samples[2].tolist() == [3.5, 10, 1.0, 1]
-
-
 def test_integers_are_classes_in_numerical_order(write):
-    data = table(write(rows=[[1, 2, label] for label in (10, 9, -1, 9)], header=HEADER[:3]))
+    path = write(rows=[[1, 2, label] for label in (10, 9, -1, 9)], header=HEADER[:3])
+    data = Table("train", [2], 3, {"train": path}, "kind")
+    assert data.features == ["width", "height"]  # all other columns
     assert data.classes == ["-1", "9", "10"] and data.targets.tolist() == [2, 1, 0, 1]
 
 
@@ -117,17 +110,14 @@ def test_forms_of_csv_files(write, tmp_path):
         (ROWS, {"num_outputs": 10}, r"num_outputs=10 must be 3, the classes of kind \(apple, fig, pear\); set "),
         (ROWS, {"target": ["wet", "cold"]}, r"num_outputs=3 must be 2, the target columns; set data\.num_outputs=2"),
         (ROWS, {"sample_shape": (4,)}, r"sample_shape=\[4\] must be \[2\], .*; set data\.sample_shape=\[2\]"),
-        (ROWS, {"target": "knd"}, "target=knd: the table has no such column; it has width, height, kind, price"),
         (ROWS, {"features": ["width", "depth"]}, "features=depth: the table has no such column"),
         (ROWS, {"features": ["width", "kind"]}, "features=.* must not contain the target kind; remove it"),
         (ROWS, {"features": ["kind", "cold"], "target": "price", "num_outputs": 1}, r".*train\.csv, line 2: kind is "),
-        ([*ROWS, [1, "", "fig", 1, 0, 0]], {}, r".*train\.csv, line 6: height is missing, but must be a finite number"),
         ([*ROWS, [1, "nan", "fig", 1, 0, 0]], {}, r".*train\.csv, line 6: height is 'nan', but must be"),
         ([*ROWS, [1, 2, "", 1, 0, 0]], {}, r".*train\.csv, line 6: kind is missing; fix the file"),
         ([*ROWS, [1, 2]], {}, r".*train\.csv, line 6: has 2 fields, but the first line has 6"),
         (ROWS, {"target": []}, r"target=\[\] must name one or more"),
         (ROWS, {"target": ["wet", "cold"], "kind": "classes"}, "kind=classes is for one target column"),
-        (ROWS, {"delimiter": ""}, "delimiter= must be one character"),
     ],
 )  # fmt: skip
 def test_tables_that_do_not_fit_are_refused(rows, options, message, write):
@@ -138,21 +128,14 @@ def test_tables_that_do_not_fit_are_refused(rows, options, message, write):
 def test_missing_files_columns_and_labels_are_named(write, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^files\.val=null: the val split needs .*; there are files for train$"):
         table(write(), "val")
-    with pytest.raises(ValueError, match=r"^files\.train=.*none\.csv is not a file"):
-        table(str(tmp_path / "none.csv"))
-    with pytest.raises(
-        ValueError, match=r"train\.csv, line 1: must be different column names, not 'a,a'; fix the file"
-    ):
+    with pytest.raises(ValueError, match=r"train\.csv, line 1: must be different column names, not 'a,a'; fix"):
         table(write(header=["a", "a"], rows=[[1, 2]]))
-    other = write("val.csv", [[1, 2, "plum"]], HEADER[:3])
-    with pytest.raises(
-        ValueError, match=r"val\.csv, line 2: kind is 'plum', which does not occur in the training split"
+    for rows, message in (
+        ([[1, 2, "plum"]], r"val\.csv, line 2: kind is 'plum', which does not occur in the training split"),
+        ([[1, 2]], r"val\.csv has no column kind, which the first file of the training split has"),
     ):
-        table({"train": write(), "val": other}, "val")
-    with pytest.raises(
-        ValueError, match=r"val\.csv has no column kind, which the first file of the training split has"
-    ):
-        table({"train": write(), "val": write("val.csv", [[1, 2]], HEADER[:2])}, "val")
+        with pytest.raises(ValueError, match=message):
+            table({"train": write(), "val": write("val.csv", rows, HEADER[: len(rows[0])])}, "val")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"bad\.parquet cannot be read: "):
         table(str(tmp_path / "bad.parquet"))

@@ -2,7 +2,6 @@
 
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from data_sets import assert_both_ways_agree
@@ -27,11 +26,6 @@ def test_the_default_text_is_repeatable_and_split_by_position():
     total = sum(map(len, texts))
     assert total > 300_000 and [len(text) / total for text in texts] == pytest.approx([0.9, 0.05, 0.05], abs=1e-4)
     assert set("".join(texts)) <= set(PRINTABLE) and splits[0].vocabulary == sorted(PRINTABLE)
-    assert 'The "assert" statement' in texts[0] and not texts[0].isspace()
-    # The test split is not part of the training text, because paragraphs occur only once.
-    trained = {line.strip() for line in texts[0].split("\n")}
-    unseen = [line.strip() not in trained for text in texts[1:] for line in text.split("\n") if len(line.strip()) > 30]
-    assert len(unseen) > 400 and np.mean(unseen) > 0.98
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -65,10 +59,6 @@ def test_text_refuses_invalid_options(files, tmp_path):
         ValueError, match=r"^sample_shape=\[60\] is too long: the val split has 40 tokens, .* try \[10\]"
     ):
         Text("val", [60], 14, files)
-    with pytest.raises(ValueError, match=r"^sample_shape=\[8, 8\] must be one size, the tokens of a block"):
-        Text("train", [8, 8], 14, files)
-    with pytest.raises(ValueError, match=r"^files=.*none\.txt is not a file \(looked in "):
-        Text("train", [8], 14, str(tmp_path / "none.txt"))
     with pytest.raises(ValueError, match=r"^files=.* is a directory; name the files in it, as in .*/\*"):
         Text("train", [8], 14, str(tmp_path))
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
@@ -96,22 +86,6 @@ def test_shapes_are_where_their_classes_are(channels):
     assert noise.min() >= 0 and noise.max() <= 0.5 and noise.mean().item() == pytest.approx(0.25, abs=0.01)
 
 
-def test_shapes_are_discs_and_squares():
-    data = Shapes("train", [1, 64, 64], 3)
-    _, targets = data.__getitems__(range(200))
-    filled = {1: [], 2: []}
-    for target in targets:
-        kinds = target.unique().tolist()
-        if len(kinds) != 2:
-            continue
-        rows, columns = torch.nonzero(target == kinds[1]).unbind(1)
-        height, width = (int(axis.max() - axis.min()) + 1 for axis in (rows, columns))
-        inside = min(rows.min(), columns.min()) > 0 and max(rows.max(), columns.max()) < 63
-        if inside and abs(height - width) <= 1:  # one shape alone, most likely
-            filled[kinds[1]].append(len(rows) / (height * width))
-    assert np.median(filled[2]) == 1 and np.median(filled[1]) == pytest.approx(np.pi / 4, abs=0.06)
-
-
 def test_shapes_stores_no_images_and_its_splits_differ():
     options = {"num_train": 40, "num_val": 20, "num_test": 10}
     splits = [Shapes(split, [1, 16, 16], 3, **options) for split in SPLITS]
@@ -130,8 +104,6 @@ def test_shapes_stores_no_images_and_its_splits_differ():
         ({"sample_shape": [2, 64, 64]}, r"sample_shape=\[2, 64, 64\] must be .* 1 or 3 channels .* try \[1, 64, 64\]"),
         ({"sample_shape": [1, 4, 64]}, "sample_shape=.* at least 8 x 8"),
         ({"num_outputs": 10}, "num_outputs=10 must be 3, for background, disc and square"),
-        ({"noise": -1.0}, "noise=-1.0 must be at least 0"),
-        ({"num_test": 0}, "num_test=0 must be at least 1"),
     ],
 )
 def test_shapes_refuses_invalid_options(options, message):

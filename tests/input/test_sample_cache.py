@@ -18,7 +18,7 @@ from worlds import configure, run
 from runner.distributed import machine
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.input import datasets
+from runner.input import sample_cache
 from runner.input.augmentation import Augmentation
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
@@ -78,7 +78,6 @@ class Mappings(Traced):
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
     "random": lambda index: (torch.rand(3), 0),
-    "random later": lambda index: (torch.rand(3) if index == 5 else torch.zeros(3), 0),
     "growing": lambda index: (torch.zeros(1 + index // 5), 0),
     "words": lambda index: (torch.zeros(3), "no"),
     "broken": lambda index: {}[f"no sample {index}"],
@@ -126,10 +125,7 @@ def test_cached_samples_equal_those_of_the_dataset(kind: type[Traced], num_worke
     ]
     try:
         for epoch in range(2):
-            both = [
-                [batch for step in loader.steps(epoch) for batch in step.micro_batches]
-                for loader in loaders
-            ]  # fmt: skip
+            both = [[m for step in loader.steps(epoch) for m in step.micro_batches] for loader in loaders]
             for found, expected in zip(*both, strict=True):
                 assert found.indices == expected.indices
                 pairs = zip(tensors(found.data), tensors(expected.data), strict=True)
@@ -145,7 +141,8 @@ def test_cached_samples_equal_those_of_the_dataset(kind: type[Traced], num_worke
         assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
     with pytest.raises(IndexError):
         kept[23]
-    assert kept.num_samples == len(kept) == 23 and not hasattr(kept, "nothing")
+    copy = pickle.loads(pickle.dumps(kept))  # has a new cache
+    assert torch.equal(tensors(copy.read([3]))[0], tensors(kept.read([3]))[0]) and copy.cache is not None
 
 
 def test_packed_samples_need_less_memory(tmp_path: Path) -> None:
@@ -156,8 +153,7 @@ def test_packed_samples_need_less_memory(tmp_path: Path) -> None:
     assert torch.equal(part[1][0], Packed(True, str(tmp_path))[3][0])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("num_workers", "num_ranks"), [(0, 1), (1, 2)])
 def test_each_sample_is_read_once_by_all_ranks_and_workers(num_workers: int, num_ranks: int, tmp_path: Path) -> None:
     (tmp_path / "mine" / "data").mkdir(parents=True)
     lines = (f"_target_: {__name__}.Traced", "sample_shape: [3]", "num_outputs: 2", f"folder: {tmp_path}")
@@ -191,11 +187,8 @@ def test_transforms_change_cached_samples_in_each_epoch(tmp_path: Path) -> None:
 def test_a_sample_of_another_shape_is_refused_when_it_is_read(tmp_path: Path) -> None:
     growing = cached(Unsuitable(True, str(tmp_path), "growing"))
     assert growing.read([4])[0].shape == (1, 1)
-    with pytest.raises(CannotCache, match=r"sample 5 is \[tensor \[1, 2\], .* and the first one \[tensor \[1, 1\], "):
+    with pytest.raises(CannotCache, match=r"sample 5 is \[tensor \[1, 2\], "):
         growing.read([4, 5])
-    drawing = cached(Unsuitable(True, str(tmp_path), "random later"))
-    with pytest.raises(CannotCache, match=r"sample 5 draws random numbers.*; leave it out"):
-        drawing.read([4, 5])
 
 
 @pytest.mark.parametrize(
@@ -217,19 +210,17 @@ def test_unsuitable_samples_are_refused(kind: str | type[Traced], message: str, 
         load_data(config, {"data": "mine"}, cast(World, None))
 
 
-def test_data_in_memory_are_not_cached() -> None:
+def test_data_in_memory_and_more_samples_than_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = {"_target_": f"{__name__}.Traced", "folder": str(tmp_path), "sample_shape": [3], "num_outputs": 2}
+    node["num_samples"] = cast(Any, 2**30)
     config = replace(configure("model=linear", "data=random")[0], keep_samples=True)
     with pytest.raises(InputError, match=r"^keep_samples=true: its samples are in memory already; leave it out"):
         load_data(config, {"data": "random"}, cast(World, None))
-
-
-def test_more_samples_than_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = {"_target_": f"{__name__}.Traced", "folder": str(tmp_path), "sample_shape": [3], "num_outputs": 2}
-    node["num_samples"] = cast(Any, 2**30)
-    config = replace(configure("model=linear", "data=random")[0], data=node, keep_samples=True)
-    monkeypatch.setattr(datasets, "available_memory", lambda: 2.0**30)
-    with pytest.raises(InputError, match=r"^keep_samples=true: the samples need 42\.0 GiB, but .* 1\.0 GiB .*leave it"):
-        load_data(config, {"data": "mine"}, cast(World, None))
+    monkeypatch.setattr(sample_cache, "available_memory", lambda: 2.0**30)
+    with pytest.raises(InputError, match=r"^keep_samples=true: the samples need 21\.0 GiB, but 1\.0 GiB .*leave it"):
+        load_data(replace(config, data=node), {"data": "mine"}, cast(World, None))
 
 
 def test_memory_left_is_the_minimum_over_machine_and_control_groups(
@@ -246,12 +237,6 @@ def test_memory_left_is_the_minimum_over_machine_and_control_groups(
         (tmp_path / "CGROUPS" / group / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "CGROUPS" / group / "memory.current").write_text("1000\n")
     assert machine.available_memory() == 6000
-
-
-def test_a_pickled_source_has_a_new_cache(tmp_path: Path) -> None:
-    kept = cached(Traced(True, str(tmp_path)))
-    copy = pickle.loads(pickle.dumps(kept))
-    assert torch.equal(copy[3][0], kept[3][0]) and copy.cache is not None
 
 
 def test_flags_of_cached_samples_are_read_and_written_under_a_lock(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.input.augmentation import Augmentation
 from runner.input.loader import Loader
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
@@ -49,7 +48,6 @@ def test_weights_of_a_file_and_of_a_dataset(tmp_path: Path) -> None:
     for source, weights in (
         (own, expected),
         (replace(own, rows=rows), expected[rows]),
-        (replace(own, rows=rows, transform=Augmentation({}, 0)), expected[rows]),
     ):
         assert torch.equal(read_weights("data", source), weights)
         assert torch.equal(read_weights(path, source), weights)
@@ -59,10 +57,8 @@ def test_weights_of_a_file_and_of_a_dataset(tmp_path: Path) -> None:
     ("weights", "message"),
     [
         (np.ones(9), r" must contain one number for each of the 10 training samples, not float64 of shape \[9\]"),
-        (np.ones((10, 1)), r" must contain one number for each .*, not float64 of shape \[10, 1\]"),
         (np.array(["a"] * 10), " must contain one number for each of the 10 training samples, not <U1"),
         (np.zeros(10), " must be finite and at least 0, and one weight must be above 0"),
-        (np.full(10, np.nan), " must be finite and at least 0"),
         (np.array([-1, *[1] * 9]), " must be finite and at least 0"),
     ],
 )
@@ -85,7 +81,7 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     for source, message in (
         ("data", "the dataset has no sample_weights; add that attribute, or name a .npy file"),
         ("weights.txt", r"must be data \(the dataset's sample_weights\) or a .npy file"),
-        (f"{tmp_path}/none.npy", "cannot be read: No such file or directory"),
+        (f"{tmp_path}/none.npy", "cannot be read: .*No such file"),
         (f"{tmp_path}/bad.npy", "cannot be read: "),
     ):
         with pytest.raises(ValueError, match=f"^loader.weights={source}.*{message}"):

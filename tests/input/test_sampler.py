@@ -3,10 +3,11 @@
 import itertools
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
-from runner.input.rng import derive_seed, make_generator
+from runner.input.rng import derive_seed
 from runner.input.sampler import AT_ONCE, Permutation, Positions, Sampler
 
 SIZES = [(100, 16, 1), (100, 16, 3), (7, 3, 2), (33, 16, 2), (5, 8, 4), (1, 1, 1)]
@@ -23,7 +24,7 @@ def steps(sampler: Sampler, epoch: int, first_step: int = 0) -> list[list[list[i
     return made
 
 
-@pytest.mark.parametrize("data_ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("data_ranks", [2, 3, 7])
 @pytest.mark.parametrize(("num_samples", "batch_size", "micro_batches"), SIZES)
 def test_batches_do_not_depend_on_the_number_of_ranks(
     num_samples: int, batch_size: int, micro_batches: int, data_ranks: int
@@ -105,6 +106,8 @@ def test_the_order_of_samples_is_stable() -> None:
         sampler = Sampler(23, 5, seed=4, weights=weights)
         assert [index for batch in sampler.local_batches(2) for index in batch] == expected
         assert [index for batch in sampler.local_batches(2, 3) for index in batch] == expected[15:]
+    large = Permutation(10**6, 1)(np.arange(0, 10**6, 250_000, dtype=np.uint64))
+    assert large.tolist() == [27181, 919394, 444116, 732718]
 
 
 def test_drop_last_skips_the_incomplete_step() -> None:
@@ -112,17 +115,5 @@ def test_drop_last_skips_the_incomplete_step() -> None:
     assert [Sampler(8, 4, drop_last=drop).steps_per_epoch for drop in (False, True)] == [2, 2]
 
 
-def test_step_size_counts_the_samples_of_all_ranks() -> None:
-    sampler = Sampler(10, 4, data_rank=1, data_ranks=2)
-    assert [sampler.step_size(step) for step in range(3)] == [4, 4, 2]
-
-
 def test_a_parameter_server_reads_nothing_in_every_step() -> None:
     assert steps(Sampler(10, 4, micro_batches=2, data_rank=None, data_ranks=2), 0) == [[[], []]] * 3
-
-
-def test_similar_keys_give_different_seeds() -> None:
-    seeds = {derive_seed(seed, step, rank) for seed in range(10) for step in range(100) for rank in range(4)}
-    assert len(seeds) == 4000
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert make_generator(1, 2).initial_seed() == derive_seed(1, 2)

@@ -9,8 +9,6 @@ from runner.shipped.models.blocks import Attention
 from runner.shipped.models.gpt import GPT
 from torch import nn
 
-from runner.training.model.deferred_init import Deferred
-
 SIZES = {"dim": 16, "depth": 2, "heads": 4}
 
 
@@ -23,7 +21,7 @@ def tokens(num: int = 3, length: int = 8) -> torch.Tensor:
     return torch.randint(11, (num, length), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize(("num", "length"), [(3, 8), (3, 5), (2, 1), (0, 8)])
+@pytest.mark.parametrize(("num", "length"), [(3, 8), (2, 1), (0, 8)])
 def test_each_token_has_outputs_for_the_whole_vocabulary(num, length):
     model = make()
     outputs = model(tokens(num, length))
@@ -32,9 +30,8 @@ def test_each_token_has_outputs_for_the_whole_vocabulary(num, length):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_outputs_do_not_depend_on_later_tokens(dtype):
-    model, inputs = make().to(dtype), tokens()
+def test_outputs_do_not_depend_on_later_tokens():
+    model, inputs = make(), tokens()
     outputs = model(inputs)
     for place in range(8):
         others = inputs.clone()
@@ -70,17 +67,6 @@ def test_tied_weights_are_one_parameter():
     assert clone.head.weight is clone.embed.weight is not model.embed.weight
 
 
-def test_tied_weights_of_a_deferred_model_are_one_parameter():
-    torch.manual_seed(1)
-    with Deferred() as deferred:
-        empty = GPT([8], 11, **SIZES)
-    deferred.record_names(empty)
-    empty.to(dtype=torch.float64)
-    deferred.materialize([empty], torch.device("cpu"))
-    assert empty.head.weight is empty.embed.weight
-    assert all(torch.equal(empty.state_dict()[name], tensor) for name, tensor in make().state_dict().items())
-
-
 def test_initial_weights_are_those_of_gpt_2():
     torch.manual_seed(3)
     model = GPT([64], 96, dim=128, depth=8)
@@ -94,28 +80,6 @@ def test_initial_weights_are_those_of_gpt_2():
             expected = 0.02 / math.sqrt(16) if added else 0.02
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
             assert abs(parameter.mean().item()) < expected / 10, name
-    outputs = model(torch.randint(96, (4, 64)))
-    loss = nn.functional.cross_entropy(outputs.transpose(1, 2), torch.randint(96, (4, 64)))
-    assert loss.item() == pytest.approx(math.log(96), abs=0.1)  # at first the loss is that of a uniform guess
-
-
-def test_dropout_is_active_only_in_training():
-    model, plain = make(dropout=0.5), make()
-    torch.manual_seed(0)
-    assert not torch.equal(model(tokens()), model(tokens()))
-    assert torch.equal(model.eval()(tokens()), plain(tokens()))
-    left_out = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    assert len(left_out) == 1 + SIZES["depth"] and {module.p for module in left_out} == {0.5}
-
-
-def test_more_tokens_than_positions_are_refused():
-    with pytest.raises(ValueError, match=r"^a sequence of 9 must have at most the 8 positions that were learned$"):
-        make()(tokens(length=9))
-
-
-def test_invalid_tokens_are_refused():
-    with pytest.raises(TypeError, match=r"^gpt needs tokens, which are integers, but got float64; choose a dataset of"):
-        make()(tokens().double())
 
 
 @pytest.mark.parametrize(
@@ -127,12 +91,17 @@ def test_invalid_tokens_are_refused():
             r"gpt needs samples that are sequences of tokens, but the samples have shape \(1, 8, 8\); choose",
         ),
         ((8,), {"heads": 3}, "heads=3 must divide dim=128; try heads=1, or dim=129"),
-        ((8,), {"dim": 0}, "dim=0 must be at least 1"),
         ((8,), {"depth": 0}, "depth=0 must be at least 1"),
-        ((8,), {"mlp_ratio": 0.001}, "mlp_ratio=0.001 must give at least one hidden unit for dim=128; try 4.0"),
         ((8,), {"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1; try 0.1"),
     ],
 )
 def test_options_out_of_range_are_refused(sample_shape, options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         GPT(sample_shape, 11, **options)
+
+
+def test_unsuitable_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"^a sequence of 9 must have at most the 8 positions that were learned$"):
+        make()(tokens(length=9))
+    with pytest.raises(TypeError, match=r"^gpt needs tokens, which are integers, but got float64; choose a dataset of"):
+        make()(tokens().double())

@@ -104,7 +104,7 @@ def test_damaged_metrics_and_results_raise_no_unexpected_error(tmp_path: Path) -
     loader = SimpleNamespace(sampler=SimpleNamespace(num_samples=5))
     experiment: Any = SimpleNamespace(train_loader=loader, val_loader=loader)
     assert check_directory(str(tmp_path), Config(), experiment) == []
-    with pytest.raises(ValueError, match=r"manifest.json cannot be read \(No such file or directory\); the checkpoint"):
+    with pytest.raises(ValueError, match=r"manifest.json cannot be read .*No such file or directory"):
         verify(tmp_path / "checkpoints" / "step_4")
     (tmp_path / "checkpoints" / "step_4" / "manifest.json").write_text(DEEP)
     with pytest.raises(ValueError, match=r"manifest.json cannot be read .* the checkpoint is damaged"):

@@ -9,34 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from runner.shipped.data.arrays import Arrays
 from runner.shipped.data.cifar10 import CIFAR10
 from runner.shipped.data.counting import Counting
 from runner.shipped.data.digits import Digits
 from runner.shipped.data.fashion_mnist import FashionMNIST
-from runner.shipped.data.image_folder import ImageFolder
 from runner.shipped.data.mnist import MNIST
 from runner.shipped.data.random import RandomRegression
-from runner.shipped.data.shapes import Shapes
-from runner.shipped.data.table import Table
-from runner.shipped.data.text import Text
 from runner.shipped.data.toy import ToyRegression
 
-CONF = Path(__file__).parents[2] / "conf" / "data"
-KINDS = {
-    "digits": Digits,
-    "toy": ToyRegression,
-    "random": RandomRegression,
-    "counting": Counting,
-    "mnist": MNIST,
-    "fashion_mnist": FashionMNIST,
-    "cifar10": CIFAR10,
-    "image_folder": ImageFolder,
-    "arrays": Arrays,
-    "table": Table,
-    "text": Text,
-    "shapes": Shapes,
-}
+CONF = Path(__file__).parents[2] / "conf"
 MADE = {  # datasets without files of the user: sample shape, number of outputs, training and validation samples
     "digits": (Digits, (1, 28, 28), 10, 1437, 360),
     "toy": (ToyRegression, (10,), 5, 1024, 256),

@@ -154,15 +154,15 @@ def test_a_file_of_another_kind_is_refused_without_reading_it(tmp_path: Path) ->
     torch.save([1], tmp_path / "list.pt")
     (tmp_path / "notes.md").write_text("")
     for name, message in {
-        "cut.safetensors": "it cannot be read as safetensors (",
+        "cut.safetensors": f"{tmp_path}/cut.safetensors cannot be read as safetensors (",
         "text.pt": "it is not a file of torch.save, or it is truncated (",
         "empty.pth": "it is not a file of torch.save, or it is truncated (it is empty)",
-        "args.pth": "it contains argparse.Namespace, which is code and is not executed; save only the weights",
-        "code.pt": "it contains posix.system, which is code and is not executed; save only the weights",
+        "args.pth": "it contains argparse.Namespace, which is code and is not executed; save only the state dict",
+        "code.pt": "it contains posix.system, which is code and is not executed; save only the state dict",
         "module.pt": "it contains torch.nn.modules.linear.Linear, which is code",
-        "both.pt": "it contains state dicts under both model and state_dict; save only the state dict",
-        "number.pt": "it contains no state dict at its top or under model or state_dict: weight is a int; ",
-        "list.pt": "it contains a list instead of a state dict",
+        "both.pt": "it must contain one state dict, at its top or under model or state_dict; save only",
+        "number.pt": "it contains no state dict: weight is a int; ",
+        "list.pt": "it must contain one state dict",
         "notes.md": "the suffix is not that of a weights file, one of .safetensors, .pt, ",
     }.items():
         path = tmp_path / name
