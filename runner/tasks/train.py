@@ -21,10 +21,8 @@ from runner.records.run_directory import RunDirectory
 from runner.training.build import Experiment
 from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.contract import Callbacks, RunInfo
-from runner.training.callbacks.debugging import AnomalyDetection
 from runner.training.callbacks.early_stop import EarlyStop, Pruning
 from runner.training.callbacks.ema import EMA
-from runner.training.callbacks.finite_weights import FiniteWeights
 from runner.training.callbacks.nan_guard import NanGuard
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
@@ -143,7 +141,8 @@ def make_all_callbacks(
 ) -> Callbacks:
     """Return the built-in and the custom callbacks in the order in which they are called; checkpoints come last."""
     callbacks = Callbacks()
-    callbacks.add("nan_guard", NanGuard(config, experiment, world))
+    nan_guard = NanGuard(config, experiment, parallel_model, world)
+    callbacks.add("nan_guard", nan_guard)
     if config.ema.decay is not None:
         ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
         callbacks.add("ema", ema)
@@ -151,8 +150,6 @@ def make_all_callbacks(
     callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:
         callbacks.add("profiler", Profiler(world.device))
-    if config.debug:
-        callbacks.add("anomalies", AnomalyDetection())
     for name, callback in experiment.callbacks.items():
         callbacks.add(name, callback)
     if config.early_stop.patience is not None:
@@ -168,7 +165,7 @@ def make_all_callbacks(
         callbacks,
         experiment.monitor,
         experiment.logger.flush,
-        FiniteWeights(parallel_model, world, config.on_nonfinite),
+        nan_guard.check_weights,
         SaveCoordinator.of(world),
     )
     callbacks.add("checkpointing", checkpointing)

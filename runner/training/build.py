@@ -98,16 +98,15 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
 
     torch.manual_seed(config.seed)
-    deferred, unable = None, ""
+    make_model = functools.partial(make, "model", config.model)
+    deferred, warnings = None, []
     if parallel.meta_init:  # no rank materializes the whole model
-        module, deferred, unable = build_deferred(lambda: make("model", config.model))
+        module, deferred, warnings = build_deferred(choices["model"], make_model)
     else:
-        module = make("model", config.model)
+        module = make_model()
     precision = Precision(config.precision, world.device)
-    if deferred is not None:
-        deferred.record_names(module)
     objective = make_objective(config, choices, parallel)
-    sample, warnings = read_sample(config, choices, train_data)
+    sample, data_warnings = read_sample(config, choices, train_data)
     sample = map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, sample)
     prediction = dry_run(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
     attach_objective(module, objective, world.device, precision.parameter_dtype)
@@ -118,12 +117,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if messages := parallel.check(config, module):
         raise InputError(*messages)
     check_patterns(objective, module)
-    warnings += place_submodules(module, choices, parallel.spans_devices, world)
-    if unable:
-        warnings.append(
-            f"model={choices['model']} cannot be built on the meta device ({unable}), so that every rank builds the "
-            "whole model; if its constructor loads weights, load them with init_from=FILE instead"
-        )
+    warnings += [*data_warnings, *place_submodules(module, choices, parallel.spans_devices, world)]
     initial = InitialWeights(config.init_from, init_from, module) if init_from is not None else None
     if initial is not None:
         initial.fill(module)
@@ -183,7 +177,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), sample),
             materialize=materialize,
         ),
-        make_model=functools.partial(make, "model", config.model),
+        make_model=make_model,
         train_loader=loader(
             train_data,
             {
@@ -239,17 +233,3 @@ def _synchronizes(config: Config, module: nn.Module, axes: Axes) -> bool:
             "layers are frozen; try sync_batchnorm=auto"
         )
     return config.sync_batchnorm is not False and axes.data_ranks > 1 and has_batch_norm(module)
-
-
-def check_compiler(config: Config, device: torch.device) -> list[str]:
-    """Return a message if nothing can be compiled for the device."""
-    if not config.compile or device.type != "cpu":
-        return []
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return ["compile=true needs a C++ compiler for the CPU, and none was found; install g++ or set compile=false"]
-    return []

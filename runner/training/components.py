@@ -21,7 +21,7 @@ from runner.training.metrics.classification import Auto as AutoMetrics
 from runner.training.metrics.contract import Metric
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchmetric
-from runner.training.mode import Parallel, builtin_modes
+from runner.training.mode import Parallel
 from runner.training.model.submodules import attach_submodule
 
 
@@ -47,18 +47,13 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     if not isinstance(objective, Objective):
         raise InputError(f"objective._target_={target}: derive it from runner.Objective")
     check_losses(objective)
-    several, mode = len(objective.losses) > 1, choices["parallel"]
-    if parallel.supported_objectives == "supervised" and not isinstance(objective, Supervised):
-        others = builtin_modes(lambda mode: mode.supported_objectives != "supervised")
+    is_supervised, several = isinstance(objective, Supervised), len(objective.losses) > 1
+    supported = parallel.supported_objectives
+    if (supported == "supervised" and not is_supervised) or (supported != "several_losses" and several):
+        problem = f"has {len(objective.losses)} losses" if several else "calls the model itself"
         raise InputError(
-            f"objective={choices['objective']} calls the model itself, and parallel={mode} supports only a loss of "
-            f"outputs and targets; try {others}"
-        )
-    if parallel.supported_objectives != "several_losses" and several:
-        others = builtin_modes(lambda mode: mode.supported_objectives == "several_losses")
-        raise InputError(
-            f"objective={choices['objective']} has {len(objective.losses)} losses, and parallel={mode} supports one; "
-            f"try {others}"
+            f"objective={choices['objective']} {problem}, which parallel={choices['parallel']} does not support; "
+            "try parallel=ddp or parallel=fsdp"
         )
     return objective
 

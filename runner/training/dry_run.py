@@ -67,15 +67,13 @@ def dry_run(
 
 def _check_pair(config: Config, batch: Any) -> None:
     """Raise InputError unless the batch is (inputs, targets) with inputs of the configured shape."""
-    wanted = "objective=supervised needs samples (inputs, targets), inputs a tensor, a tuple or a mapping of them"
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not is_pair or not isinstance(batch[0], (torch.Tensor, tuple, list, Mapping)):
         raise InputError(
-            f"{wanted}, but the data's are {describe(batch)}; change the dataset, or write a custom objective "
-            "with loss(model, batch)"
+            "objective=supervised needs samples (inputs, targets), inputs a tensor, a tuple or a mapping of them, but "
+            f"the data's are {describe(batch)}; change the dataset, or write a custom objective with loss(model, batch)"
         )
     inputs = batch[0]
-    if not isinstance(inputs, (torch.Tensor, tuple, list, Mapping)):
-        raise InputError(f"{wanted}, but the data's inputs are a {type(inputs).__name__}")
     if isinstance(inputs, torch.Tensor) and "sample_shape" in config.data:
         shape, found = list(config.data["sample_shape"]), list(inputs.shape[1:])
         if shape != found:

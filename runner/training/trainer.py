@@ -55,7 +55,7 @@ class Trainer:
         Raises Preempted after a signal to any rank, after the state is saved.
         """
         outcome: Outcome = "failed"
-        with self.stop_request:
+        with self.stop_request, torch.autograd.set_detect_anomaly(self.config.debug):
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)

@@ -110,8 +110,8 @@ def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
 
     other = Net(5)
     assert refuse(held, into=other) == [
-        ": 2 weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the file, "
-        "[5] in the model; init_from.strict=false keeps the model's initial values"
+        " has weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the file, "
+        "[5] in the model; init_from.strict=false loads the others"
     ]
     before = other.head.weight.clone()
     found, printed = load(held, one, strict=False, into=other)
@@ -120,14 +120,11 @@ def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
     assert "of another shape, initial values kept: head.weight [3, 2] in the file, [5, 2] in the model; head" in printed
     renamed = {f"model.net.{name}": t for name, t in held.items()}
     for line in refuse(renamed):
-        assert "; try init_from.map='[\"^model[.]net[.]->\"]'; or " in line
+        assert "; try init_from.map='[\"^model[.]net[.]->\"]'; " in line
     assert "; try init_from.map='[\"^->0.\"]'" in refuse(held, into=nn.Sequential(Net()))[0]
-    assert "none of its 1 weight has the name and shape" in refuse({"x": torch.zeros(1)}, strict=False)[0]
+    assert "none of its weights has the name and shape" in refuse({"x": torch.zeros(1)}, strict=False)[0]
     whole = held | {"head.bias": torch.ones(3, dtype=torch.int64)}
     assert "head.bias [3] of integers in the file, [3] in the model" in refuse(whole)[0]
-    twice = held | {"tied.weight": held["embed.weight"] + 1}
-    assert "different values of embed.weight and tied.weight, which are one weight" in refuse(twice)[0]
-    assert equal(load(twice, one, "^tied[.]weight->")[0], held)
 
 
 class Touch:

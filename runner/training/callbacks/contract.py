@@ -1,10 +1,9 @@
 """The contract of a callback: an object on every rank that observes a run, or decides whether it updates or stops."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -15,6 +14,7 @@ from torch import nn
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.schema import Config
+from runner.errors import raised_by
 from runner.input.batch import StepBatch
 from runner.records.monitor import BY_LOSS, Monitor
 from runner.training.metrics.confusion import Predictions
@@ -203,20 +203,19 @@ class Callbacks:
     def on_start(self, run: RunInfo) -> None:
         for name, callback in self._named:
             self._started.append((name, callback))
-            with _naming(name, "on_start"):
+            with raised_by(f"the callback {name}", "on_start"):
                 callback.on_start(run)
 
     def call(self, method: str, *arguments: object) -> None:
         """Call a method of Callback that returns nothing, on each callback that defines it."""
-        call = methodcaller(method, *arguments)
         for name, callback in self._defining(method):
-            with _naming(name, method):
-                call(callback)
+            with raised_by(f"the callback {name}", method):
+                getattr(callback, method)(*arguments)
 
     def allow_update(self, update: Update) -> bool:
         allowed = True
         for name, callback in self._defining("allows_update"):
-            with _naming(name, "allows_update"):
+            with raised_by(f"the callback {name}", "allows_update"):
                 allowed &= callback.allows_update(update)  # every callback is called: it may use collectives
         return allowed
 
@@ -230,7 +229,7 @@ class Callbacks:
         """Return the model's state with what the callbacks add to it."""
         combined = model
         for name, callback in self._defining("state"):
-            with _naming(name, "state"):
+            with raised_by(f"the callback {name}", "state"):
                 combined |= callback.state(model)
         return combined
 
@@ -244,7 +243,7 @@ class Callbacks:
         first: BaseException | None = None
         for name, callback in reversed(self._started):
             try:
-                with _naming(name, "on_end"):
+                with raised_by(f"the callback {name}", "on_end"):
                     callback.on_end(now, outcome)
             except BaseException as error:  # also a second Ctrl-C: the progress bar and the loggers must be closed
                 if outcome == "failed":
@@ -254,14 +253,3 @@ class Callbacks:
         self._started.clear()
         if first is not None:
             raise first
-
-
-@contextmanager
-def _naming(name: str, method: str) -> Iterator[None]:
-    """Add the callback's name to an exception. Its type is unchanged, because it shows whether a peer is missing."""
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, "__notes__"):  # a callback that was called by another one has been named already
-            error.add_note(f"raised by the callback {name} in {method}")
-        raise

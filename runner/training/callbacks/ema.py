@@ -43,19 +43,12 @@ class EMA(Callback):
         if not now.updated:
             return
         self._num_updates += 1
-        update = get_ema_multi_avg_fn(self._decay_of(self._num_updates))
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for average, tensor in self._pairs():
-            averages, tensors = groups.setdefault((average.device, average.dtype), ([], []))
-            averages.append(average)
-            tensors.append(tensor)
-        for averages, tensors in groups.values():  # one kernel for all tensors of a device and dtype
-            update(averages, tensors, self._num_updates)
-
-    def _decay_of(self, update: int) -> float:
-        if not self._warmup_steps:
-            return self._decay
-        return min(self._decay, (1 + update) / (self._warmup_steps + update))
+        decay = self._decay
+        if self._warmup_steps:
+            decay = min(decay, (1 + self._num_updates) / (self._warmup_steps + self._num_updates))
+        if pairs := [*self._pairs()]:
+            averages, tensors = zip(*pairs, strict=True)
+            get_ema_multi_avg_fn(decay)(averages, tensors, self._num_updates)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,15 +1,18 @@
 """The progress bar on a terminal, and a log line for each evaluation."""
 
 import logging
-from contextlib import ExitStack
+import pdb
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from runner.records.monitor import Monitor, evaluation_metrics, main_metrics
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
-from runner.training.callbacks.debugging import paused_in_debugger
 from runner.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ class ProgressBar(Callback):
         self._bar = Bar(*columns, TextColumn("{task.description}"), console=self._console, transient=True)
         self._task = self._bar.add_task("", total=run.num_steps, completed=run.first_step)
         self._stack.enter_context(self._bar)
-        self._stack.enter_context(paused_in_debugger(self._bar))
+        self._stack.enter_context(_paused_in_debugger(self._bar))
 
     def after_step(self, now: Progress) -> None:
         if "train/loss" not in now.metrics:
@@ -59,3 +62,30 @@ class ProgressBar(Callback):
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         self._stack.close()
+
+
+@contextmanager
+def _paused_in_debugger(bar: Bar) -> Iterator[None]:
+    """Hide the bar from each prompt of pdb until the command that continues the run.
+
+    This wraps a method of Pdb, and not breakpoint(), pdb.set_trace() or post_mortem(): these return before the first
+    prompt, and a frame around them would be shown to the user. IPython's debugger derives from Pdb.
+    """
+    interaction = pdb.Pdb.interaction
+
+    def without_bar(debugger: pdb.Pdb, *arguments: Any) -> None:
+        if not bar.live.is_started:
+            return interaction(debugger, *arguments)
+        bar.stop()
+        if isinstance(debugger.stdout, FileProxy):  # created while the bar had replaced the standard output
+            debugger.stdout = debugger.stdout.rich_proxied_file
+        try:
+            interaction(debugger, *arguments)
+        finally:
+            bar.start()
+
+    pdb.Pdb.interaction = without_bar  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        pdb.Pdb.interaction = interaction  # type: ignore[method-assign]

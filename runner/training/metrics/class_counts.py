@@ -4,17 +4,10 @@ from typing import Literal
 
 import torch
 
-from runner.training.metrics.shapes import (
-    ClassDim,
-    ClassDimOption,
-    IgnoreIndex,
-    check_tensors,
-    counted,
-    resolve_ignore_index,
-)
+from runner.training.metrics.shapes import ClassDim, ClassMetric, IgnoreIndex, check_tensors
 
 
-class _ClassCounts:
+class _ClassCounts(ClassMetric):
     """Sums of true positives, false positives and false negatives, from which a metric computes a value per class.
 
     The shapes decide whether classes exclude each other, or are independent labels (binary, multi-label). A label is
@@ -28,10 +21,10 @@ class _ClassCounts:
         per_class: bool = False,
         threshold: float = 0.0,
         ignore_index: IgnoreIndex = None,
-        class_dim: ClassDimOption = None,
+        class_dim: ClassDim = None,
     ):
+        super().__init__(ignore_index, class_dim)
         self._per_class, self._threshold = per_class, threshold
-        self._ignored, self._classes = resolve_ignore_index(ignore_index), ClassDim(class_dim)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return true positives, false positives and false negatives, (3, C).
@@ -39,22 +32,22 @@ class _ClassCounts:
         Classes: outputs (N, C), (N, C, ...) or (N, ..., C) and targets (N, ...) integers. Labels: outputs and targets
         (N) or (N, C, ...), 0 or 1; outputs (N, 1) also fit targets (N). Raises ValueError for other shapes.
         """
-        name = type(self).__name__.lower()
-        check_tensors(name, outputs, targets)
+        check_tensors(outputs, targets)
         if outputs.shape == (*targets.shape, 1):
             outputs = outputs.squeeze(-1)
         if outputs.shape == targets.shape:
             return self._of_labels(outputs, targets)
-        scores, classes = self._classes.flatten(name, outputs, targets)
-        counts, num_classes = counted(classes, self._ignored), scores.shape[-1]
-        predicted, classes = scores.argmax(-1)[counts], classes[counts]
-        found = torch.bincount(classes[predicted == classes], minlength=num_classes)
-        guessed, present = (torch.bincount(of, minlength=num_classes) for of in (predicted, classes))
+        scores, classes = self.positions(outputs, targets)
+        predicted, num_classes = scores.argmax(-1), scores.shape[-1]
+        found, guessed, present = (
+            torch.bincount(of, minlength=num_classes) for of in (classes[predicted == classes], predicted, classes)
+        )
         return torch.stack([found, guessed - found, present - found])
 
     def _of_labels(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         dims = [dim for dim in range(targets.dim()) if dim != 1]
-        counts, wanted, predicted = counted(targets, self._ignored), targets > 0.5, outputs > self._threshold
+        wanted, predicted = targets > 0.5, outputs > self._threshold
+        counts = torch.ones_like(wanted) if self._ignored is None else targets != self._ignored
         cells = (predicted & wanted, predicted & ~wanted, ~predicted & wanted)
         return torch.stack([(cell & counts).sum(dims).reshape(-1) for cell in cells])
 
@@ -95,7 +88,7 @@ class F1(_ClassCounts):
         per_class: bool = False,
         threshold: float = 0.0,
         ignore_index: IgnoreIndex = None,
-        class_dim: ClassDimOption = None,
+        class_dim: ClassDim = None,
     ):
         super().__init__(per_class, threshold, ignore_index, class_dim)
         self._average = average

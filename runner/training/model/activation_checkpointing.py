@@ -85,19 +85,12 @@ class _Recomputing(AbstractContextManager[None]):
     def __init__(self, block: nn.Module):
         self._block = block
         self._modes = _get_current_function_mode_stack()
-        self._layers = [
-            layer for layer in block.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats
-        ]
 
     def __enter__(self) -> None:
-        self._momenta = [layer.momentum for layer in self._layers]
-        counts = [layer.num_batches_tracked for layer in self._layers]
-        self._counts = [(count, count.clone()) for count in counts if count is not None]
-        statistics = {id(buffer) for layer in self._layers for buffer in layer.buffers()}
+        layers = [layer for layer in self._block.modules() if isinstance(layer, _BatchNorm)]
+        self._statistics = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+        statistics = {id(buffer) for buffer, _ in self._statistics}
         self._others = [(name, b, b._version) for name, b in self._block.named_buffers() if id(b) not in statistics]
-        for layer in self._layers:
-            # Not track_running_stats=False, because autograd must save the same tensors as in the forward.
-            layer.momentum = 0.0
         self._entered = ExitStack()
         active = _get_current_function_mode_stack()
         for mode in self._modes:
@@ -107,10 +100,8 @@ class _Recomputing(AbstractContextManager[None]):
     def __exit__(self, *raised: Any) -> None:
         """Restore BatchNorm's state, also after the exception that ends a recomputation early."""
         self._entered.close()
-        for layer, momentum in zip(self._layers, self._momenta, strict=True):
-            layer.momentum = momentum
-        for count, before in self._counts:
-            count.copy_(before)
+        for buffer, before in self._statistics:
+            buffer.data.copy_(before)  # without a change of the version, because autograd has saved the buffer
         if changed := [name for name, buffer, version in self._others if buffer._version != version]:
             raise ValueError(
                 f"activation_checkpointing: {type(self._block).__name__} changes its buffer {changed[0]} in forward, "
