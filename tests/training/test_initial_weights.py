@@ -110,8 +110,8 @@ def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
 
     other = Net(5)
     assert refuse(held, into=other) == [
-        " has weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the file, "
-        "[5] in the model; init_from.strict=false loads the others"
+        " has weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the "
+        "file, [5] in the model; init_from.strict=false loads the others"
     ]
     before = other.head.weight.clone()
     found, printed = load(held, one, strict=False, into=other)

@@ -147,7 +147,7 @@ def test_iou_of_regions() -> None:
             Accuracy(),
             drawn(1, 5),
             drawn(1),
-            "metrics.it: update fails for one sample with: ValueError: it needs scores",
+            "metrics.it: update fails for one sample with: ValueError: it needs",
         ),
         (Accuracy(), drawn(1, 5), classes(1, 3), "not [1, 5] for integers [1, 3]"),
         (Accuracy(), {"a": drawn(1, 5)}, classes(1), "not ({a: tensor [1, 5]}, tensor [1]); write a custom metric"),
