@@ -163,7 +163,6 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     each_once = {"shuffle": False, "drop_last": False} | ({"weights": None} if "weights" in config.loader else {})
     loss = objective.function if isinstance(objective, Supervised) else None
     metrics = make_metrics(config, loss, prediction.outputs, prediction.targets)
-    num_classes = _num_classes(prediction)
     return Experiment(
         parallel=parallel,
         axes=axes,
@@ -197,7 +196,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         monitor=choose_monitor(config, metrics, list(objective.losses)),
         beginning=[*(initial.describe() if initial is not None else []), *frozen],
         warnings=warnings,
-        num_classes=num_classes if num_classes is not None and num_classes <= MAX_CLASSES else None,
+        num_classes=_num_classes(prediction),
     )
 
 
@@ -208,13 +207,12 @@ def _evaluation_seed(config: Config) -> int:
 
 
 def _num_classes(prediction: Prediction) -> int | None:
-    """Return the number of classes if whole samples are classified, and else None."""
+    """Return the number of classes if whole samples are classified and a confusion matrix is readable; else None."""
     outputs, targets = prediction.outputs, prediction.targets
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return None
-    if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2:
-        return None
-    return outputs.size(1)
+    is_class = not targets.is_floating_point() and targets.dim() == 1 and outputs.dim() == 2
+    return outputs.size(1) if is_class and outputs.size(1) <= MAX_CLASSES else None
 
 
 def _memory_format(name: str, module: nn.Module) -> torch.memory_format:

@@ -38,10 +38,8 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     Raises InputError for an invalid option, and for an objective that the mode does not support.
     """
     target = config.objective["_target_"]
-    given = {}
-    if accepts(target, "loss"):
-        given["loss"] = make_group(choices, "loss", config.loss)
-    elif config.loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":
+    given = {"loss": make_group(choices, "loss", config.loss)} if accepts(target, "loss") else {}
+    if not given and config.loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":
         raise InputError(f"loss={choices['loss']} has no effect on objective={choices['objective']}, which takes none")
     objective: Objective = make_group(choices, "objective", config.objective, **given)
     if not isinstance(objective, Objective):
@@ -63,17 +61,11 @@ def attach_objective(module: nn.Module, objective: Objective, device: torch.devi
 
     Raises InputError if the model has a submodule of that name.
     """
-    try:
-        if isinstance(objective, Supervised):
-            loss = objective.function
-            if isinstance(loss, nn.Module) and any(True for _ in loss.to(device=device, dtype=dtype).parameters()):
-                attach_submodule(module, "loss", loss)
-        elif isinstance(objective, nn.Module):
-            objective.to(device=device, dtype=dtype)
-            if any(True for _ in objective.state_dict()):
-                attach_submodule(module, "objective", objective)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    name, part = ("loss", objective.function) if isinstance(objective, Supervised) else ("objective", objective)
+    if isinstance(part, nn.Module):
+        part.to(device=device, dtype=dtype)
+        if any(True for _ in part.parameters()) or (part is objective and part.state_dict()):
+            attach_submodule(module, name, part)
 
 
 def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
@@ -108,9 +100,7 @@ def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
     for name, node in config.metrics.items():
         metric = _make_metric(name, node, _loss_options(None))
         if isinstance(metric, AutoMetrics):
-            possible += [
-                Monitor(f"val/{other}", "max" if higher else "min") for other, higher in metric.possible.items()
-            ]
+            possible.append(Monitor("val/accuracy", "max"))
         elif metric.higher_is_better is not None:
             declared.append(Monitor(f"val/{name}", "max" if metric.higher_is_better else "min"))
     return [*declared, BY_LOSS], possible
@@ -145,10 +135,8 @@ def choose_monitor(config: Config, sums: MetricSums, losses: Collection[str] = (
     """
     ends: dict[str, bool | None] = {}
     for name, values in sums.names.items():
-        if taken := [value for value in values if value in losses]:
-            raise InputError(
-                f"metrics.{name}: the objective has a loss of the same name, {taken[0]}; rename the metric"
-            )
+        if not set(values).isdisjoint(losses):
+            raise InputError(f"metrics.{name}: the objective has a loss of the same name; rename the metric")
         ends |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
     ends |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
     name = config.monitor or next(name for name, higher in ends.items() if higher is not None)

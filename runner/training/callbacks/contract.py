@@ -1,12 +1,14 @@
 """The contract of a callback: an object on every rank that observes a run, or decides whether it updates or stops."""
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -195,10 +197,9 @@ class Callbacks:
 
     def stop_outcome(self) -> tuple[Literal["finished", "pruned"], str]:
         """Return the state of a run that a callback on any rank has stopped, and the reason."""
-        for name, callback in self._named:
-            if callback.wants_to_stop and callback.stops_as == "finished":
-                return "finished", callback.stop_reason or f"the callback {name} requested it"
-        return "pruned", next((callback.stop_reason for _, callback in self._named if callback.wants_to_stop), "")
+        reasons = {callback.stops_as: callback.stop_reason for _, callback in self._named if callback.wants_to_stop}
+        state: Literal["finished", "pruned"] = "finished" if "finished" in reasons else "pruned"
+        return state, reasons.get(state, "")
 
     def on_start(self, run: RunInfo) -> None:
         for name, callback in self._named:
@@ -206,32 +207,27 @@ class Callbacks:
             with raised_by(f"the callback {name}", "on_start"):
                 callback.on_start(run)
 
-    def call(self, method: str, *arguments: object) -> None:
-        """Call a method of Callback that returns nothing, on each callback that defines it."""
+    def call(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of each callback that defines it. Return the results."""
+        results = []
         for name, callback in self._defining(method):
             with raised_by(f"the callback {name}", method):
-                getattr(callback, method)(*arguments)
+                results.append(getattr(callback, method)(*arguments))
+        return results
 
     def allow_update(self, update: Update) -> bool:
-        allowed = True
-        for name, callback in self._defining("allows_update"):
-            with raised_by(f"the callback {name}", "allows_update"):
-                allowed &= callback.allows_update(update)  # every callback is called: it may use collectives
-        return allowed
+        return all(self.call("allows_update", update))
 
-    def evaluating(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for _, callback in self._defining("evaluating"):
-                stack.enter_context(callback.evaluating())
-            return stack.pop_all()
+            for context in self.call("evaluating"):
+                stack.enter_context(context)
+            yield
 
     def state(self, model: LocalState) -> LocalState:
         """Return the model's state with what the callbacks add to it."""
-        combined = model
-        for name, callback in self._defining("state"):
-            with raised_by(f"the callback {name}", "state"):
-                combined |= callback.state(model)
-        return combined
+        return functools.reduce(operator.or_, self.call("state", model), model)
 
     def _defining(self, member: str) -> list[tuple[str, Callback]]:
         """Return the callbacks whose class overrides the member."""

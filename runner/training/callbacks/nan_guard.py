@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 WINDOW = 64  # number of losses in the median
 MIN_LOSSES = 16  # with fewer losses, none is a spike
 MAX_LISTED = 256  # samples in a message
-MAX_LOGGED = 8  # skipped steps that are each logged; later only every power of two
 # Delay on a rank whose samples are finite. A rank whose samples contain the NaN reports first; BatchNorm, for example,
 # spreads the NaN to the others.
 DELAY_S = 0.3
@@ -98,7 +97,7 @@ class NanGuard(Callback):
     def after_step(self, now: Progress) -> None:
         if self._skipped:
             count = now.state.skipped_steps
-            if self._world.rank == 0 and (count <= MAX_LOGGED or count & (count - 1) == 0):
+            if self._world.rank == 0 and (count <= 8 or count & (count - 1) == 0):  # later only every power of two
                 log.warning("step %d: no update by %s; %d skipped so far", now.step, " and ".join(self._skipped), count)
             self._skipped.clear()
         for name, loss in self._total_losses.items():

@@ -1,6 +1,5 @@
 """Metrics of the class of each sample, token or pixel: accuracy, top-k accuracy and perplexity; and their choice."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,9 +66,6 @@ class Perplexity(ClassMetric):
 
 class Auto:
     """Placeholder for the metrics that fit outputs and targets; runner.training.components replaces it."""
-
-    # The metrics that it may choose, each with its higher_is_better.
-    possible: Mapping[str, bool] = {"accuracy": Accuracy.higher_is_better}
 
     def choose(self, outputs: Any, targets: Any, **of_loss: Any) -> dict[str, Metric]:
         """Return accuracy for integer classes, one per sample or per position, and else nothing.

@@ -71,16 +71,12 @@ class _TriedMetric:
 
     def _check_doubled(self, once: list[Any], twice: list[Any]) -> None:
         """Raise InputError for means, which would depend on how the samples are split into batches."""
-        for one, two in zip(once, twice, strict=True):
-            if isinstance(one, Rows):
-                continue
-            one, two = one.double(), two.double()
-            wrong = ~torch.isclose(2 * one, two, rtol=1e-3, atol=1e-6)
-            if one.isfinite().all() and two.isfinite().all() and wrong.any():
-                raise InputError(
-                    f"metrics.{self._name}: update returned {one[wrong][0]:.4g} for one sample and {two[wrong][0]:.4g} "
-                    "for it twice; return sums over the samples, and divide in compute"
-                )
+        sums = [(one.double(), two.double()) for one, two in zip(once, twice, strict=True) if not isinstance(one, Rows)]
+        if not all(torch.allclose(2 * one, two, rtol=1e-3, atol=1e-6, equal_nan=True) for one, two in sums):
+            raise InputError(
+                f"metrics.{self._name}: update must return twice the values for a batch of one sample twice; return "
+                "sums over the samples, and divide in compute"
+            )
 
     def _named(self, value: Any) -> dict[str, float]:
         if isinstance(value, Mapping):
@@ -88,13 +84,13 @@ class _TriedMetric:
         return {self._name: self._number(value)}
 
     def _number(self, value: Any) -> float:
-        is_real = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex()
-        if is_real or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        try:
             return float(value)
-        raise InputError(
-            f"metrics.{self._name}: compute must return a number, or a mapping of numbers by name, not a value of type "
-            f"{describe(value)}"
-        )
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"metrics.{self._name}: compute must return a number, or a mapping of numbers by name, not a value of "
+                f"type {describe(value)}"
+            ) from None
 
 
 class MetricSums:

@@ -43,14 +43,10 @@ def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
         if any(True for _ in module.children()) and any(True for _ in module.parameters())
     ]
     every = 1 if extent == "full" else int(extent)
-    if not blocks:
-        raise InputError(
-            f"activation_checkpointing={extent}: the model has no block of several modules to recompute; "
-            "try activation_checkpointing=none"
-        )
     if every > len(blocks):
         raise InputError(
-            f"activation_checkpointing={extent} must be at most the {len(blocks)} blocks of the model; try full"
+            f"activation_checkpointing={extent}: the model has only {len(blocks)} blocks of several modules to "
+            "recompute; try activation_checkpointing=none"
         )
     return list(dict.fromkeys(blocks))[every - 1 :: every]
 

@@ -35,11 +35,9 @@ class Deferred(TorchDispatchMode):
     """Creates all tensors on the meta device while it is entered, and records the operators on them.
 
     `materialize` repeats the recorded operators of a submodule's tensors on the CPU, with the recorded random states.
-    The weights are bit-identical to those of a normal construction, whatever initializes them in any order. (Calling
-    reset_parameters of each module, as is common, misses everything else that a constructor does.)
-
-    To obtain the random states, each random operator is executed once while recording, and so are the operators that a
-    value requested by the constructor depends on. Their memory, usually that of one tensor, is freed immediately.
+    The weights are bit-identical to those of a normal construction. To obtain the random states, each random operator
+    is executed once while recording, and so are the operators that a value requested by the constructor depends on.
+    Their memory, usually that of one tensor, is freed immediately.
     """
 
     def __init__(self) -> None:
@@ -163,16 +161,14 @@ def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: t
     memory for the weights. `device` is that of the arguments, by default the CPU.
     """
     where = device or torch.device("cpu")
-
-    def placeholder(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor.to(where)
-        return torch.full((), PLACEHOLDER, device=where).to(tensor.dtype).expand(tensor.size())
-
     named = chain(module.named_parameters(), module.named_buffers())
-    placeholders = {f"model.{n}": placeholder(t) for n, t in named if t.is_meta or (device and t.device != device)}
-    if not placeholders:
-        return function(module, *args)
+    placeholders = {
+        f"model.{name}": torch.full((), PLACEHOLDER, dtype=tensor.dtype, device=where).expand(tensor.size())
+        if tensor.is_meta
+        else tensor.to(where)
+        for name, tensor in named
+        if tensor.device != where
+    }
     return functional_call(ForwardWrapper(module), placeholders, (function, *args))
 
 
