@@ -102,13 +102,9 @@ class Counting(custom_models.Block):
 
 
 def test_unsuitable_models_and_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"^activation_checkpointing=5: the model has only 4 blocks"
-    ):
+    with pytest.raises(InputError, match=r"^activation_checkpointing=5: the model has only 4 blocks"):
         blocks_to_checkpoint(custom_models.Chain([10], 5), 5)
-    with pytest.raises(
-        InputError, match=r"^activation_checkpointing=full: the model has only 0 blocks"
-    ):
+    with pytest.raises(InputError, match=r"^activation_checkpointing=full: the model has only 0 blocks"):
         blocks_to_checkpoint(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "full")
     model = nn.Sequential(Counting(8), nn.Linear(8, 1))
     checkpoint_activations(model, "full")

@@ -18,7 +18,7 @@ from runner.objectives.losses import CrossEntropy
 from runner.paths import CONF
 from runner.training.components import make_metrics
 from runner.training.metrics.class_counts import F1, IoU
-from runner.training.metrics.classification import Accuracy, Auto, Perplexity, TopK
+from runner.training.metrics.classification import Accuracy, Perplexity, TopK
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.regression import MAE, R2
 
@@ -70,11 +70,6 @@ def test_the_class_dim_is_that_of_the_loss(name: str, ignore_index: int | None) 
     assert value(TopK(2, ignore_index), outputs, targets) == pytest.approx(top_2, abs=1e-15)
     perplexity = nn.functional.cross_entropy(scores.double(), wanted).exp().item()
     assert value(Perplexity(ignore_index), outputs.double(), targets) == pytest.approx(perplexity, rel=1e-14)
-
-
-def test_an_ambiguous_class_dim_is_1_as_in_torch() -> None:
-    outputs, targets = drawn(10, 5, 5), classes(10, 5)
-    assert value(Accuracy(), outputs, targets) == (outputs.argmax(1) == targets).double().mean().item()
 
 
 def test_the_class_dim_of_the_first_batch_is_kept() -> None:
@@ -196,17 +191,3 @@ def test_auto_options_are_those_of_the_loss(name: str) -> None:
         typed_null = {name: options | {"ignore_index": 4, "class_dim": 1}}
         assert made(typed_null, CrossEntropy(), outputs, typed) == without
     assert without != made(node, nn.MSELoss(), outputs, typed)
-
-
-def test_auto_chooses_accuracy_for_classes() -> None:
-    auto = Auto()
-    for outputs, targets in LAYOUTS.values():
-        assert list(auto.choose(outputs[:1], targets[:1])) == ["accuracy"]
-    for outputs, targets in [
-        (drawn(1, 5), drawn(1, 5)),
-        (drawn(1, 5), classes(1, 5)),
-        (drawn(1, 5), classes(1) > 0),
-        ({"a": drawn(1, 5)}, classes(1)),
-        (drawn(1, 5), [classes(1)]),
-    ]:
-        assert auto.choose(outputs, targets) == {}
