@@ -62,8 +62,7 @@ class Train(JobTask):
         callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, recorder)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if list_checkpoints(directory.checkpoints):
-            has_ema = config.ema.decay is not None
-            state = restore(directory.checkpoints, parallel_model, callbacks, world, has_ema)
+            state = restore(directory.checkpoints, parallel_model, callbacks, world)
             log.info("resuming after step %d", state.step)
             state = _in_epochs_of(state, config, experiment.train_loader.sampler.steps_per_epoch)
         elif config.resume or directory.attempt.number > 1:

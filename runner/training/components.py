@@ -26,7 +26,7 @@ from runner.training.model.submodules import attach_submodule
 
 
 def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
-    """Construct the mode. Raise InputError for an invalid option, and for a class that is not a mode."""
+    """Construct the mode. Raise InputError for a class that is not a mode."""
     parallel: Parallel = make_group(choices, "parallel", config.parallel)
     check_contract(parallel, Parallel, "parallel")
     return parallel
@@ -71,8 +71,7 @@ def attach_objective(module: nn.Module, objective: Objective, device: torch.devi
 def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
     """Construct the metrics, and try each on one sample's outputs and targets (first dim 1).
 
-    Options that are `auto` are those of the loss. `outputs` is None if the objective returns none. Raises InputError
-    for an invalid option, a class that is not a metric, and a metric that does not fit the sample.
+    Options that are `auto` are those of the loss. Raises InputError for an unsuitable metric.
     """
     loss_options = _loss_options(loss)
     metrics: dict[str, Metric] = {}
@@ -93,8 +92,7 @@ def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> Metri
 def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
     """Return the possible monitors, without loading the data.
 
-    The first list has the metrics that declare their best end, then the loss; the second has metrics that `auto` may
-    choose. Raises InputError as `make_metrics` does.
+    The first list has the metrics that declare their best end, then the loss; the second those that `auto` may choose.
     """
     declared, possible = [], []
     for name, node in config.metrics.items():
@@ -130,8 +128,7 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
 def choose_monitor(config: Config, sums: MetricSums, losses: Collection[str] = ()) -> Monitor:
     """Return the configured monitor, or else the first metric that declares its best end, or else the loss.
 
-    `losses` are the names of the objective's losses. Raises InputError for an unknown monitor, for one whose best end
-    is unknown, and for a metric with the name of a loss.
+    Raises InputError for an unknown monitor or best end, and for a metric with the name of one of the `losses`.
     """
     ends: dict[str, bool | None] = {}
     for name, values in sums.names.items():

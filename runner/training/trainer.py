@@ -165,10 +165,9 @@ class Trainer:
         return self.stopped
 
     def _start_vote(self) -> Callable[[], bool]:
-        """Start a collective about signals and due callbacks, which runs in the background; return its second half.
+        """Start a vote in the background; return a function that waits for it. All ranks must call both.
 
-        The returned function raises Preempted if a signal has reached any rank. Otherwise it returns whether a callback
-        of any rank is due. All ranks must call both functions.
+        That function raises Preempted if a signal has reached any rank, and returns whether any callback is due.
         """
         answers = self.world.collectives.any_of_async(self.stop_request.received is not None, self.callbacks.is_due)
 

@@ -57,10 +57,7 @@ class Checkpointing(Callback):
         self._writer, self._snapshot = AsyncWriter(), Snapshot()
 
     def on_start(self, run: RunInfo) -> None:
-        """Adopt the checkpoint that the run was resumed from: it is not saved again, and the links point to it.
-
-        Newer checkpoints are damaged.
-        """
+        """Adopt the checkpoint that the run was resumed from: it is not saved again, and the links point to it."""
         values = {step: value for step, value in run.evaluations.items() if step in run.checkpoints}
         self._best = {step: values[step] for step in self._monitor.best(values)[: self._options.keep_best]}
         self._record_best()
@@ -105,8 +102,7 @@ class Checkpointing(Callback):
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         if outcome == "failed":
             self._coordinator.run_failed.set()
-            # This checkpoint may save the last steps. The wait is shorter than the peers' timeout, so that they learn
-            # the reason of the failure.
+            # The wait is shorter than the peers' timeout, so that they receive the reason of the failure.
             try:
                 self._writer.wait(min(MAX_WAIT_S, self._coordinator.timeout_s / 3))
             except JobFailed as error:

@@ -22,9 +22,8 @@ class EMA(Callback):
     """The exponential moving average of this rank's trained parameters, which replaces them in evaluations.
 
     It starts with the present weights. Update n, counted from 1, computes d * average + (1 - d) * weights, where d is
-    `decay`, or with a warm-up the smaller of `decay` and (1 + n) / (warmup_steps + n). It equals torch's AveragedModel
-    with get_ema_multi_avg_fn; buffers, such as BatchNorm's statistics, are not averaged. It needs the memory of this
-    rank's parameters once more, and no communication.
+    `decay`, or with a warm-up the smaller of `decay` and (1 + n) / (warmup_steps + n). Buffers, such as BatchNorm's
+    statistics, are not averaged.
     """
 
     def __init__(self, parallel_model: ParallelModel, module: nn.Module, decay: float, warmup_steps: int = 0):

@@ -28,16 +28,14 @@ log = logging.getLogger(__name__)
 WINDOW = 64  # number of losses in the median
 MIN_LOSSES = 16  # with fewer losses, none is a spike
 MAX_LISTED = 256  # samples in a message
-# Delay on a rank whose samples are finite. A rank whose samples contain the NaN reports first; BatchNorm, for example,
-# spreads the NaN to the others.
-DELAY_S = 0.3
+DELAY_S = 0.3  # on a rank whose samples are finite, so that a rank whose samples contain the NaN reports first
 
 
 class NanGuard(Callback):
     """Decides before each update whether it may be made; see `on_nonfinite` and `loss_spike`.
 
     With `on_nonfinite=stop` it raises JobFailed on the ranks that detect a problem; the first report becomes the run's
-    error. With `skip`, all ranks skip the update if any rank detects a problem. With `go_on` nothing is checked.
+    error. With `skip`, all ranks skip the update if any rank detects a problem.
     """
 
     def __init__(self, config: Config, experiment: Experiment, parallel_model: ParallelModel, world: World):

@@ -20,10 +20,7 @@ _DTYPES = (
 
 
 class _TriedMetric:
-    """A metric and the structure of its sums and values, which one sample determines.
-
-    Raises InputError for a metric that fails on the sample, or whose methods do not return sums and numbers.
-    """
+    """A metric and the structure of its sums and values, which one sample determines."""
 
     def __init__(self, name: str, metric: Metric, outputs: Any, targets: Any):
         self._name, self._metric = name, metric
@@ -117,10 +114,7 @@ class MetricSums:
         self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for is_rows, _ in layouts if is_rows]
 
     def add(self, outputs: Any, targets: Any, indices: Sequence[int]) -> None:
-        """Add a local batch. Rows are sorted by `indices`, those of the samples in the dataset.
-
-        Raises InputError if a metric's sums have another shape than before.
-        """
+        """Add a local batch. Rows are sorted by `indices`, those of the samples in the dataset."""
         rows, added = iter(self._rows), []
         for metric in self._tried.values():
             for leaf in metric.update(outputs, targets):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -19,8 +18,8 @@ Extent = str | int  # none, full, or n: every nth block
 def checkpoint_activations(model: nn.Module, extent: Extent) -> None:
     """Recompute the model's blocks (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 
-    Names, parameters and hooks stay the same, and so do all numbers: dropout draws the same masks again, and BatchNorm
-    updates its running statistics once. Raises InputError if the model has no such block, or fewer than n.
+    Names, parameters and hooks stay the same, and so do all numbers: dropout draws the same masks again, and buffers
+    change once. Raises InputError if the model has fewer than n such blocks.
     """
     for block in blocks_to_checkpoint(model, extent):
         # Changes the class instead of the object's `forward`, because a copy of the object, as DataParallel makes one,
@@ -72,21 +71,18 @@ def _checkpointed(kind: Any) -> type[nn.Module]:
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Restores the torch function modes of the forward, of which torch.utils.checkpoint restores only autocast.
+    """Restores the buffers and the torch function modes of the forward; torch.utils.checkpoint restores only autocast.
 
-    It also lets BatchNorm normalize as in the forward without counting the batch again. A schedule that computes the
-    gradients of inputs and of weights separately recomputes twice, and enters it each time.
+    Afterwards the buffers have their present values again, so that BatchNorm counts a batch once.
     """
 
     def __init__(self, block: nn.Module):
-        self._block = block
         self._modes = _get_current_function_mode_stack()
+        self._buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
 
     def __enter__(self) -> None:
-        layers = [layer for layer in self._block.modules() if isinstance(layer, _BatchNorm)]
-        self._statistics = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
-        statistics = {id(buffer) for buffer, _ in self._statistics}
-        self._others = [(name, b, b._version) for name, b in self._block.named_buffers() if id(b) not in statistics]
+        self._present = [(buffer, buffer.clone()) for buffer, _ in self._buffers]
+        _restore(self._buffers)
         self._entered = ExitStack()
         active = _get_current_function_mode_stack()
         for mode in self._modes:
@@ -94,12 +90,10 @@ class _Recomputing(AbstractContextManager[None]):
                 self._entered.enter_context(mode)
 
     def __exit__(self, *raised: Any) -> None:
-        """Restore BatchNorm's state, also after the exception that ends a recomputation early."""
         self._entered.close()
-        for buffer, before in self._statistics:
-            buffer.data.copy_(before)  # without a change of the version, because autograd has saved the buffer
-        if changed := [name for name, buffer, version in self._others if buffer._version != version]:
-            raise ValueError(
-                f"activation_checkpointing: {type(self._block).__name__} changes its buffer {changed[0]} in forward, "
-                "which would happen twice; try activation_checkpointing=none"
-            )
+        _restore(self._present)
+
+
+def _restore(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, value in buffers:
+        buffer.data.copy_(value)  # `data`, because autograd may have saved the buffer and checks its version

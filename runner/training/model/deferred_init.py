@@ -43,8 +43,8 @@ class Deferred(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[_Call] = []
-        self._origins: dict[str, Tensor] = {}  # what the constructor left under each name, of the dtype it chose
-        self._names: dict[nn.Module, str] = {}
+        # What the constructor left in each module under each name, of the dtype it chose.
+        self._origins: dict[tuple[nn.Module, str], Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -66,10 +66,10 @@ class Deferred(TorchDispatchMode):
 
     def record_names(self, module: nn.Module) -> None:
         """Record the names of the model's tensors, before its dtype or memory format is converted."""
-        self._names = {part: name for name, part in module.named_modules()}
-        parameters = module.named_parameters(remove_duplicate=False)
-        named = chain(parameters, module.named_buffers(remove_duplicate=False))
-        self._origins = {name: _alias(tensor) for name, tensor in named if tensor.is_meta}
+        for part in module.modules():
+            for key, tensor in chain(part._parameters.items(), part._buffers.items()):
+                if tensor is not None and tensor.is_meta:
+                    self._origins[part, key] = _alias(tensor)
 
     def materialize(self, submodules: Iterable[nn.Module], device: torch.device) -> None:
         """Allocate the submodules' tensors on the device with their initial values.
@@ -82,10 +82,7 @@ class Deferred(TorchDispatchMode):
             for container in containers:
                 for key, tensor in container.items():
                     if tensor is not None and tensor.is_meta:
-                        name = self._names[module]
-                        slots.append((container, key, tensor, self._origins[f"{name}.{key}" if name else key]))
-                    elif tensor is not None and container is module._buffers:
-                        container[key] = tensor.to(device)
+                        slots.append((container, key, tensor, self._origins[module, key]))
                     elif tensor is not None:  # created from a constant
                         tensor.data = tensor.data.to(device)
         memory = self._replay([origin for *_, origin in slots])

@@ -23,10 +23,7 @@ _LISTED, _LOGGED = 4, 8  # names in a message and in a line of the header
 
 
 def find_initial_weights(config: Config, directory: str | None, world: World) -> Path | None:
-    """Return the result of `locate_initial_weights` on rank 0. All ranks must call it.
-
-    `directory` is the run directory if it is known already; after a restart the previous attempt has created it.
-    """
+    """Return the result of `locate_initial_weights` on rank 0. All ranks must call it."""
     if config.init_from.path is None:
         return None
 
@@ -172,11 +169,8 @@ def _saved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _rename(entries: Sequence[str], headers: Mapping[str, Header]) -> dict[str, str]:
-    """Apply the entries to the file's names, one after the other. Return the original names by the new ones.
-
-    A name that becomes empty is left out. Raise InputError if an entry matches nothing or two names become equal.
-    """
-    names = {name: name for name in headers}  # the current name of each
+    """Apply the entries to the file's names in order. Return the original names by the new, non-empty ones."""
+    names = {name: name for name in headers}
     for index, entry in enumerate(entries):
         pattern, replacement = entry.split(ARROW)
         option = f"init_from.map.{index}={entry}"
