@@ -1,5 +1,6 @@
 """task=train: train the model of the configuration, from its initial weights or from a checkpoint."""
 
+import contextlib
 import functools
 import logging
 from dataclasses import replace
@@ -27,7 +28,7 @@ from runner.training.callbacks.nan_guard import NanGuard
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.recorder import Recorder
-from runner.training.mode import ParallelModel, fits_world
+from runner.training.mode import ParallelModel
 from runner.training.restore import copy_model, restore
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer, count_steps
@@ -47,12 +48,14 @@ class Train(JobTask):
             log.info("%s", line)
         for line in experiment.warnings:
             log.warning("%s", line)
-        if world.world_size == 1 and fits_world(experiment.parallel, 2):
-            log.warning(
-                "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
-                "launcher.nproc_per_node=2, or use torchrun --nproc-per-node 2 -m runner",
-                directory.result.parallel,
-            )
+        if world.world_size == 1:
+            with contextlib.suppress(ValueError):  # raised by a mode of one process
+                experiment.parallel.axes(2)
+                log.warning(
+                    "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
+                    "launcher.nproc_per_node=2, or use torchrun --nproc-per-node 2 -m runner",
+                    directory.result.parallel,
+                )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter()
         losses = [LOSS, *(f"val/{name}" for name in experiment.objective.losses)]

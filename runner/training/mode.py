@@ -170,12 +170,3 @@ def check_divides(key: str, size: int, world_size: int) -> None:
         nearest = sorted(sorted(divisors, key=lambda number: abs(number - size))[:2])
         ranks = f"{world_size} rank" + "s" * (world_size > 1)
         raise ValueError(f"{key}={size} must divide the world of {ranks}; try {' or '.join(map(str, nearest))}")
-
-
-def fits_world(mode: Parallel, world_size: int) -> bool:
-    """Return True if the mode, with its present options, has a mesh for a world of this size."""
-    try:
-        mode.axes(world_size)
-    except ValueError:
-        return False
-    return True

@@ -82,19 +82,14 @@ class Trainer:
                 self.step(batch)
                 if finish_vote():
                     self.callbacks.call("when_due", Progress(self.state))
-                if self._is_evaluation_due_within_epoch():
+                if self._is_evaluation_due():
                     metrics |= self._evaluate()
                     if self.stopped:
                         return metrics
-            if self.state.step == self.num_steps:
-                break  # the last evaluation follows below, also for a run that was resumed after its last step
-            if self.state.epoch % self.config.eval_every == 0:
-                metrics |= self._evaluate()
-                if self.stopped:
-                    return metrics
-            self.callbacks.call("after_epoch", Progress(self.state))
-            self.meter.pause()
-        return metrics | self._evaluate()
+            if self.state.step < self.num_steps:
+                self.callbacks.call("after_epoch", Progress(self.state))
+                self.meter.pause()
+        return metrics | self._evaluate()  # also for a run that was resumed after its last step
 
     def step(self, batch: StepBatch) -> None:
         """Make one optimizer step over all ranks."""
@@ -133,12 +128,12 @@ class Trainer:
             metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
 
-    def _is_evaluation_due_within_epoch(self) -> bool:
-        """Return True if `eval_every_steps` requires an evaluation that `_train` does not make anyway."""
-        every, state = self.config.eval_every_steps, self.state
-        if every is None or state.step % every or state.step == self.num_steps:
-            return False
-        return state.step_in_epoch > 0 or state.epoch % self.config.eval_every > 0
+    def _is_evaluation_due(self) -> bool:
+        """Return True if the last step requires an evaluation. The evaluation at the end of the run is made anyway."""
+        state, every_steps = self.state, self.config.eval_every_steps
+        is_end_of_epoch = state.step_in_epoch == 0 and state.epoch % self.config.eval_every == 0
+        is_due = is_end_of_epoch or (every_steps is not None and state.step % every_steps == 0)
+        return is_due and state.step < self.num_steps
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate, and let callbacks stop the run. Return the metrics. All ranks must call it."""

@@ -86,20 +86,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Update:
-    """An update of parameters that a step is about to make.
+    """An update of parameters that a step is about to make."""
 
-    Attributes:
-        name: One of the objective's losses.
-        loss: This rank's part of the mean loss over the global batch, a scalar tensor.
-        gradients: Returns this rank's gradients: whole, or its shards.
-        state: The position before the step.
-    """
-
-    name: str
-    loss: torch.Tensor
-    gradients: Callable[[], list[torch.Tensor]]
+    name: str  # of a loss of the objective
+    loss: torch.Tensor  # this rank's part of the mean loss over the global batch, ()
+    gradients: Callable[[], list[torch.Tensor]]  # returns this rank's gradients: whole, or its shards
     batch: StepBatch
-    state: TrainState
+    state: TrainState  # before the step
 
 
 class Callback:
