@@ -159,6 +159,9 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             if initial is not None:
                 initial.fill(module)
 
+    # The random numbers that samples draw differ between splits.
+    split = SPLITS.index(config.split)
+    evaluation_seed = derive_seed(config.seed, split) if split else config.seed
     # Each validation sample is read once. A custom loader may not have sample weights.
     each_once = {"shuffle": False, "drop_last": False} | ({"weights": None} if "weights" in config.loader else {})
     loss = objective.function if isinstance(objective, Supervised) else None
@@ -185,7 +188,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
                 "max_steps": DEBUG_BATCHES if config.debug else None,
             },
         ),
-        val_loader=loader(val_data, {"seed": _evaluation_seed(config)}, **each_once),
+        val_loader=loader(val_data, {"seed": evaluation_seed}, **each_once),
         schedule=make("scheduler", config.scheduler),
         logger=make_logger(config),
         callbacks=make_callbacks(config),
@@ -198,12 +201,6 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         warnings=warnings,
         num_classes=_num_classes(prediction),
     )
-
-
-def _evaluation_seed(config: Config) -> int:
-    """Return a seed per split, so that the random numbers that samples draw differ between splits."""
-    number = SPLITS.index(config.split)
-    return derive_seed(config.seed, number) if number else config.seed
 
 
 def _num_classes(prediction: Prediction) -> int | None:

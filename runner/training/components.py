@@ -117,10 +117,7 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
     if isinstance(metric, AutoMetrics):
         return metric
     if is_torchmetric(metric):
-        try:
-            metric = TorchMetric(metric)
-        except ValueError as error:
-            raise InputError(f"{key}._target_={target}: {error}") from None
+        metric = TorchMetric(f"{key}._target_={target}", metric)
     check_contract(metric, Metric, key)
     return metric
 

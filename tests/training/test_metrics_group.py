@@ -127,7 +127,7 @@ def test_selected_metrics_are_recorded(
         (["metrics=broken"], "fails for one sample with: RuntimeError: The size of tensor a (5) must match"),
         (
             ["metrics=pearson"],
-            "metrics.pearson._target_=torchmetrics.PearsonCorrCoef: PearsonCorrCoef has the state ",
+            "metrics.pearson._target_=torchmetrics.PearsonCorrCoef: its state ",
         ),
         (
             ["metrics=mae", "monitor=val/acuracy"],

@@ -28,8 +28,7 @@ class Checkpointing(Callback):
     """Saves checkpoints. All ranks must have it: each writes its part, and rank 0 completes the checkpoint.
 
     Args:
-        flush: Called on the writing rank before each checkpoint, so that no metric before it is lost when the run is
-            resumed from it.
+        flush: Called on the writing rank before each checkpoint, so that no metric before it is lost.
         check: Called with the step before each checkpoint, on all ranks. It raises if none may be saved.
     """
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -69,9 +68,6 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     predictions: Predictions | None = None
     updated: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))  # callbacks cannot change them
 
     @property
     def step(self) -> int:

@@ -62,8 +62,8 @@ class ProgressBar(Callback):
     def _pause_in_debugger(self, bar: Bar) -> None:
         """Hide the bar from each prompt of pdb until the command that continues the run.
 
-        This wraps a method of Pdb, and not breakpoint(), pdb.set_trace() or post_mortem(): these return before the
-        first prompt, and a frame around them would be shown to the user. IPython's debugger derives from Pdb.
+        breakpoint() and pdb.set_trace() cannot be wrapped, because they return before the first prompt. IPython's
+        debugger derives from Pdb.
         """
         interaction = pdb.Pdb.interaction
 

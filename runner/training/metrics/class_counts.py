@@ -15,6 +15,7 @@ class _ClassCounts(ClassMetric):
     """
 
     higher_is_better = True
+    _average = "mean"  # the name of the mean over the classes
 
     def __init__(
         self,
@@ -51,13 +52,21 @@ class _ClassCounts(ClassMetric):
         cells = (predicted & wanted, predicted & ~wanted, ~predicted & wanted)
         return torch.stack([(cell & counts).sum(dims).reshape(-1) for cell in cells])
 
-    def _with_classes(
-        self, name: str, mean: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the mean, or with `per_class` a mapping with the mean and the value of each class."""
+    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return the mean, or with `per_class` a mapping with the mean and the value of each class.
+
+        Classes that occur neither in targets nor in predictions do not count; without any, the mean is 0.
+        """
+        values, present = self._ratio(sums), sums.sum(0) > 0
+        mean = (values * present).sum() / present.sum().clamp(min=1)
+        if self._average == "micro":
+            mean = self._ratio(sums.sum(1))
         if not self._per_class:
             return mean
-        return {name: mean} | {f"class_{number}": value for number, value in enumerate(values)}
+        return {self._average: mean} | {f"class_{number}": value for number, value in enumerate(values)}
+
+    def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class IoU(_ClassCounts):
@@ -66,10 +75,9 @@ class IoU(_ClassCounts):
     Source: Everingham et al., "The PASCAL Visual Object Classes Challenge", 2010, section 4.4 (segmentation accuracy).
     """
 
-    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        found, false, missed = sums
-        values = found / (found + false + missed).clamp(min=1)
-        return self._with_classes("mean", _mean_of_present(values, sums), values)
+    def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
+        found, false, missed = counts
+        return found / (found + false + missed).clamp(min=1)
 
 
 class F1(_ClassCounts):
@@ -93,18 +101,6 @@ class F1(_ClassCounts):
         super().__init__(per_class, threshold, ignore_index, class_dim)
         self._average = average
 
-    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        values = _f1(sums)
-        mean = _f1(sums.sum(1)) if self._average == "micro" else _mean_of_present(values, sums)
-        return self._with_classes(self._average, mean, values)
-
-
-def _f1(counts: torch.Tensor) -> torch.Tensor:
-    found, false, missed = counts
-    return 2 * found / (2 * found + false + missed).clamp(min=1)
-
-
-def _mean_of_present(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the classes that occur in targets or predictions; 0 if none does."""
-    present = counts.sum(0) > 0
-    return (values * present).sum() / present.sum().clamp(min=1)
+    def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
+        found, false, missed = counts
+        return 2 * found / (2 * found + false + missed).clamp(min=1)

@@ -37,7 +37,7 @@ class ClassMetric:
         if self._class_dim is None or targets.is_floating_point() or not fits(self._class_dim, outputs, targets):
             raise ValueError(
                 "it needs scores (N, C), (N, C, ...) or (N, ..., C) for integer classes (N, ...), not "
-                f"{list(outputs.shape)} for {_kind(targets)} {list(targets.shape)}"
+                f"{list(outputs.shape)} for {targets.dtype} {list(targets.shape)}"
             )
         scores, classes = outputs.movedim(self._class_dim, -1).flatten(0, -2), targets.flatten()
         if self._ignored is None:
@@ -69,10 +69,6 @@ def as_pairs(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
         outputs = outputs.squeeze(-1)
     if outputs.shape != targets.shape or not targets.is_floating_point():
         raise ValueError(
-            f"it compares numbers of one shape, not {list(outputs.shape)} with {_kind(targets)} {list(targets.shape)}"
+            f"it compares numbers of one shape, not {list(outputs.shape)} with {targets.dtype} {list(targets.shape)}"
         )
     return outputs.double(), targets.double()
-
-
-def _kind(targets: torch.Tensor) -> str:
-    return "numbers" if targets.is_floating_point() else "integers"

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from runner.errors import InputError
 from runner.input.pytree import tensors
 from runner.training.metrics.contract import Rows, Sums, Value
 
@@ -17,10 +18,10 @@ def is_torchmetric(metric: object) -> bool:
 class TorchMetric:
     """A metric of torchmetrics. States reduced by sum are sums, and concatenated lists are rows.
 
-    Raises ValueError for a metric with other states, whose reduction over ranks is unknown.
+    Raises InputError, with the metric's key, for other states, whose reduction over ranks is unknown.
     """
 
-    def __init__(self, metric: Any):
+    def __init__(self, key: str, metric: Any):
         from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
         self.higher_is_better: bool | None = metric.higher_is_better
@@ -35,12 +36,12 @@ class TorchMetric:
         for name, is_list in self._is_list.items():
             reduction = metric._reductions[name]
             if reduction is not (dim_zero_cat if is_list else dim_zero_sum):
-                raise ValueError(
-                    f"{type(metric).__name__} has the state {name} with dist_reduce_fx={reduction}, which cannot be "
-                    "computed over ranks; a state must be reduced by sum, or be a list reduced by cat"
+                raise InputError(
+                    f"{key}: its state {name} with dist_reduce_fx={reduction} cannot be computed over ranks; a state "
+                    "must be reduced by sum, or be a list reduced by cat"
                 )
         if not self._is_list:
-            raise ValueError(f"{type(metric).__name__} has no states; use the metric that it wraps")
+            raise InputError(f"{key}: it has no states; use the metric that it wraps")
 
     def update(self, outputs: Any, targets: Any) -> Sums:
         """Return the states after `update(preds, target)` with only this batch."""

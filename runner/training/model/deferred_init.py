@@ -154,8 +154,7 @@ class _Mask(TorchFunctionMode):
 def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: torch.device | None = None) -> Any:
     """Call a function of the model and these arguments, with a placeholder for weights that are not initialized.
 
-    Each placeholder is an expanded view of one number, so that the shape and dtype of the outputs are found without
-    memory for the weights. `device` is that of the arguments, by default the CPU.
+    Each placeholder is an expanded view of one number. `device` is that of the arguments, by default the CPU.
     """
     where = device or torch.device("cpu")
     named = chain(module.named_parameters(), module.named_buffers())
