@@ -89,10 +89,3 @@ def test_unsuitable_devices_are_refused(
     world, _ = gpu_world(monkeypatch, 4, 1, each)
     with pytest.raises(InputError, match=message):
         place_submodules(Parts(named), {"parallel": "tp", "model": "split"}, spans, world)
-
-
-def test_all_parts_on_one_gpu_are_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, _ = gpu_world(monkeypatch, 4, 1, 1)
-    assert place_submodules(Parts(), {"model": "split"}, True, world) == [
-        "model=split: all submodules are on cuda:1; try backend.devices_per_rank=2"
-    ]

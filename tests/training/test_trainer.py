@@ -134,12 +134,8 @@ def test_metrics_are_logged_at_the_configured_steps(tmp_path: Path) -> None:
     assert sorted(done.losses) == [6, 12, 18, 20]
     assert [line["step"] for line in done.lines if "val/loss" in line] == [16, 20]
     line = next(line for line in done.lines if "train/loss" in line)
-    assert {"train/learning_rate", "train/grad_norm", "perf/step_time_s", "perf/data_wait", "perf/memory_mib"} <= set(
-        line
-    )
-    assert line["train/grad_norm"] > 0
-    assert 0 <= line["perf/data_wait"] <= 1
-    assert line["perf/memory_mib"] > 50
+    assert {"train/learning_rate", "perf/step_time_s"} <= line.keys()
+    assert line["train/grad_norm"] > 0 and 0 <= line["perf/data_wait"] <= 1 and line["perf/memory_mib"] > 50
 
 
 def test_clipping_bounds_the_step_and_not_the_logged_norm(tmp_path: Path) -> None:

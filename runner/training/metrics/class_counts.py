@@ -16,6 +16,7 @@ class _ClassCounts(ClassMetric):
 
     higher_is_better = True
     _average = "mean"  # the name of the mean over the classes
+    _weight_of_hits = 1
 
     def __init__(
         self,
@@ -66,7 +67,9 @@ class _ClassCounts(ClassMetric):
         return {self._average: mean} | {f"class_{number}": value for number, value in enumerate(values)}
 
     def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        found, false, missed = counts
+        hits = self._weight_of_hits * found
+        return hits / (hits + false + missed).clamp(min=1)
 
 
 class IoU(_ClassCounts):
@@ -74,10 +77,6 @@ class IoU(_ClassCounts):
 
     Source: Everingham et al., "The PASCAL Visual Object Classes Challenge", 2010, section 4.4 (segmentation accuracy).
     """
-
-    def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
-        found, false, missed = counts
-        return found / (found + false + missed).clamp(min=1)
 
 
 class F1(_ClassCounts):
@@ -90,6 +89,8 @@ class F1(_ClassCounts):
     Source: van Rijsbergen, "Information Retrieval", 1979, chapter 7; averages as in scikit-learn's f1_score.
     """
 
+    _weight_of_hits = 2
+
     def __init__(
         self,
         average: Literal["macro", "micro"] = "macro",
@@ -100,7 +101,3 @@ class F1(_ClassCounts):
     ):
         super().__init__(per_class, threshold, ignore_index, class_dim)
         self._average = average
-
-    def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
-        found, false, missed = counts
-        return 2 * found / (2 * found + false + missed).clamp(min=1)

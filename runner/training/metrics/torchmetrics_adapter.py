@@ -40,8 +40,6 @@ class TorchMetric:
                     f"{key}: its state {name} with dist_reduce_fx={reduction} cannot be computed over ranks; a state "
                     "must be reduced by sum, or be a list reduced by cat"
                 )
-        if not self._is_list:
-            raise InputError(f"{key}: it has no states; use the metric that it wraps")
 
     def update(self, outputs: Any, targets: Any) -> Sums:
         """Return the states after `update(preds, target)` with only this batch."""
