@@ -99,7 +99,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
 
     torch.manual_seed(config.seed)
     make_model = functools.partial(make, "model", config.model)
-    deferred, warnings = None, []
+    deferred, warnings = None, list[str]()
     if parallel.meta_init:  # no rank materializes the whole model
         module, deferred, warnings = build_deferred(choices["model"], make_model)
     else:

@@ -45,7 +45,7 @@ class ClassMetric:
         counts = classes != self._ignored
         return scores[counts], classes[counts]
 
-    def compute(self, sums: torch.Tensor) -> torch.Tensor:
+    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Return the fraction of the positions, given their number that satisfies the metric, and the number of all."""
         return sums[0] / sums[1]
 
