@@ -83,14 +83,15 @@ class NanGuard(Callback):
             return not skip
         if not loss_is_finite:
             self._fail_by_loss(update)
-        of_step = f"the samples of the step are {_listed(self._samples_of_step(update.state))}"
         if not gradient_is_finite:
             problem = f"the gradient of {name} is not finite, though this rank's part of the loss is"
-            self._fail(update, problem, of_step, follows=self._world.world_size > 1)
-        if is_spike:
-            spike = f"{name} of {self._total_losses[name]:.6g} is above loss_spike={self._factor:g} times the median"
-            self._fail(update, f"{spike} of the last steps, {median:.6g}", of_step)
-        return True
+        elif is_spike:
+            problem = f"{name} of {self._total_losses[name]:.6g} is above loss_spike={self._factor:g} times the median"
+            problem += f" of the last steps, {median:.6g}"
+        else:
+            return True
+        samples = f"the samples of the step are {_listed(self._samples_of_step(update.state))}"
+        self._fail(update, problem, samples, follows=not gradient_is_finite and self._world.world_size > 1)
 
     def after_step(self, now: Progress) -> None:
         if self._skipped:
