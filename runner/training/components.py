@@ -57,10 +57,7 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
 
 
 def attach_objective(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
-    """Move the tensors of the objective and its loss to the device; those with parameters become part of the model.
-
-    Raises InputError if the model has a submodule of that name.
-    """
+    """Move the tensors of the objective and its loss to the device; those with parameters become part of the model."""
     name, part = ("loss", objective.function) if isinstance(objective, Supervised) else ("objective", objective)
     if isinstance(part, nn.Module):
         part.to(device=device, dtype=dtype)

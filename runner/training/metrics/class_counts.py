@@ -82,9 +82,7 @@ class IoU(_ClassCounts):
 class F1(_ClassCounts):
     """2 TP / (2 TP + FP + FN), the harmonic mean of precision and recall.
 
-    Args:
-        average: `macro` is the mean over the classes that occur in targets or predictions; `micro` uses the sum of the
-            counts of all classes.
+    With `average=micro`, the counts of all classes are added up; `macro` is the mean over the classes.
 
     Source: van Rijsbergen, "Information Retrieval", 1979, chapter 7; averages as in scikit-learn's f1_score.
     """

@@ -13,8 +13,7 @@ from runner.errors import InputError
 def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_devices: bool, world: World) -> list[str]:
     """Call the model's `place`, if it has one, with its `devices` or those of this rank. Return warnings.
 
-    A model's `devices` are those of its configuration, or None. Raises InputError if the devices do not fit the model,
-    or if the mode supports only one device per rank (spans_devices=False).
+    Raises InputError if the devices do not fit the model or the mode.
     """
     model: Any = module
     name, count = f"model={choices.get('model')}", world.backend.devices_per_rank

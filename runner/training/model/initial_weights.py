@@ -70,10 +70,7 @@ def _resolve(path: Path) -> Path:
 
 
 class InitialWeights:
-    """The assignment of a file's tensors to a model's, decided by names and shapes; `fill` then copies the values.
-
-    Raises InputError if the file cannot be read or does not fit.
-    """
+    """The assignment of a file's tensors to a model's, decided by names and shapes; `fill` then copies the values."""
 
     def __init__(self, options: InitFrom, path: Path, module: nn.Module):
         self._option = f"init_from.path={options.path}"
