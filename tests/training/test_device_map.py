@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import RankError
 from torch import nn
-from worlds import build_experiment, run
+from worlds import run
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
@@ -40,8 +41,8 @@ def test_parts_change_no_number(tmp_path: Path) -> None:
     ],
 )
 def test_devices_that_do_not_fit_are_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
-        build_experiment("data=toy", "logger=none", f"outputs={tmp_path}", *words)
+    with pytest.raises(RankError, match=message):
+        run(tmp_path, 1, "data=toy", "logger=none", *words)
 
 
 class Parts(nn.Module):
