@@ -198,10 +198,10 @@ class Callbacks:
 
     def call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of each callback that defines it. Return the results."""
-        results = []
+        call, results = operator.methodcaller(method, *arguments), []
         for name, callback in self._defining(method):
             with raised_by(f"the callback {name}", method):
-                results.append(getattr(callback, method)(*arguments))
+                results.append(call(callback))
         return results
 
     def allow_update(self, update: Update) -> bool:
