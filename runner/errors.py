@@ -5,7 +5,7 @@ import difflib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -106,6 +106,17 @@ def first_line(error: BaseException) -> str:
     """Return the error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def raised_by(component: str, method: str) -> Iterator[None]:
+    """Add the name of a custom component to an exception. Its type is unchanged: it shows whether a peer is missing."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "__notes__"):  # a component that was called by another one has been named already
+            error.add_note(f"raised by {component} in {method}")
+        raise
 
 
 def _places(error: BaseException) -> list[tuple[str, int | None]]:

@@ -36,7 +36,6 @@ def retain(
     keep: int,
     best: Sequence[int],
     newest: int,
-    protected: Sequence[int] = (),
     damaged: Collection[int] = (),
 ) -> None:
     """Remove all checkpoints except the newest ones and those of certain steps. Set the link `best`.
@@ -46,11 +45,10 @@ def retain(
         keep: the number of newest checkpoints to keep.
         best: steps of the best checkpoints, the best one first.
         newest: the step of the newest undamaged checkpoint. Later ones are damaged, and the run will replace them.
-        protected: more steps to keep.
         damaged: steps of checkpoints that `keep` does not count, and that are removed once they are not the newest.
     """
     paths = [path for path in list_checkpoints(directory) if step_of(path) <= newest]
-    kept = {path for path in paths if step_of(path) in (*best, *protected)}
+    kept = {path for path in paths if step_of(path) in best}
     kept.update([path for path in paths if step_of(path) not in damaged][-keep:])
     set_link(directory, BEST, directory / f"step_{best[0]}" if best else None)
     for old in sorted(set(paths) - kept):

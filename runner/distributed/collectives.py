@@ -58,12 +58,6 @@ class Collectives:
             sum_over(None, tensor)
         return tensor
 
-    def sum_packed(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums of several tensors of one device after one exchange, in their common dtype."""
-        flat = self.sum(torch.cat([tensor.flatten() for tensor in tensors]))
-        sums = flat.split([tensor.numel() for tensor in tensors])
-        return [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
-
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in their order: (n, ...) on each -> (sum of n, ...).
 

@@ -28,7 +28,7 @@ from runner.records.code_state import describe_code
 from runner.records.console import LOGS, logging_to
 from runner.records.result import report_failure, watch_outcome
 from runner.records.run_directory import Request, RunDirectory, new_directory
-from runner.training.build import Experiment, build, check_compiler
+from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Exp
     set_threads(world, config.threads)
     reset_process(config.seed)
     task = make_job_task(config)
-    messages += check_fit(config, world.device.type) + check_compiler(config, world.device)
+    messages += check_fit(config, world.device.type)
     if messages := messages + check_size(config, request.choices, task, world.world_size):
         raise InputError(*messages)
     return task, build(config, request.choices, world, init_from) if task.needs_experiment else None

@@ -13,7 +13,6 @@ from runner.errors import InputError, JobFailed
 from runner.records.run_directory import Request
 from runner.training.build import Experiment
 from runner.training.components import make_parallel
-from runner.training.mode import builtin_modes, fits_world
 
 RAN_OUT = "ran out of memory:"  # in the first line of a rank's failure report, which all ranks receive
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in the RuntimeError that torch raises on the CPU
@@ -50,10 +49,9 @@ def run_until_it_fits(
     """
     mode = request.choices["parallel"]
     if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:
-        others = builtin_modes(lambda other: other.fails_at_once and fits_world(other, world.world_size))
         raise InputError(
             f"micro_batches=auto: under parallel={mode} ranks would wait for one that is out of memory; try a number, "
-            f"or choose among {others}"
+            "or parallel=ddp"
         )
     count = 1
     while True:

@@ -44,7 +44,7 @@ class Measure(JobTask):
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         meter = ThroughputMeter(warmup_steps=self.compared_steps + min(3, self.timed_steps - 1))
-        callbacks = Callbacks([("nan_guard", NanGuard(config, experiment, world))])
+        callbacks = Callbacks([("nan_guard", NanGuard(config, experiment, parallel_model, world))])
         if config.ema.decay is not None:
             ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
             callbacks.add("ema", ema)

@@ -1,5 +1,6 @@
 """task=train: train the model of the configuration, from its initial weights or from a checkpoint."""
 
+import contextlib
 import functools
 import logging
 from dataclasses import replace
@@ -21,15 +22,13 @@ from runner.records.run_directory import RunDirectory
 from runner.training.build import Experiment
 from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.contract import Callbacks, RunInfo
-from runner.training.callbacks.debugging import AnomalyDetection
 from runner.training.callbacks.early_stop import EarlyStop, Pruning
 from runner.training.callbacks.ema import EMA
-from runner.training.callbacks.finite_weights import FiniteWeights
 from runner.training.callbacks.nan_guard import NanGuard
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.recorder import Recorder
-from runner.training.mode import ParallelModel, fits_world
+from runner.training.mode import ParallelModel
 from runner.training.restore import copy_model, restore
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer, count_steps
@@ -49,12 +48,14 @@ class Train(JobTask):
             log.info("%s", line)
         for line in experiment.warnings:
             log.warning("%s", line)
-        if world.world_size == 1 and fits_world(experiment.parallel, 2):
-            log.warning(
-                "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
-                "launcher.nproc_per_node=2, or use torchrun --nproc-per-node 2 -m runner",
-                directory.result.parallel,
-            )
+        if world.world_size == 1:
+            with contextlib.suppress(ValueError):  # raised by a mode of one process
+                experiment.parallel.axes(2)
+                log.warning(
+                    "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
+                    "launcher.nproc_per_node=2, or use torchrun --nproc-per-node 2 -m runner",
+                    directory.result.parallel,
+                )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter()
         losses = [LOSS, *(f"val/{name}" for name in experiment.objective.losses)]
@@ -64,8 +65,7 @@ class Train(JobTask):
         callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, recorder)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if list_checkpoints(directory.checkpoints):
-            has_ema = config.ema.decay is not None
-            state = restore(directory.checkpoints, parallel_model, callbacks, world, has_ema)
+            state = restore(directory.checkpoints, parallel_model, callbacks, world)
             log.info("resuming after step %d", state.step)
             state = _in_epochs_of(state, config, experiment.train_loader.sampler.steps_per_epoch)
         elif config.resume or directory.attempt.number > 1:
@@ -143,7 +143,8 @@ def make_all_callbacks(
 ) -> Callbacks:
     """Return the built-in and the custom callbacks in the order in which they are called; checkpoints come last."""
     callbacks = Callbacks()
-    callbacks.add("nan_guard", NanGuard(config, experiment, world))
+    nan_guard = NanGuard(config, experiment, parallel_model, world)
+    callbacks.add("nan_guard", nan_guard)
     if config.ema.decay is not None:
         ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
         callbacks.add("ema", ema)
@@ -151,8 +152,6 @@ def make_all_callbacks(
     callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:
         callbacks.add("profiler", Profiler(world.device))
-    if config.debug:
-        callbacks.add("anomalies", AnomalyDetection())
     for name, callback in experiment.callbacks.items():
         callbacks.add(name, callback)
     if config.early_stop.patience is not None:
@@ -168,7 +167,7 @@ def make_all_callbacks(
         callbacks,
         experiment.monitor,
         experiment.logger.flush,
-        FiniteWeights(parallel_model, world, config.on_nonfinite),
+        nan_guard.check_weights,
         SaveCoordinator.of(world),
     )
     callbacks.add("checkpointing", checkpointing)

@@ -98,16 +98,15 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
 
     torch.manual_seed(config.seed)
-    deferred, unable = None, ""
+    make_model = functools.partial(make, "model", config.model)
+    deferred, warnings = None, list[str]()
     if parallel.meta_init:  # no rank materializes the whole model
-        module, deferred, unable = build_deferred(lambda: make("model", config.model))
+        module, deferred, warnings = build_deferred(choices["model"], make_model)
     else:
-        module = make("model", config.model)
+        module = make_model()
     precision = Precision(config.precision, world.device)
-    if deferred is not None:
-        deferred.record_names(module)
     objective = make_objective(config, choices, parallel)
-    sample, warnings = read_sample(config, choices, train_data)
+    sample, data_warnings = read_sample(config, choices, train_data)
     sample = map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, sample)
     prediction = dry_run(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
     attach_objective(module, objective, world.device, precision.parameter_dtype)
@@ -118,12 +117,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if messages := parallel.check(config, module):
         raise InputError(*messages)
     check_losses(objective, module)
-    warnings += place_submodules(module, choices, parallel.spans_devices, world)
-    if unable:
-        warnings.append(
-            f"model={choices['model']} cannot be built on the meta device ({unable}), so that every rank builds the "
-            "whole model; if its constructor loads weights, load them with init_from=FILE instead"
-        )
+    warnings += [*data_warnings, *place_submodules(module, choices, parallel.spans_devices, world)]
     initial = InitialWeights(config.init_from, init_from, module) if init_from is not None else None
     if initial is not None:
         initial.fill(module)
@@ -165,11 +159,13 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             if initial is not None:
                 initial.fill(module)
 
+    # The random numbers that samples draw differ between splits.
+    split = SPLITS.index(config.split)
+    evaluation_seed = derive_seed(config.seed, split) if split else config.seed
     # Each validation sample is read once. A custom loader may not have sample weights.
     each_once = {"shuffle": False, "drop_last": False} | ({"weights": None} if "weights" in config.loader else {})
     loss = objective.function if isinstance(objective, Supervised) else None
     metrics = make_metrics(config, loss, prediction.outputs, prediction.targets)
-    num_classes = _num_classes(prediction)
     return Experiment(
         parallel=parallel,
         axes=axes,
@@ -183,7 +179,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), sample),
             materialize=materialize,
         ),
-        make_model=functools.partial(make, "model", config.model),
+        make_model=make_model,
         train_loader=loader(
             train_data,
             {
@@ -192,7 +188,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
                 "max_steps": DEBUG_BATCHES if config.debug else None,
             },
         ),
-        val_loader=loader(val_data, {"seed": _evaluation_seed(config)}, **each_once),
+        val_loader=loader(val_data, {"seed": evaluation_seed}, **each_once),
         schedule=make("scheduler", config.scheduler),
         logger=make_logger(config),
         callbacks=make_callbacks(config),
@@ -203,24 +199,17 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         monitor=choose_monitor(config, metrics, list(objective.losses)),
         beginning=[*(initial.describe() if initial is not None else []), *frozen],
         warnings=warnings,
-        num_classes=num_classes if num_classes is not None and num_classes <= MAX_CLASSES else None,
+        num_classes=_num_classes(prediction),
     )
 
 
-def _evaluation_seed(config: Config) -> int:
-    """Return a seed per split, so that the random numbers that samples draw differ between splits."""
-    number = SPLITS.index(config.split)
-    return derive_seed(config.seed, number) if number else config.seed
-
-
 def _num_classes(prediction: Prediction) -> int | None:
-    """Return the number of classes if whole samples are classified, and else None."""
+    """Return the number of classes if whole samples are classified and a confusion matrix is readable; else None."""
     outputs, targets = prediction.outputs, prediction.targets
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return None
-    if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2:
-        return None
-    return outputs.size(1)
+    is_class = not targets.is_floating_point() and targets.dim() == 1 and outputs.dim() == 2
+    return outputs.size(1) if is_class and outputs.size(1) <= MAX_CLASSES else None
 
 
 def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
@@ -239,17 +228,3 @@ def _synchronizes(config: Config, module: nn.Module, axes: Axes) -> bool:
             "layers are frozen; try sync_batchnorm=auto"
         )
     return config.sync_batchnorm is not False and axes.data_ranks > 1 and has_batch_norm(module)
-
-
-def check_compiler(config: Config, device: torch.device) -> list[str]:
-    """Return a message if nothing can be compiled for the device."""
-    if not config.compile or device.type != "cpu":
-        return []
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return ["compile=true needs a C++ compiler for the CPU, and none was found; install g++ or set compile=false"]
-    return []

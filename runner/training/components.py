@@ -21,12 +21,12 @@ from runner.training.metrics.classification import Auto as AutoMetrics
 from runner.training.metrics.contract import Metric
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchmetric
-from runner.training.mode import Parallel, builtin_modes
+from runner.training.mode import Parallel
 from runner.training.model.submodules import attach_submodule
 
 
 def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
-    """Construct the mode. Raise InputError for an invalid option, and for a class that is not a mode."""
+    """Construct the mode. Raise InputError for a class that is not a mode."""
     parallel: Parallel = make_group(choices, "parallel", config.parallel)
     check_contract(parallel, Parallel, "parallel")
     return parallel
@@ -38,53 +38,36 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     Raises InputError for an invalid option, and for an objective that the mode does not support.
     """
     target = config.objective["_target_"]
-    given = {}
-    if accepts(target, "loss"):
-        given["loss"] = make_group(choices, "loss", config.loss)
-    elif config.loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":
+    given = {"loss": make_group(choices, "loss", config.loss)} if accepts(target, "loss") else {}
+    if not given and config.loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":
         raise InputError(f"loss={choices['loss']} has no effect on objective={choices['objective']}, which takes none")
     objective: Objective = make_group(choices, "objective", config.objective, **given)
     if not isinstance(objective, Objective):
         raise InputError(f"objective._target_={target}: derive it from runner.Objective")
-    several, mode = len(objective.losses) > 1, choices["parallel"]
-    if parallel.supported_objectives == "supervised" and not isinstance(objective, Supervised):
-        others = builtin_modes(lambda mode: mode.supported_objectives != "supervised")
+    is_supervised, several = isinstance(objective, Supervised), len(objective.losses) > 1
+    supported = parallel.supported_objectives
+    if (supported == "supervised" and not is_supervised) or (supported != "several_losses" and several):
+        problem = f"has {len(objective.losses)} losses" if several else "calls the model itself"
         raise InputError(
-            f"objective={choices['objective']} calls the model itself, and parallel={mode} supports only a loss of "
-            f"outputs and targets; try {others}"
-        )
-    if parallel.supported_objectives != "several_losses" and several:
-        others = builtin_modes(lambda mode: mode.supported_objectives == "several_losses")
-        raise InputError(
-            f"objective={choices['objective']} has {len(objective.losses)} losses, and parallel={mode} supports one; "
-            f"try {others}"
+            f"objective={choices['objective']} {problem}, which parallel={choices['parallel']} does not support; "
+            "try parallel=ddp or parallel=fsdp"
         )
     return objective
 
 
 def attach_objective(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
-    """Move the tensors of the objective and its loss to the device; those with parameters become part of the model.
-
-    Raises InputError if the model has a submodule of that name.
-    """
-    try:
-        if isinstance(objective, Supervised):
-            loss = objective.function
-            if isinstance(loss, nn.Module) and any(True for _ in loss.to(device=device, dtype=dtype).parameters()):
-                attach_submodule(module, "loss", loss)
-        elif isinstance(objective, nn.Module):
-            objective.to(device=device, dtype=dtype)
-            if any(True for _ in objective.state_dict()):
-                attach_submodule(module, "objective", objective)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    """Move the tensors of the objective and its loss to the device; those with parameters become part of the model."""
+    name, part = ("loss", objective.function) if isinstance(objective, Supervised) else ("objective", objective)
+    if isinstance(part, nn.Module):
+        part.to(device=device, dtype=dtype)
+        if any(True for _ in part.parameters()) or (part is objective and part.state_dict()):
+            attach_submodule(module, name, part)
 
 
 def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
     """Construct the metrics, and try each on one sample's outputs and targets (first dim 1).
 
-    Options that are `auto` are those of the loss. `outputs` is None if the objective returns none. Raises InputError
-    for an invalid option, a class that is not a metric, and a metric that does not fit the sample.
+    Options that are `auto` are those of the loss. Raises InputError for an unsuitable metric.
     """
     loss_options = _loss_options(loss)
     metrics: dict[str, Metric] = {}
@@ -105,16 +88,13 @@ def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> Metri
 def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
     """Return the possible monitors, without loading the data.
 
-    The first list has the metrics that declare their best end, then the loss; the second has metrics that `auto` may
-    choose. Raises InputError as `make_metrics` does.
+    The first list has the metrics that declare their best end, then the loss; the second those that `auto` may choose.
     """
     declared, possible = [], []
     for name, node in config.metrics.items():
         metric = _make_metric(name, node, _loss_options(None))
         if isinstance(metric, AutoMetrics):
-            possible += [
-                Monitor(f"val/{other}", "max" if higher else "min") for other, higher in metric.possible.items()
-            ]
+            possible.append(Monitor("val/accuracy", "max"))
         elif metric.higher_is_better is not None:
             declared.append(Monitor(f"val/{name}", "max" if metric.higher_is_better else "min"))
     return [*declared, BY_LOSS], possible
@@ -133,10 +113,7 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
     if isinstance(metric, AutoMetrics):
         return metric
     if is_torchmetric(metric):
-        try:
-            metric = TorchMetric(metric)
-        except ValueError as error:
-            raise InputError(f"{key}._target_={target}: {error}") from None
+        metric = TorchMetric(f"{key}._target_={target}", metric)
     check_contract(metric, Metric, key)
     return metric
 
@@ -144,15 +121,12 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
 def choose_monitor(config: Config, sums: MetricSums, losses: Collection[str] = ()) -> Monitor:
     """Return the configured monitor, or else the first metric that declares its best end, or else the loss.
 
-    `losses` are the names of the objective's losses. Raises InputError for an unknown monitor, for one whose best end
-    is unknown, and for a metric with the name of a loss.
+    Raises InputError for an unknown monitor or best end, and for a metric with the name of one of the `losses`.
     """
     ends: dict[str, bool | None] = {}
     for name, values in sums.names.items():
-        if taken := [value for value in values if value in losses]:
-            raise InputError(
-                f"metrics.{name}: the objective has a loss of the same name, {taken[0]}; rename the metric"
-            )
+        if not set(values).isdisjoint(losses):
+            raise InputError(f"metrics.{name}: the objective has a loss of the same name; rename the metric")
         ends |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
     ends |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
     name = config.monitor or next(name for name, higher in ends.items() if higher is not None)

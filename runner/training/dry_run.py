@@ -21,10 +21,10 @@ def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> t
     """Return the first sample as a batch of one, and warnings. Raise InputError if it cannot be read or collated."""
     try:
         batch = source.read([0], seed=config.seed)
-        if hasattr(source, "collate") and len(source) > 1:
-            source.read([0, 1], seed=config.seed)  # detects a collate that drops samples
-        if source.reads_ahead and len(source) > 1:
-            split(source.read([0, 1], seed=config.seed), [1, 1])
+        if len(source) > 1 and (hasattr(source, "collate") or source.reads_ahead):
+            pair = source.read([0, 1], seed=config.seed)  # detects a collate that drops samples
+            if source.reads_ahead:
+                split(pair, [1, 1])
     except Exception as error:  # custom code can raise anything
         raise InputError(f"data: its first samples cannot be collated into a batch{failed_with(error)}") from None
     if not tensors(batch):
@@ -42,8 +42,7 @@ def dry_run(
 ) -> Prediction:
     """Evaluate the objective for a batch of one sample on the CPU, and settle a supervised objective on its loss.
 
-    `ragged` means that other samples may have other shapes. Raises InputError if model, data and objective do not fit
-    each other.
+    `ragged` means that other samples may have other shapes. Raises InputError if the components do not fit each other.
     """
     if isinstance(objective, Supervised):
         _check_pair(config, batch)
@@ -67,15 +66,13 @@ def dry_run(
 
 def _check_pair(config: Config, batch: Any) -> None:
     """Raise InputError unless the batch is (inputs, targets) with inputs of the configured shape."""
-    wanted = "objective=supervised needs samples (inputs, targets), inputs a tensor, a tuple or a mapping of them"
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not is_pair or not isinstance(batch[0], (torch.Tensor, tuple, list, Mapping)):
         raise InputError(
-            f"{wanted}, but the data's are {describe(batch)}; change the dataset, or write a custom objective "
-            "with loss(model, batch)"
+            "objective=supervised needs samples (inputs, targets), inputs a tensor, a tuple or a mapping of them, but "
+            f"the data's are {describe(batch)}; change the dataset, or write a custom objective with loss(model, batch)"
         )
     inputs = batch[0]
-    if not isinstance(inputs, (torch.Tensor, tuple, list, Mapping)):
-        raise InputError(f"{wanted}, but the data's inputs are a {type(inputs).__name__}")
     if isinstance(inputs, torch.Tensor) and "sample_shape" in config.data:
         shape, found = list(config.data["sample_shape"]), list(inputs.shape[1:])
         if shape != found:
@@ -99,14 +96,13 @@ def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised
     function = objective.function
     if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
         raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
-    if isinstance(function, ELEMENTWISE) and isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
-        found = list(outputs.shape[1:])
-        if outputs.shape not in (targets.shape, (*targets.shape, 1)):
-            fix = "change the model's num_outputs" if targets.is_floating_point() else "try loss=auto"
-            raise InputError(
-                f"loss={choices['loss']} compares numbers of one shape, but the model returns {found} and the "
-                f"data {list(targets.shape[1:])}; {fix}"
-            )
+    are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+    if isinstance(function, ELEMENTWISE) and are_tensors and outputs.shape not in (targets.shape, (*targets.shape, 1)):
+        fix = "change the model's num_outputs" if targets.is_floating_point() else "try loss=auto"
+        raise InputError(
+            f"loss={choices['loss']} compares numbers of one shape, but the model returns "
+            f"{list(outputs.shape[1:])} and the data {list(targets.shape[1:])}; {fix}"
+        )
     value = function(objective.arrange(outputs), targets)
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         raise InputError(

@@ -21,13 +21,10 @@ def evaluate(
     predictions: Predictions | None = None,
     start_vote: Callable[[], Callable[[], object]] = lambda: lambda: None,
 ) -> dict[str, float]:
-    """Return val/loss and the metrics of the validation data. All ranks must call it.
+    """Return val/loss and the metrics of the validation data, or of `max_batches`. All ranks must call it.
 
-    Args:
-        max_batches: The evaluation ends after this many batches.
-        predictions: Counts the predictions.
-        start_vote: Called before each batch; the function that it returns is called later, and may raise to cancel the
-            evaluation.
+    `start_vote` is called before each batch; the function that it returns is called later, and may raise to cancel the
+    evaluation.
     """
     names = list(experiment.objective.losses)
     losses = torch.zeros(len(names), 2, dtype=torch.float64, device=world.device)  # sum and weight of each

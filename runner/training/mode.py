@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from runner.checkpoints.saved_state import LocalState, SavedState
-from runner.config.diagnostics.import_target import locate_callable
-from runner.config.help.config_tree import ConfigTree
 from runner.config.schema import Config
 from runner.config.validate import check_batch
 from runner.distributed.world import World
@@ -17,7 +15,6 @@ from runner.errors import InputError
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.objective import Objective, Prediction
 from runner.optimization.precision import Precision
-from runner.paths import CONF
 
 SupportedObjectives = Literal["supervised", "one_loss", "several_losses"]
 
@@ -173,20 +170,3 @@ def check_divides(key: str, size: int, world_size: int) -> None:
         nearest = sorted(sorted(divisors, key=lambda number: abs(number - size))[:2])
         ranks = f"{world_size} rank" + "s" * (world_size > 1)
         raise ValueError(f"{key}={size} must divide the world of {ranks}; try {' or '.join(map(str, nearest))}")
-
-
-def builtin_modes(is_suitable: Callable[[Parallel], bool]) -> str:
-    """Return the built-in modes whose default options are suitable, as `parallel=ddp, parallel=fsdp`."""
-    tree = ConfigTree([CONF])
-    targets = {option: tree.merged("parallel", option).targets[""] for option in tree.groups["parallel"]}
-    modes: dict[str, Parallel] = {option: locate_callable(target)() for option, target in targets.items()}
-    return ", ".join(f"parallel={option}" for option, mode in modes.items() if is_suitable(mode))
-
-
-def fits_world(mode: Parallel, world_size: int) -> bool:
-    """Return True if the mode, with its present options, has a mesh for a world of this size."""
-    try:
-        mode.axes(world_size)
-    except ValueError:
-        return False
-    return True

@@ -16,25 +16,18 @@ from runner.training.mode import ParallelModel
 log = logging.getLogger(__name__)
 
 
-def restore(
-    directory: Path, parallel_model: ParallelModel, callbacks: Callbacks, world: World, has_ema: bool
-) -> TrainState:
+def restore(directory: Path, parallel_model: ParallelModel, callbacks: Callbacks, world: World) -> TrainState:
     """Load this rank's part of the newest intact checkpoint, to continue the run. All ranks must call it."""
     saved = open_on_all_ranks(directory, LAST, world)
     parallel_model.load_state(saved)
     callbacks.call("load_state", saved)
-    if saved.average() and not has_ema:
-        log.info("the checkpoint's average of the weights (ema) is dropped")
     return read_train_state(saved.path)
 
 
 def restore_evaluated(
     directory: Path, parallel_model: ParallelModel, world: World, name: str = LAST, unaveraged: bool = False
 ) -> TrainState:
-    """Load only the weights that the run evaluated, or with `unaveraged` the model's weights. All ranks must call it.
-
-    `name` is that of `open_on_all_ranks`.
-    """
+    """Load only the weights that the run evaluated, or with `unaveraged` the model's. All ranks must call it."""
     saved = open_on_all_ranks(directory, name, world)
     parallel_model.load_weights(saved if unaveraged else saved.evaluated())
     if saved.average():
@@ -47,8 +40,7 @@ def copy_model(
 ) -> nn.Module | None:
     """Return a new model with the present weights on rank 0, on the CPU and in evaluation mode; None on other ranks.
 
-    The weights are not averaged, also if an average of them is evaluated. All ranks must call it. It takes as long as
-    saving the weights, and their memory on rank 0.
+    The weights are not averaged, also if an average of them is evaluated. All ranks must call it.
     """
     weights = parallel_model.weights()
     if world.rank != 0:

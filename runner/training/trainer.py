@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
 from runner.training.evaluation import evaluate, with_total
 from runner.training.mode import ParallelModel
-from runner.training.throughput import StragglerMeter, ThroughputMeter, peak_memory_mib
+from runner.training.throughput import ThroughputMeter, peak_memory_mib
 
 
 @dataclass
@@ -34,10 +34,6 @@ class Trainer:
     callbacks: Callbacks
     evaluation_is_missing: bool = False  # the resumed run was interrupted before an evaluation that was due
     stopped: bool = False  # a callback ended the run before the last step
-    straggler: StragglerMeter = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.straggler = StragglerMeter(self.world, self.experiment.axes)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -54,7 +50,7 @@ class Trainer:
         Raises Preempted after a signal to any rank, after the state is saved.
         """
         outcome: Outcome = "failed"
-        with handling_signals():
+        with handling_signals(), torch.autograd.set_detect_anomaly(self.config.debug):
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
@@ -85,25 +81,19 @@ class Trainer:
                 self.step(batch)
                 if finish_vote():
                     self.callbacks.call("when_due", Progress(self.state))
-                if self._is_evaluation_due_within_epoch():
+                if self._is_evaluation_due():
                     metrics |= self._evaluate()
                     if self.stopped:
                         return metrics
-            if self.state.step == self.num_steps:
-                break  # the last evaluation follows below, also for a run that was resumed after its last step
-            if self.state.epoch % self.config.eval_every == 0:
-                metrics |= self._evaluate()
-                if self.stopped:
-                    return metrics
-            self.callbacks.call("after_epoch", Progress(self.state))
-            self.meter.pause()
-        return metrics | self._evaluate()
+            if self.state.step < self.num_steps:
+                self.callbacks.call("after_epoch", Progress(self.state))
+                self.meter.pause()
+        return metrics | self._evaluate()  # also for a run that was resumed after its last step
 
     def step(self, batch: StepBatch) -> None:
         """Make one optimizer step over all ranks."""
         step, num_steps = self.state.step, self.num_steps
         self.world.heartbeat.record(f"step {step + 1}")
-        self.straggler.begin_step()
         is_logged = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
         # Dropout, NumPy and `random` have their own stream for each step and data rank: no state needs to be saved.
         key = derive_seed(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0)
@@ -121,12 +111,11 @@ class Trainer:
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
         self.state = replace(self.state.after_step(self.steps_per_epoch), skipped_steps=skipped_steps)
 
-        self.straggler.end_step(batch.wait_s)
         metrics: dict[str, float] = {}
         if is_logged:
             local = torch.stack([*losses.values()])
-            sums, *work_s = self.world.collectives.sum_packed(local, *self.straggler.work_s())
-            metrics = with_total("train", dict(zip(losses, sums.to(local.dtype).tolist(), strict=True)))
+            sums = self.world.collectives.sum(local.double()).to(local.dtype)
+            metrics = with_total("train", dict(zip(losses, sums.tolist(), strict=True)))
             if self.config.on_nonfinite == "skip":
                 metrics["train/skipped_steps"] = skipped_steps
             self.state = replace(self.state, logged=dict(metrics))
@@ -134,16 +123,16 @@ class Trainer:
         if is_logged:
             metrics["train/learning_rate"] = self.parallel_model.learning_rate
             metrics["train/grad_norm"] = math.hypot(*(norm or 0.0 for norm in norms.values())) if norms else math.nan
-            metrics |= self.meter.measured() | self.straggler.measured(*work_s)
+            metrics |= self.meter.measured()
             metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
 
-    def _is_evaluation_due_within_epoch(self) -> bool:
-        """Return True if `eval_every_steps` requires an evaluation that `_train` does not make anyway."""
-        every, state = self.config.eval_every_steps, self.state
-        if every is None or state.step % every or state.step == self.num_steps:
-            return False
-        return state.step_in_epoch > 0 or state.epoch % self.config.eval_every > 0
+    def _is_evaluation_due(self) -> bool:
+        """Return True if the last step requires an evaluation. The evaluation at the end of the run is made anyway."""
+        state, every_steps = self.state, self.config.eval_every_steps
+        is_end_of_epoch = state.step_in_epoch == 0 and state.epoch % self.config.eval_every == 0
+        is_due = is_end_of_epoch or (every_steps is not None and state.step % every_steps == 0)
+        return is_due and state.step < self.num_steps
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate, and let callbacks stop the run. Return the metrics. All ranks must call it."""
@@ -170,10 +159,9 @@ class Trainer:
         return self.stopped
 
     def _start_vote(self) -> Callable[[], bool]:
-        """Start a collective about signals and due callbacks, which runs in the background; return its second half.
+        """Start a vote in the background; return a function that waits for it. All ranks must call both.
 
-        The returned function raises Preempted if a signal has reached any rank. Otherwise it returns whether a callback
-        of any rank is due. All ranks must call both functions.
+        That function raises Preempted if a signal has reached any rank, and returns whether any callback is due.
         """
         answers = self.world.collectives.any_of_async(received() is not None, self.callbacks.is_due)
 

@@ -73,7 +73,7 @@ TABLE = {
     "--config-name=mine": "--config-name=mine: the main configuration file is fixed; add your options by",
     # initial weights and frozen parameters
     "init_from=nothing.pt": "init_from.path=nothing.pt: no such file or directory",
-    "init_from=mine": "init_from.path=mine: it is a directory, but neither a run directory nor a checkpoint",
+    "init_from=mine": "init_from.path=mine: it is a directory without checkpoints; name a run that has one",
     "init_from=mine/mine_net.py": "init_from.path=mine/mine_net.py: the suffix is not that of a weights file, one of .",
     "init_from.strict=false": "init_from.strict=false has no effect without init_from.path; add",
     "init_from=x.pt init_from.map=[abc]": "init_from.map.0=abc must be a PATTERN->REPLACEMENT; for example",

@@ -34,7 +34,7 @@ TABLE = {
     "loss._target_=torch.nn.CrossEntropyLoss +loss.reduction=sum": "loss.reduction=sum must be mean: ... try",
     "loss._target_=torch.nn.CrossEntropyLoss +loss.reduction=none": "must return a scalar tensor ... reduction to mean",
     "model.kind=mapping": "loss=auto: outputs are a dict, for which no loss is known",
-    "model.kind=mapping loss=of_mapping metrics=accuracy": "metrics.accuracy: ... one tensor of outputs ... are a dict",
+    "model.kind=mapping loss=of_mapping metrics=accuracy": "metrics.accuracy: ... one tensor of outputs",
     "model.kind=square data=square": "loss.class_dim=null: ... [3, 3] ... first or last; set loss.class_dim=1 or -1",
     # objectives
     "objective=one_number": "TypeError: OneNumber.loss must return (sum, weight) ... not Tensor",
@@ -53,8 +53,8 @@ TABLE = {
     "objective=one_pattern 'objective.pattern=\"^first\"'": "trains all parameters except second.weight; add it to",
     "objective=one_pattern 'objective.pattern=\"^third\"'": "losses['loss']='^third' matches no trained parameter",
     # modes
-    "objective=fine parallel=pipeline": "calls the model itself ... parallel=pipeline ... try ... ddp ... fsdp ... tp",
-    "objective=patterns parallel=tp": "has 2 losses, and parallel=tp supports one; try ... ddp ... fsdp ... zero",
+    "objective=fine parallel=pipeline": "calls the model itself ... parallel=pipeline ... try ... ddp",
+    "objective=patterns parallel=tp": "has 2 losses, which parallel=tp does not support; try ... ddp ... fsdp",
 }
 
 

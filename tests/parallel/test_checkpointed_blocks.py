@@ -72,14 +72,14 @@ class Counting(custom_models.Block):
 
 
 def test_unsuitable_models_and_options_are_refused() -> None:
-    with pytest.raises(InputError, match=r"^activation_checkpointing=5 must be at most the 4 blocks of the model; "):
+    with pytest.raises(InputError, match=r"^activation_checkpointing=5: the model has only 4 blocks"):
         blocks_to_checkpoint(custom_models.Chain([10], 5), 5)
-    with pytest.raises(InputError, match=r"^activation_checkpointing=full: the model has no block of several modules"):
+    with pytest.raises(InputError, match=r"^activation_checkpointing=full: the model has only 0 blocks"):
         blocks_to_checkpoint(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "full")
     model = nn.Sequential(Counting(8), nn.Linear(8, 1))
     checkpoint_activations(model, "full")
-    with pytest.raises(ValueError, match=r"^activation_checkpointing: Counting changes its buffer calls in forward"):
-        model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 8)).sum().backward()
+    assert model[0].calls == 1  # a buffer changes once
     plain = (*CHAIN[:2], "data=toy", *COMMON)
     full = "activation_checkpointing=full"
     for overrides, message in (

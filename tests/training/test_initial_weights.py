@@ -110,8 +110,8 @@ def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
 
     other = Net(5)
     assert refuse(held, into=other) == [
-        ": 2 weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the file, "
-        "[5] in the model; init_from.strict=false keeps the model's initial values"
+        " has weights of another shape: head.weight [3, 2] in the file, [5, 2] in the model; head.bias [3] in the "
+        "file, [5] in the model; init_from.strict=false loads the others"
     ]
     before = other.head.weight.clone()
     found, printed = load(held, one, strict=False, into=other)
@@ -120,14 +120,11 @@ def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
     assert "of another shape, initial values kept: head.weight [3, 2] in the file, [5, 2] in the model; head" in printed
     renamed = {f"model.net.{name}": t for name, t in held.items()}
     for line in refuse(renamed):
-        assert "; try init_from.map='[\"^model[.]net[.]->\"]'; or " in line
+        assert "; try init_from.map='[\"^model[.]net[.]->\"]'; " in line
     assert "; try init_from.map='[\"^->0.\"]'" in refuse(held, into=nn.Sequential(Net()))[0]
-    assert "none of its 1 weight has the name and shape" in refuse({"x": torch.zeros(1)}, strict=False)[0]
+    assert "none of its weights has the name and shape" in refuse({"x": torch.zeros(1)}, strict=False)[0]
     whole = held | {"head.bias": torch.ones(3, dtype=torch.int64)}
     assert "head.bias [3] of integers in the file, [3] in the model" in refuse(whole)[0]
-    twice = held | {"tied.weight": held["embed.weight"] + 1}
-    assert "different values of embed.weight and tied.weight, which are one weight" in refuse(twice)[0]
-    assert equal(load(twice, one, "^tied[.]weight->")[0], held)
 
 
 class Touch:
@@ -145,24 +142,16 @@ def test_a_file_of_another_kind_is_refused_without_reading_it(tmp_path: Path) ->
     save_file(sound, tmp_path / "sound.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "sound.safetensors").read_bytes()[:-1])
     (tmp_path / "text.pt").write_text("no weights\n" * 9)
-    (tmp_path / "empty.pth").write_bytes(b"")
     torch.save({"model": sound, "args": argparse.Namespace()}, tmp_path / "args.pth")
     torch.save({"weight": Touch(tmp_path / "touched")}, tmp_path / "code.pt")
-    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
     torch.save({"model": sound, "state_dict": sound}, tmp_path / "both.pt")
-    torch.save({"weight": 3}, tmp_path / "number.pt")
-    torch.save([1], tmp_path / "list.pt")
     (tmp_path / "notes.md").write_text("")
     for name, message in {
         "cut.safetensors": f"{tmp_path}/cut.safetensors cannot be read as safetensors (",
         "text.pt": "it is not a file of torch.save, or it is truncated (",
-        "empty.pth": "it is not a file of torch.save, or it is truncated (it is empty)",
-        "args.pth": "it contains argparse.Namespace, which is code and is not executed; save only the state dict",
-        "code.pt": "it contains posix.system, which is code and is not executed; save only the state dict",
-        "module.pt": "it contains torch.nn.modules.linear.Linear, which is code",
-        "both.pt": "it must contain one state dict, at its top or under model or state_dict; save only",
-        "number.pt": "it contains no state dict: weight is a int; ",
-        "list.pt": "it must contain one state dict",
+        "args.pth": "it contains argparse.Namespace, which is code and is not executed; save only the weights",
+        "code.pt": "it contains posix.system, which is code and is not executed; save only the weights",
+        "both.pt": "it contains state dicts under both model and state_dict; save only the state dict",
         "notes.md": "the suffix is not that of a weights file, one of .safetensors, .pt, ",
     }.items():
         path = tmp_path / name

@@ -18,7 +18,7 @@ from runner.objectives.losses import CrossEntropy
 from runner.paths import CONF
 from runner.training.components import make_metrics
 from runner.training.metrics.class_counts import F1, IoU
-from runner.training.metrics.classification import Accuracy, Auto, Perplexity, TopK
+from runner.training.metrics.classification import Accuracy, Perplexity, TopK
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.regression import MAE, R2
 
@@ -29,7 +29,7 @@ def measure(metric: Any, outputs: torch.Tensor, targets: torch.Tensor, batch_siz
     """Return the metrics of these samples, evaluated in batches of which the last one is shorter."""
     sums = MetricSums({"it": metric}, outputs[:1], targets[:1])
     for start in range(0, len(outputs), batch_size):
-        sums.add(outputs[start : start + batch_size], targets[start : start + batch_size])
+        sums.add(outputs[start : start + batch_size], targets[start : start + batch_size], [start])
     return sums.compute(sums.flat(), ALONE)
 
 
@@ -72,16 +72,11 @@ def test_the_class_dim_is_that_of_the_loss(name: str, ignore_index: int | None) 
     assert value(Perplexity(ignore_index), outputs.double(), targets) == pytest.approx(perplexity, rel=1e-14)
 
 
-def test_an_ambiguous_class_dim_is_1_as_in_torch() -> None:
-    outputs, targets = drawn(10, 5, 5), classes(10, 5)
-    assert value(Accuracy(), outputs, targets) == (outputs.argmax(1) == targets).double().mean().item()
-
-
 def test_the_class_dim_of_the_first_batch_is_kept() -> None:
     """Sequences of any length, of which one happens to be as long as there are classes."""
     sums = MetricSums({"it": Accuracy()}, drawn(1, 7, 5), classes(1, 7))
     outputs, targets = drawn(10, 5, 5), classes(10, 5)
-    sums.add(outputs, targets)
+    sums.add(outputs, targets, [0])
     expected = (outputs.argmax(-1) == targets).double().mean().item()
     assert sums.compute(sums.flat(), ALONE) == {"it": expected}
 
@@ -100,14 +95,11 @@ def test_mae_and_r2_compare_elements() -> None:
     for metric in (MAE(), R2()):
         assert value(metric, outputs[:, :1], targets[:, 0]) == value(metric, outputs[:, 0], targets[:, 0])
     assert math.isnan(value(R2(), outputs, torch.full((40, 3), 0.1).double()))
-    near = targets + 0.01 * outputs
-    assert 0.999 < value(R2(), near, targets) < 1
 
 
 @pytest.mark.parametrize("average", ["macro", "micro"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_f1_of_classes(average: Any, name: str) -> None:
-    outputs, targets = LAYOUTS[name]
+def test_f1_of_classes(average: Any) -> None:
+    outputs, targets = LAYOUTS["per pixel"]
     scores, wanted = flat(outputs, targets)
     scores = torch.cat([scores, torch.full((len(scores), 1), -9.0)], dim=1)  # a class that never occurs
     expected = sklearn.metrics.f1_score(wanted, scores.argmax(-1), average=average)
@@ -144,12 +136,17 @@ def test_iou_of_regions() -> None:
 @pytest.mark.parametrize(
     ("metric", "outputs", "targets", "message"),
     [
-        (Accuracy(), drawn(1, 5), drawn(1), "metrics.it: update failed for one sample: accuracy needs scores (N, C), "),
-        (Accuracy(), drawn(1, 5), classes(1, 3), "but the outputs are [1, 5] and the targets integers [1, 3]"),
-        (Accuracy(), {"a": drawn(1, 5)}, classes(1), "but the outputs are a dict; write a custom metric"),
-        (TopK(6), drawn(1, 5), classes(1), "k=6 must be at most 5, the number of classes"),
-        (MAE(), drawn(1, 5), classes(1, 5), "mae compares numbers of one shape, but the outputs are [1, 5] and the ta"),
-        (F1(), drawn(1, 5, 2), classes(1, 4), "f1 needs scores (N, C), (N, C, ...) or (N, ..., C)"),
+        (
+            Accuracy(),
+            drawn(1, 5),
+            drawn(1),
+            "metrics.it: update fails for one sample with: ValueError: it needs",
+        ),
+        (Accuracy(), drawn(1, 5), classes(1, 3), "not [1, 5] for torch.int64 [1, 3]"),
+        (Accuracy(), {"a": drawn(1, 5)}, classes(1), "not ({a: tensor [1, 5]}, tensor [1]); write a custom metric"),
+        (TopK(6), drawn(1, 5), classes(1), "selected index k out of range"),
+        (MAE(), drawn(1, 5), classes(1, 5), "it compares numbers of one shape, not [1, 5] with torch.int64 [1, 5]"),
+        (F1(), drawn(1, 5, 2), classes(1, 4), "it needs scores (N, C), (N, C, ...) or (N, ..., C)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(metric: Any, outputs: Any, targets: torch.Tensor, message: str) -> None:
@@ -158,16 +155,9 @@ def test_shapes_that_do_not_fit_are_refused(metric: Any, outputs: Any, targets: 
     assert message in str(raised.value) and len(raised.value.messages) == 1
 
 
-def test_invalid_options_of_metrics_are_refused() -> None:
-    with pytest.raises(ValueError, match="k=0 must be at least 1; try 5"):
-        TopK(0)
-    with pytest.raises(ValueError, match="ignore_index=auto must be a class or null"):
-        Accuracy("auto")
-
-
 def made(metrics: dict[str, Any], loss: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
     sums = make_metrics(Config(metrics=metrics), loss, outputs[:1], targets[:1])
-    sums.add(outputs, targets)
+    sums.add(outputs, targets, [0])
     return sums.compute(sums.flat(), ALONE)
 
 
@@ -192,17 +182,3 @@ def test_auto_options_are_those_of_the_loss(name: str) -> None:
         typed_null = {name: options | {"ignore_index": 4, "class_dim": 1}}
         assert made(typed_null, CrossEntropy(), outputs, typed) == without
     assert without != made(node, nn.MSELoss(), outputs, typed)
-
-
-def test_auto_chooses_accuracy_for_classes() -> None:
-    auto = Auto()
-    for outputs, targets in LAYOUTS.values():
-        assert list(auto.choose(outputs[:1], targets[:1])) == ["accuracy"]
-    for outputs, targets in [
-        (drawn(1, 5), drawn(1, 5)),
-        (drawn(1, 5), classes(1, 5)),
-        (drawn(1, 5), classes(1) > 0),
-        ({"a": drawn(1, 5)}, classes(1)),
-        (drawn(1, 5), [classes(1)]),
-    ]:
-        assert auto.choose(outputs, targets) == {}

@@ -13,7 +13,7 @@ from worlds import MODES, Run, configure, run, state_of
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import open_checkpoint
 from runner.errors import InputError
-from runner.training.callbacks.nan_guard import _are_finite
+from runner.training.callbacks.nan_guard import are_finite
 
 POINTS = """
 import torch
@@ -173,7 +173,7 @@ def test_a_loss_spike_stops_the_run_or_is_skipped_also_after_a_resume(tmp_path: 
     reached = run(tmp_path / "first", 1, *words, "epochs=4", "data.value=1")
     assert reached.result["state"] == "finished"
     assert len(reached.state["recent_losses"]["loss"]) == 20
-    with pytest.raises(RankError, match=r"is above loss_spike=50 times the median of the last \d+ steps"):
+    with pytest.raises(RankError, match=r"is above loss_spike=50 times the median of the last steps"):
         run(tmp_path / "first", 1, f"resume={reached.path}", "epochs=8", "data.value=1000", "resume_force=true")
     assert reached.result["error"].count("\n") == 3
     left = run(tmp_path / "skip", 2, *words, "on_nonfinite=skip", "parallel=allreduce")
@@ -187,42 +187,30 @@ def test_on_nonfinite_go_on_continues_and_options_without_effect_are_refused(tmp
     for words, told in (
         (("loss_spike=3", "on_nonfinite=go_on"), "loss_spike=3 has no effect with on_nonfinite=go_on"),
         (("loss_spike=1",), "loss_spike=1 must be above 1"),
-        (("on_nonfinite=skp",), "on_nonfinite=skp must be one of stop, skip, go_on; did you mean skip?"),
     ):
         with pytest.raises(InputError, match=told):
             configure(*words)
     for words, told in (
         (("parallel=local_sgd", "on_nonfinite=skip"), "on_nonfinite=skip: under parallel=local_sgd"),
-        (("parallel=local_sgd", "loss_spike=3"), "loss_spike=3.0: under parallel=local_sgd"),
-        (
-            ("parallel=ps", "parallel.updates=async", "on_nonfinite=skip"),
-            "updates=async applies gradients at once",
-        ),
-        (
-            ("parallel=ddp", "parallel.comm_hook=powersgd", "on_nonfinite=skip"),
-            "comm_hook=powersgd adds the error",
-        ),
+        (("parallel=ps", "parallel.updates=async", "on_nonfinite=skip"), "updates=async applies gradients at once"),
     ):
         with pytest.raises(RankError, match=told):
             run(tmp_path / "refused", 2, folder, *SMALL, *words)
 
 
-def test_a_checkpoint_of_finite_weights_is_kept_when_weights_become_nan(tmp_path: Path, folder: str) -> None:
-    words = (folder, *SMALL, "optimizer=sgd", "checkpoint.keep=1", "checkpoint.keep_best=0", "data.bad=[22]")
-    going = run(tmp_path / "go_on", 1, *words, "on_nonfinite=go_on", "max_steps=7")
-    kept = [path.name for path in list_checkpoints(going.path / "checkpoints")]
-    assert kept == ["step_2", "step_7"]
-    run(tmp_path / "go_on", 1, f"resume={going.path}", "max_steps=9")
-    assert [path.name for path in list_checkpoints(going.path / "checkpoints")] == ["step_2", "step_7", "step_9"]
-    jump = ("data.value=1e6", "parallel=allreduce")
+def test_no_checkpoint_of_weights_that_are_not_finite_is_saved(tmp_path: Path, folder: str) -> None:
+    jump = ("optimizer=sgd", "optimizer.lr=1e308", "data.bad=[1]", "data.value=1e6", "parallel=allreduce")
     with pytest.raises(RankError, match="step 1: the update produced weights that are not finite"):
-        run(tmp_path / "stop", 2, folder, *SMALL, "optimizer=sgd", "optimizer.lr=1e308", "data.bad=[1]", *jump)
-    assert not list_checkpoints(the_run(tmp_path / "stop").path / "checkpoints")
-    assert "no checkpoint of them is saved" in the_run(tmp_path / "stop").result["error"]
+        run(tmp_path, 2, folder, *SMALL, *jump)
+    assert not list_checkpoints(the_run(tmp_path).path / "checkpoints")
 
 
-def test_gradients_whose_squares_overflow_are_finite() -> None:
-    loss, large = torch.tensor(1.0), torch.full((4,), 1e30)
-    assert _are_finite(loss, [large, torch.zeros(0), torch.ones(3, dtype=torch.float64)]) == (True, True)
-    assert _are_finite(loss, [large, torch.tensor([1.0, math.inf])]) == (True, False)
-    assert _are_finite(loss / 0, []) == (False, True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])
+def test_a_single_non_finite_element_is_detected_although_norms_overflow(dtype: torch.dtype) -> None:
+    overflowing = [torch.full((4,), 3e38), torch.full((9,), 6e4, dtype=torch.float16)]
+    tensors = [torch.tensor(3), torch.ones(0), torch.ones(3, 7, dtype=dtype), *overflowing]
+    assert are_finite(tensors)
+    for value in (math.nan, -math.inf):
+        tensors[2][2, 3] = value
+        assert not are_finite(tensors)
+    assert not are_finite([tensors[2]])

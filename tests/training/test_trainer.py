@@ -27,7 +27,7 @@ def run_until_preempted(outputs: Path, world_size: int, *words: str) -> Path:
 def test_task_evaluate_repeats_the_metrics_of_training_on_any_number_of_ranks(tmp_path: Path) -> None:
     trained = run(tmp_path / "t", 1, *TINY, "precision=fp64", "epochs=2")
     expected = {key: value for key, value in trained.result["metrics"].items() if key.startswith("val/")}
-    for world_size, parallel in ((1, "none"), (2, "ddp"), (4, "allreduce")):
+    for world_size, parallel in ((1, "none"), (3, "ddp")):
         words = ("task=evaluate", f"run={trained.path}", f"parallel={parallel}", f"outputs={tmp_path / parallel}")
         evaluated = run(tmp_path / parallel, world_size, *words)
         assert evaluated.result["metrics"] == pytest.approx(expected, rel=1e-12)
@@ -113,7 +113,7 @@ def test_a_signal_cancels_an_evaluation_and_the_resumed_run_repeats_it(
     assert one == other and one[-1][0] == 30
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_every_precision_learns(precision: str, tmp_path: Path) -> None:
     words = ("model.channels=[8,16]", "data.sample_shape=[1,8,8]", "logger=none", "epochs=4")
     done = run(tmp_path, 2, *words, f"precision={precision}", "parallel=ddp")
@@ -134,12 +134,8 @@ def test_metrics_are_logged_at_the_configured_steps(tmp_path: Path) -> None:
     assert sorted(done.losses) == [6, 12, 18, 20]
     assert [line["step"] for line in done.lines if "val/loss" in line] == [16, 20]
     line = next(line for line in done.lines if "train/loss" in line)
-    assert {"train/learning_rate", "train/grad_norm", "perf/step_time_s", "perf/data_wait", "perf/memory_mib"} <= set(
-        line
-    )
-    assert line["train/grad_norm"] > 0
-    assert 0 <= line["perf/data_wait"] <= 1
-    assert line["perf/memory_mib"] > 50
+    assert {"train/learning_rate", "perf/step_time_s"} <= line.keys()
+    assert line["train/grad_norm"] > 0 and 0 <= line["perf/data_wait"] <= 1 and line["perf/memory_mib"] > 50
 
 
 def test_clipping_bounds_the_step_and_not_the_logged_norm(tmp_path: Path) -> None:
@@ -164,15 +160,6 @@ def test_a_compiled_model_trains_to_the_same_losses(tmp_path: Path) -> None:
     plain, compiled = run(tmp_path / "p", 1, *words), run(tmp_path / "c", 1, *words, "compile=true")
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-9)
     assert compiled.weights.keys() == plain.weights.keys()
-
-
-def test_compile_without_a_compiler_is_refused(tmp_path: Path) -> None:
-    import torch._inductor.config as inductor
-
-    absent = inductor.patch({"cpp.cxx": ("no-such-compiler",)})  # monkeypatch would lose the key
-    with absent, pytest.raises(RankError, match=r"InputError: compile=true needs a C\+\+ compiler"):
-        run(tmp_path, 1, *TINY, "compile=true")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.fault("SIGTERM while a failure is reported", outcome="refused")
@@ -204,7 +191,6 @@ def evaluated(run: Run) -> list[int]:
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
-        ((), [3, 6, 8, 9, 12, 15, 16]),
         (("eval_every=2",), [3, 6, 9, 12, 15, 16]),
         (("eval_every_steps=4",), [4, 8, 12, 16]),  # no second evaluation at the end of an epoch
     ],
@@ -237,15 +223,11 @@ def test_a_cancelled_evaluation_within_an_epoch_is_repeated_by_the_resumed_run(
     assert evaluated(run(tmp_path, 1, f"resume={path}", f"outputs={tmp_path}")) == [3, 6, 8, 9, 12, 15, 16]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_eval_batches_limits_the_evaluation(world_size: int, tmp_path: Path) -> None:
+def test_eval_batches_limits_the_evaluation(tmp_path: Path) -> None:
     """The 360 validation samples are two batches of 200 and of 160."""
-    words = (*TINY, "epochs=1", "precision=fp64", f"parallel={'none' if world_size == 1 else 'ddp'}")
-    trained = run(tmp_path, world_size, *words, "eval_batches=1")
-    whole = run(tmp_path / "whole", world_size, "task=evaluate", f"run={trained.path}", "eval_batches=null")
-    first = run(
-        tmp_path / "first", world_size, "task=evaluate", f"run={trained.path}", "batch_size=100", "eval_batches=2"
-    )
+    trained = run(tmp_path, 2, *TINY, "max_steps=2", "precision=fp64", "parallel=ddp", "eval_batches=1")
+    whole = run(tmp_path / "whole", 2, "task=evaluate", f"run={trained.path}", "eval_batches=null")
+    first = run(tmp_path / "first", 2, "task=evaluate", f"run={trained.path}", "batch_size=100", "eval_batches=2")
     assert first.result["metrics"] == pytest.approx(
         {key: value for key, value in trained.result["metrics"].items() if key.startswith("val/")}, rel=1e-12
     )

@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from runner.checkpoints.async_writer import AsyncWriter, Snapshot
 from runner.checkpoints.layout import LAST, TrainState, list_checkpoints, step_of
@@ -17,7 +16,6 @@ from runner.errors import JobFailed
 from runner.records.monitor import Monitor
 from runner.records.run_directory import RunDirectory
 from runner.training.callbacks.contract import Callback, Callbacks, Outcome, Progress, RunInfo
-from runner.training.callbacks.finite_weights import FiniteWeights
 from runner.training.mode import ParallelModel
 from runner.training.throughput import ThroughputMeter
 
@@ -30,8 +28,8 @@ class Checkpointing(Callback):
     """Saves checkpoints. All ranks must have it: each writes its part, and rank 0 completes the checkpoint.
 
     Args:
-        flush: Called on the writing rank before each checkpoint, so that no metric before it is lost when the run is
-            resumed from it.
+        flush: Called on the writing rank before each checkpoint, so that no metric before it is lost.
+        check: Called with the step before each checkpoint, on all ranks. It raises if none may be saved.
     """
 
     def __init__(
@@ -43,13 +41,12 @@ class Checkpointing(Callback):
         callbacks: Callbacks,
         monitor: Monitor,
         flush: Callable[[], None],
-        finite: FiniteWeights,
+        check: Callable[[int], None],
         coordinator: SaveCoordinator,
     ):
         self._options, self._parallel_model, self._directory = options, parallel_model, directory
         self._meter, self._callbacks, self._flush = meter, callbacks, flush
-        self._monitor, self._finite = monitor, finite
-        self._coordinator = coordinator
+        self._monitor, self._check, self._coordinator = monitor, check, coordinator
         self._best: dict[int, float] = {}  # the monitor's values of the best checkpoints, by step, the best first
         self._saved_step: int | None = None  # the step of the last checkpoint that was saved or restored
         self._abandoned_step: int | None = None  # the step of the last checkpoint that could not be completed
@@ -59,18 +56,14 @@ class Checkpointing(Callback):
         self._writer, self._snapshot = AsyncWriter(), Snapshot()
 
     def on_start(self, run: RunInfo) -> None:
-        """Adopt the checkpoint that the run was resumed from: it is not saved again, and the links point to it.
-
-        Newer checkpoints are damaged.
-        """
+        """Adopt the checkpoint that the run was resumed from: it is not saved again, and the links point to it."""
         values = {step: value for step, value in run.evaluations.items() if step in run.checkpoints}
         self._best = {step: values[step] for step in self._monitor.best(values)[: self._options.keep_best]}
         self._record_best()
         if run.first_step:
             self._saved_step = run.first_step
-            steps = [step_of(path) for path in list_checkpoints(self._directory.checkpoints)]
+            steps = map(step_of, list_checkpoints(self._directory.checkpoints))
             self._damaged = {step for step in steps if step > run.first_step}
-            self._finite.begin(run.first_step, steps)
             if self._directory.writes:
                 set_link(self._directory.checkpoints, LAST, self._directory.checkpoints / f"step_{run.first_step}")
                 self._retain()
@@ -108,8 +101,7 @@ class Checkpointing(Callback):
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         if outcome == "failed":
             self._coordinator.run_failed.set()
-            # This checkpoint may save the last steps. The wait is shorter than the peers' timeout, so that they learn
-            # the reason of the failure.
+            # The wait is shorter than the peers' timeout, so that they receive the reason of the failure.
             try:
                 self._writer.wait(min(MAX_WAIT_S, self._coordinator.timeout_s / 3))
             except JobFailed as error:
@@ -133,7 +125,7 @@ class Checkpointing(Callback):
         if self._saved_step == state.step and not again:
             return
         self._directory.check_lock()
-        self._finite.check(state.step)
+        self._check(state.step)
         self._saved_step, self._saved_at = state.step, time.monotonic()
         self._damaged.discard(state.step)
         local = self._callbacks.state(self._parallel_model.state())
@@ -171,17 +163,18 @@ class Checkpointing(Callback):
         self._writing = None
 
     def _retain(self) -> None:
-        """Remove old checkpoints, after the present one is complete."""
-        if self._directory.writes:
-            assert self._saved_step is not None
-            kept = self._options.keep, [*self._best], self._saved_step, [*self._finite.protected], {*self._damaged}
-            self._do(lambda: self._retain_now(*kept))
+        """Remove old checkpoints, after the present one is complete. If it could not be completed, keep all."""
+        newest, best, damaged = self._saved_step, [*self._best], {*self._damaged}
+        if not self._directory.writes:
+            return
+        assert newest is not None
 
-    def _retain_now(self, *kept: Any) -> None:
-        """Call `retain`, unless the newest checkpoint could not be completed: then all are kept."""
-        self._directory.check_lock()
-        if self._abandoned_step is None:
-            retain(self._directory.checkpoints, *kept)
+        def remove_old() -> None:
+            self._directory.check_lock()
+            if self._abandoned_step is None:
+                retain(self._directory.checkpoints, self._options.keep, best, newest, damaged)
+
+        self._do(remove_old)
 
     def _do(self, work: Callable[[], object]) -> None:
         """Do the work in the background, or immediately if `checkpoint.asynchronous` is false."""

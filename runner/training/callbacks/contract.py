@@ -1,13 +1,13 @@
 """The contract of a callback: an object on every rank that observes a run, or decides whether it updates or stops."""
 
+import functools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from operator import methodcaller
 from pathlib import Path
-from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.schema import Config
+from runner.errors import raised_by
 from runner.input.batch import StepBatch
 from runner.records.monitor import BY_LOSS, Monitor
 from runner.training.metrics.confusion import Predictions
@@ -68,9 +69,6 @@ class Progress:
     predictions: Predictions | None = None
     updated: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))  # callbacks cannot change them
-
     @property
     def step(self) -> int:
         """Number of optimizer steps done."""
@@ -84,20 +82,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Update:
-    """An update of parameters that a step is about to make.
+    """An update of parameters that a step is about to make."""
 
-    Attributes:
-        name: One of the objective's losses.
-        loss: This rank's part of the mean loss over the global batch, a scalar tensor.
-        gradients: Returns this rank's gradients: whole, or its shards.
-        state: The position before the step.
-    """
-
-    name: str
-    loss: torch.Tensor
-    gradients: Callable[[], list[torch.Tensor]]
+    name: str  # of a loss of the objective
+    loss: torch.Tensor  # this rank's part of the mean loss over the global batch, ()
+    gradients: Callable[[], list[torch.Tensor]]  # returns this rank's gradients: whole, or its shards
     batch: StepBatch
-    state: TrainState
+    state: TrainState  # before the step
 
 
 class Callback:
@@ -195,44 +186,37 @@ class Callbacks:
 
     def stop_outcome(self) -> tuple[Literal["finished", "pruned"], str]:
         """Return the state of a run that a callback on any rank has stopped, and the reason."""
-        for name, callback in self._named:
-            if callback.wants_to_stop and callback.stops_as == "finished":
-                return "finished", callback.stop_reason or f"the callback {name} requested it"
-        return "pruned", next((callback.stop_reason for _, callback in self._named if callback.wants_to_stop), "")
+        reasons = {callback.stops_as: callback.stop_reason for _, callback in self._named if callback.wants_to_stop}
+        state: Literal["finished", "pruned"] = "finished" if "finished" in reasons else "pruned"
+        return state, reasons.get(state, "")
 
     def on_start(self, run: RunInfo) -> None:
         for name, callback in self._named:
             self._started.append((name, callback))
-            with _naming(name, "on_start"):
+            with raised_by(f"the callback {name}", "on_start"):
                 callback.on_start(run)
 
-    def call(self, method: str, *arguments: object) -> None:
-        """Call a method of Callback that returns nothing, on each callback that defines it."""
-        call = methodcaller(method, *arguments)
+    def call(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of each callback that defines it. Return the results."""
+        call, results = operator.methodcaller(method, *arguments), []
         for name, callback in self._defining(method):
-            with _naming(name, method):
-                call(callback)
+            with raised_by(f"the callback {name}", method):
+                results.append(call(callback))
+        return results
 
     def allow_update(self, update: Update) -> bool:
-        allowed = True
-        for name, callback in self._defining("allows_update"):
-            with _naming(name, "allows_update"):
-                allowed &= callback.allows_update(update)  # every callback is called: it may use collectives
-        return allowed
+        return all(self.call("allows_update", update))
 
-    def evaluating(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for _, callback in self._defining("evaluating"):
-                stack.enter_context(callback.evaluating())
-            return stack.pop_all()
+            for context in self.call("evaluating"):
+                stack.enter_context(context)
+            yield
 
     def state(self, model: LocalState) -> LocalState:
         """Return the model's state with what the callbacks add to it."""
-        combined = model
-        for name, callback in self._defining("state"):
-            with _naming(name, "state"):
-                combined |= callback.state(model)
-        return combined
+        return functools.reduce(operator.or_, self.call("state", model), model)
 
     def _defining(self, member: str) -> list[tuple[str, Callback]]:
         """Return the callbacks whose class overrides the member."""
@@ -244,7 +228,7 @@ class Callbacks:
         first: BaseException | None = None
         for name, callback in reversed(self._started):
             try:
-                with _naming(name, "on_end"):
+                with raised_by(f"the callback {name}", "on_end"):
                     callback.on_end(now, outcome)
             except BaseException as error:  # also a second Ctrl-C: the progress bar and the loggers must be closed
                 if outcome == "failed":
@@ -254,14 +238,3 @@ class Callbacks:
         self._started.clear()
         if first is not None:
             raise first
-
-
-@contextmanager
-def _naming(name: str, method: str) -> Iterator[None]:
-    """Add the callback's name to an exception. Its type is unchanged, because it shows whether a peer is missing."""
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, "__notes__"):  # a callback that was called by another one has been named already
-            error.add_note(f"raised by the callback {name} in {method}")
-        raise

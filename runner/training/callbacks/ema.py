@@ -22,9 +22,8 @@ class EMA(Callback):
     """The exponential moving average of this rank's trained parameters, which replaces them in evaluations.
 
     It starts with the present weights. Update n, counted from 1, computes d * average + (1 - d) * weights, where d is
-    `decay`, or with a warm-up the smaller of `decay` and (1 + n) / (warmup_steps + n). It equals torch's AveragedModel
-    with get_ema_multi_avg_fn; buffers, such as BatchNorm's statistics, are not averaged. It needs the memory of this
-    rank's parameters once more, and no communication.
+    `decay`, or with a warm-up the smaller of `decay` and (1 + n) / (warmup_steps + n). Buffers, such as BatchNorm's
+    statistics, are not averaged.
     """
 
     def __init__(self, parallel_model: ParallelModel, module: nn.Module, decay: float, warmup_steps: int = 0):
@@ -43,19 +42,12 @@ class EMA(Callback):
         if not now.updated:
             return
         self._num_updates += 1
-        update = get_ema_multi_avg_fn(self._decay_of(self._num_updates))
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for average, tensor in self._pairs():
-            averages, tensors = groups.setdefault((average.device, average.dtype), ([], []))
-            averages.append(average)
-            tensors.append(tensor)
-        for averages, tensors in groups.values():  # one kernel for all tensors of a device and dtype
-            update(averages, tensors, self._num_updates)
-
-    def _decay_of(self, update: int) -> float:
-        if not self._warmup_steps:
-            return self._decay
-        return min(self._decay, (1 + update) / (self._warmup_steps + update))
+        decay = self._decay
+        if self._warmup_steps:
+            decay = min(decay, (1 + self._num_updates) / (self._warmup_steps + self._num_updates))
+        if pairs := [*self._pairs()]:
+            averages, tensors = zip(*pairs, strict=True)
+            get_ema_multi_avg_fn(decay)(averages, tensors, self._num_updates)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

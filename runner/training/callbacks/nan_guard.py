@@ -1,16 +1,18 @@
 """Detection of losses and gradients that are not finite, and of loss spikes, before the parameters are updated."""
 
 import logging
+import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NoReturn
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from runner.checkpoints.layout import TrainState
-from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.checkpoints.saved_state import LocalState, SavedState, local_part
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import JobFailed
@@ -19,35 +21,43 @@ from runner.input.pytree import tensors
 from runner.optimization.parameter_patterns import counted
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callback, Progress, Update
-from runner.training.callbacks.finite_weights import each_is_finite, norms_are_finite
+from runner.training.mode import ParallelModel
 
 log = logging.getLogger(__name__)
 
 WINDOW = 64  # number of losses in the median
 MIN_LOSSES = 16  # with fewer losses, none is a spike
 MAX_LISTED = 256  # samples in a message
-MAX_LOGGED = 8  # skipped steps that are each logged; later only every power of two
-# Delay on a rank whose samples are finite. A rank whose samples contain the NaN reports first; BatchNorm, for example,
-# spreads the NaN to the others.
-DELAY_S = 0.3
+DELAY_S = 0.3  # on a rank whose samples are finite, so that a rank whose samples contain the NaN reports first
 
 
 class NanGuard(Callback):
     """Decides before each update whether it may be made; see `on_nonfinite` and `loss_spike`.
 
     With `on_nonfinite=stop` it raises JobFailed on the ranks that detect a problem; the first report becomes the run's
-    error. With `skip`, all ranks skip the update if any rank detects a problem. With `go_on` nothing is checked.
+    error. With `skip`, all ranks skip the update if any rank detects a problem.
     """
 
-    def __init__(self, config: Config, experiment: Experiment, world: World):
+    def __init__(self, config: Config, experiment: Experiment, parallel_model: ParallelModel, world: World):
         self._action, self._factor = config.on_nonfinite, config.loss_spike
-        self._experiment, self._world = experiment, world
+        self._experiment, self._parallel_model, self._world = experiment, parallel_model, world
         # The fp16 scaler tries scales until no gradient overflows, and skips those updates itself.
         self._has_scaler = experiment.recipe.precision.scaler.is_enabled()
         self._buffers: list[torch.Tensor] = []
         self._total_losses: dict[str, float] = {}  # of the step's updates, over all ranks, if spikes are detected
         self._recent_losses: dict[str, list[float]] = {}
         self._skipped: list[str] = []
+
+    def check_weights(self, step: int) -> None:
+        """Raise JobFailed if the weights are not finite. Called before a checkpoint; all ranks must call it."""
+        if self._action == "go_on":
+            return
+        tensors = [local_part(tensor.detach()) for tensor in self._parallel_model.local_parameters().values()]
+        if self._world.collectives.any_async(not are_finite(tensors))():
+            raise JobFailed(
+                f"step {step}: the update produced weights that are not finite; no checkpoint of them is saved\n"
+                "try a smaller optimizer.lr, or clip_grad_norm=1.0; resume= continues from the last checkpoint"
+            )
 
     def before_forward(self) -> None:
         """Copy the buffers that the forward changes, such as BatchNorm's statistics, to restore them after a skip."""
@@ -57,12 +67,13 @@ class NanGuard(Callback):
     def allows_update(self, update: Update) -> bool:
         if self._action == "go_on":
             return True
-        name, is_spike = update.name, False
-        recent = self._recent_losses.get(name, [])
+        name, median = update.name, math.inf
         if self._factor is not None:
             self._total_losses[name] = self._world.collectives.sum(update.loss.clone()).item()
-            is_spike = _is_spike(self._total_losses[name], recent, self._factor)
-        loss_is_finite, gradient_is_finite = _are_finite(update.loss, [] if self._has_scaler else update.gradients())
+            median = self._median_loss(name)
+        is_spike = self._factor is not None and self._total_losses[name] > self._factor * median
+        loss_is_finite = bool(update.loss.isfinite())
+        gradient_is_finite = self._has_scaler or are_finite(update.gradients())
         if self._action == "skip":
             skip = self._world.collectives.any_async(is_spike or not (loss_is_finite and gradient_is_finite))()
             if skip:
@@ -70,23 +81,22 @@ class NanGuard(Callback):
                 self._skipped.append(name)
                 self._total_losses.pop(name, None)
             return not skip
-        if not loss_is_finite or not gradient_is_finite:
-            self._stop(update, loss_is_finite)
-        if is_spike:
-            raise JobFailed(
-                f"step {update.state.step + 1}: {name} of {self._total_losses[name]:.6g} is above "
-                f"loss_spike={self._factor:g} times the median of the last {len(recent)} steps, "
-                f"{statistics.median(recent):.6g}; stopped before its update\n"
-                f"the samples of the step are {_listed(self._samples_of_step(update.state))}\n"
-                "on_nonfinite=skip skips such steps, loss_spike=null accepts them; resume= continues from the last "
-                "checkpoint"
-            )
-        return True
+        if not loss_is_finite:
+            self._fail_by_loss(update)
+        if not gradient_is_finite:
+            problem = f"the gradient of {name} is not finite, though this rank's part of the loss is"
+        elif is_spike:
+            problem = f"{name} of {self._total_losses[name]:.6g} is above loss_spike={self._factor:g} times the median"
+            problem += f" of the last steps, {median:.6g}"
+        else:
+            return True
+        samples = f"the samples of the step are {_listed(self._samples_of_step(update.state))}"
+        self._fail(update, problem, samples, follows=not gradient_is_finite and self._world.world_size > 1)
 
     def after_step(self, now: Progress) -> None:
         if self._skipped:
             count = now.state.skipped_steps
-            if self._world.rank == 0 and (count <= MAX_LOGGED or count & (count - 1) == 0):
+            if self._world.rank == 0 and (count <= 8 or count & (count - 1) == 0):  # later only every power of two
                 log.warning("step %d: no update by %s; %d skipped so far", now.step, " and ".join(self._skipped), count)
             self._skipped.clear()
         for name, loss in self._total_losses.items():
@@ -104,25 +114,29 @@ class NanGuard(Callback):
         for buffer, before in zip(self._experiment.recipe.module.buffers(), self._buffers, strict=True):
             buffer.copy_(before)
 
-    def _stop(self, update: Update, loss_is_finite: bool) -> NoReturn:
-        local = [index for micro_batch in update.batch.micro_batches for index in micro_batch.indices]
-        where = f"rank {self._world.rank}, step {update.state.step + 1}, epoch {update.state.epoch + 1}"
-        if loss_is_finite:
-            problem = f"the gradient of {update.name} is not finite, though this rank's part of the loss is"
-            samples = f"the samples of the step are {_listed(self._samples_of_step(update.state))}"
+    def _fail_by_loss(self, update: Update) -> NoReturn:
+        indices = [index for micro_batch in update.batch.micro_batches for index in micro_batch.indices]
+        samples = f"the samples of this rank are {_listed(indices)}"
+        if not_finite := _samples_not_finite(update.batch):
+            samples += f"; not finite themselves are {_listed(not_finite)}"
         else:
-            problem = f"{update.name} is {update.loss.item()}"
-            samples = f"the samples of this rank are {_listed(local)}"
-            if not_finite := _samples_not_finite(update.batch):
-                samples += f"; not finite themselves are {_listed(not_finite)}"
-            else:
-                time.sleep(DELAY_S)
+            time.sleep(DELAY_S)
+        self._fail(update, f"{update.name} is {update.loss.item()}", samples)
+
+    def _fail(self, update: Update, problem: str, samples: str, follows: bool = False) -> NoReturn:
+        where = f"rank {self._world.rank}, step {update.state.step + 1}, epoch {update.state.epoch + 1}"
         raise JobFailed(
             f"{where}: {problem}; stopped before its update\n{samples}\n"
             "debug=true names the line it comes from, on_nonfinite=skip skips such steps; resume= continues from the "
             "last checkpoint",
-            follows=loss_is_finite and self._world.world_size > 1,
+            follows=follows,
         )
+
+    def _median_loss(self, name: str) -> float:
+        """Return the median of the recent losses; infinity if they are too few, or if it is not above 0."""
+        recent = self._recent_losses.get(name, [])
+        median = statistics.median(recent) if len(recent) >= MIN_LOSSES else 0.0
+        return median if median > 0 else math.inf
 
     def _samples_of_step(self, state: TrainState) -> list[int]:
         """Return the indices of the samples of the next step, over all ranks."""
@@ -130,19 +144,15 @@ class NanGuard(Callback):
         return next(sampler.local_batches(state.epoch, state.step_in_epoch))
 
 
-def _are_finite(loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[bool, bool]:
-    """Return whether the loss and the gradients are finite, with one synchronization with the device."""
-    finite = [loss.detach().isfinite(), *(flag.to(loss.device) for flag in norms_are_finite(gradients))]
-    first, *others = torch.stack(finite).tolist()
-    return first, all(others) or each_is_finite(gradients)
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if all elements are finite, with one synchronization with the device.
 
-
-def _is_spike(loss: float, recent: Sequence[float], factor: float) -> bool:
-    """Return True if the loss is above the factor times the median; False if the median is not above 0."""
-    if len(recent) < MIN_LOSSES:
-        return False
-    median = statistics.median(recent)
-    return median > 0 and loss > factor * median
+    The norm is computed first, because checking each element takes fifteen times as long. It may overflow.
+    """
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    if get_total_norm([tensor for tensor in floating if tensor.numel()]).isfinite():
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in floating)
 
 
 def _samples_not_finite(batch: StepBatch) -> list[int]:

@@ -1,13 +1,12 @@
 """profile=true: a trace of a few steps of rank 0 by torch.profiler, and its table of the slowest operations."""
 
 import logging
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 from runner.distributed.environment import quiet_profiler
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
@@ -28,23 +27,17 @@ class Profiler(Callback):
         self._stack = ExitStack()
 
     def on_start(self, run: RunInfo) -> None:
+        # A run with fewer steps is recorded from its second step on; a single step cannot be recorded.
         num_steps = run.num_steps - run.first_step
-        if num_steps == 0:
+        skipped = min(SKIPPED_STEPS, num_steps - 2)
+        if skipped < 0:
             return
-        warmup = min(1, num_steps - 1)  # the step before the recorded steps
-        skipped = min(SKIPPED_STEPS, max(num_steps - 2, 0))
-        recorded = min(RECORDED_STEPS, num_steps - skipped - warmup)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+        recorded = min(RECORDED_STEPS, num_steps - skipped - 1)
         path = run.directory / "profile" / "rank_0.json"
-
         quiet_profiler()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # with a single step
-            plan = schedule(skip_first=skipped, wait=0, warmup=warmup, active=recorded, repeat=1)
         self._profile = self._stack.enter_context(
             profile(
-                activities=activities,
-                schedule=plan,
+                schedule=schedule(skip_first=skipped, wait=0, warmup=1, active=recorded, repeat=1),
                 on_trace_ready=lambda profiler: _save_trace(profiler, path, recorded, self._device),
             )
         )

@@ -1,15 +1,17 @@
 """The progress bar on a terminal, and a log line for each evaluation."""
 
 import logging
+import pdb
 from contextlib import ExitStack
+from typing import Any
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from runner.records.monitor import Monitor, evaluation_metrics, main_metrics
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
-from runner.training.callbacks.debugging import paused_in_debugger
 from runner.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
@@ -18,10 +20,7 @@ MAX_METRICS = 6  # in the line of an evaluation
 
 
 class ProgressBar(Callback):
-    """Draws a bar over the steps if the console is a terminal, and logs each evaluation.
-
-    `console` is None on the ranks that draw no bar. `monitor` is a metric that is always logged.
-    """
+    """Draws a bar over the steps if the console is a terminal, and logs each evaluation with the monitor."""
 
     def __init__(self, console: Console | None, meter: ThroughputMeter, monitor: Monitor | None = None):
         self._console, self._meter, self._monitor = console, meter, monitor
@@ -36,7 +35,7 @@ class ProgressBar(Callback):
         self._bar = Bar(*columns, TextColumn("{task.description}"), console=self._console, transient=True)
         self._task = self._bar.add_task("", total=run.num_steps, completed=run.first_step)
         self._stack.enter_context(self._bar)
-        self._stack.enter_context(paused_in_debugger(self._bar))
+        self._pause_in_debugger(self._bar)
 
     def after_step(self, now: Progress) -> None:
         if "train/loss" not in now.metrics:
@@ -59,3 +58,25 @@ class ProgressBar(Callback):
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         self._stack.close()
+
+    def _pause_in_debugger(self, bar: Bar) -> None:
+        """Hide the bar from each prompt of pdb until the command that continues the run.
+
+        breakpoint() and pdb.set_trace() cannot be wrapped, because they return before the first prompt. IPython's
+        debugger derives from Pdb.
+        """
+        interaction = pdb.Pdb.interaction
+
+        def without_bar(debugger: pdb.Pdb, *arguments: Any) -> None:
+            if not bar.live.is_started:
+                return interaction(debugger, *arguments)
+            bar.stop()
+            if isinstance(debugger.stdout, FileProxy):  # created while the bar had replaced the standard output
+                debugger.stdout = debugger.stdout.rich_proxied_file
+            try:
+                interaction(debugger, *arguments)
+            finally:
+                bar.start()
+
+        self._stack.callback(setattr, pdb.Pdb, "interaction", interaction)
+        pdb.Pdb.interaction = without_bar  # type: ignore[method-assign, assignment]

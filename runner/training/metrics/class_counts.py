@@ -4,17 +4,10 @@ from typing import Literal
 
 import torch
 
-from runner.training.metrics.shapes import (
-    ClassDim,
-    ClassDimOption,
-    IgnoreIndex,
-    check_tensors,
-    counted,
-    resolve_ignore_index,
-)
+from runner.training.metrics.shapes import ClassDim, ClassMetric, IgnoreIndex, check_tensors
 
 
-class _ClassCounts:
+class _ClassCounts(ClassMetric):
     """Sums of true positives, false positives and false negatives, from which a metric computes a value per class.
 
     The shapes decide whether classes exclude each other, or are independent labels (binary, multi-label). A label is
@@ -22,16 +15,18 @@ class _ClassCounts:
     """
 
     higher_is_better = True
+    _average = "mean"  # the name of the mean over the classes
+    _weight_of_hits = 1
 
     def __init__(
         self,
         per_class: bool = False,
         threshold: float = 0.0,
         ignore_index: IgnoreIndex = None,
-        class_dim: ClassDimOption = None,
+        class_dim: ClassDim = None,
     ):
+        super().__init__(ignore_index, class_dim)
         self._per_class, self._threshold = per_class, threshold
-        self._ignored, self._classes = resolve_ignore_index(ignore_index), ClassDim(class_dim)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return true positives, false positives and false negatives, (3, C).
@@ -39,32 +34,42 @@ class _ClassCounts:
         Classes: outputs (N, C), (N, C, ...) or (N, ..., C) and targets (N, ...) integers. Labels: outputs and targets
         (N) or (N, C, ...), 0 or 1; outputs (N, 1) also fit targets (N). Raises ValueError for other shapes.
         """
-        name = type(self).__name__.lower()
-        check_tensors(name, outputs, targets)
+        check_tensors(outputs, targets)
         if outputs.shape == (*targets.shape, 1):
             outputs = outputs.squeeze(-1)
         if outputs.shape == targets.shape:
             return self._of_labels(outputs, targets)
-        scores, classes = self._classes.flatten(name, outputs, targets)
-        counts, num_classes = counted(classes, self._ignored), scores.shape[-1]
-        predicted, classes = scores.argmax(-1)[counts], classes[counts]
-        found = torch.bincount(classes[predicted == classes], minlength=num_classes)
-        guessed, present = (torch.bincount(of, minlength=num_classes) for of in (predicted, classes))
+        scores, classes = self.positions(outputs, targets)
+        predicted, num_classes = scores.argmax(-1), scores.shape[-1]
+        found, guessed, present = (
+            torch.bincount(of, minlength=num_classes) for of in (classes[predicted == classes], predicted, classes)
+        )
         return torch.stack([found, guessed - found, present - found])
 
     def _of_labels(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         dims = [dim for dim in range(targets.dim()) if dim != 1]
-        counts, wanted, predicted = counted(targets, self._ignored), targets > 0.5, outputs > self._threshold
+        wanted, predicted = targets > 0.5, outputs > self._threshold
+        counts = torch.ones_like(wanted) if self._ignored is None else targets != self._ignored
         cells = (predicted & wanted, predicted & ~wanted, ~predicted & wanted)
         return torch.stack([(cell & counts).sum(dims).reshape(-1) for cell in cells])
 
-    def _with_classes(
-        self, name: str, mean: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the mean, or with `per_class` a mapping with the mean and the value of each class."""
+    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return the mean, or with `per_class` a mapping with the mean and the value of each class.
+
+        Classes that occur neither in targets nor in predictions do not count; without any, the mean is 0.
+        """
+        values, present = self._ratio(sums), sums.sum(0) > 0
+        mean = (values * present).sum() / present.sum().clamp(min=1)
+        if self._average == "micro":
+            mean = self._ratio(sums.sum(1))
         if not self._per_class:
             return mean
-        return {name: mean} | {f"class_{number}": value for number, value in enumerate(values)}
+        return {self._average: mean} | {f"class_{number}": value for number, value in enumerate(values)}
+
+    def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
+        found, false, missed = counts
+        hits = self._weight_of_hits * found
+        return hits / (hits + false + missed).clamp(min=1)
 
 
 class IoU(_ClassCounts):
@@ -73,21 +78,16 @@ class IoU(_ClassCounts):
     Source: Everingham et al., "The PASCAL Visual Object Classes Challenge", 2010, section 4.4 (segmentation accuracy).
     """
 
-    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        found, false, missed = sums
-        values = found / (found + false + missed).clamp(min=1)
-        return self._with_classes("mean", _mean_of_present(values, sums), values)
-
 
 class F1(_ClassCounts):
     """2 TP / (2 TP + FP + FN), the harmonic mean of precision and recall.
 
-    Args:
-        average: `macro` is the mean over the classes that occur in targets or predictions; `micro` uses the sum of the
-            counts of all classes.
+    With `average=micro`, the counts of all classes are added up; `macro` is the mean over the classes.
 
     Source: van Rijsbergen, "Information Retrieval", 1979, chapter 7; averages as in scikit-learn's f1_score.
     """
+
+    _weight_of_hits = 2
 
     def __init__(
         self,
@@ -95,23 +95,7 @@ class F1(_ClassCounts):
         per_class: bool = False,
         threshold: float = 0.0,
         ignore_index: IgnoreIndex = None,
-        class_dim: ClassDimOption = None,
+        class_dim: ClassDim = None,
     ):
         super().__init__(per_class, threshold, ignore_index, class_dim)
         self._average = average
-
-    def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        values = _f1(sums)
-        mean = _f1(sums.sum(1)) if self._average == "micro" else _mean_of_present(values, sums)
-        return self._with_classes(self._average, mean, values)
-
-
-def _f1(counts: torch.Tensor) -> torch.Tensor:
-    found, false, missed = counts
-    return 2 * found / (2 * found + false + missed).clamp(min=1)
-
-
-def _mean_of_present(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the classes that occur in targets or predictions; 0 if none does."""
-    present = counts.sum(0) > 0
-    return (values * present).sum() / present.sum().clamp(min=1)

@@ -18,15 +18,14 @@ class Predictions:
     def __init__(self, dataset: Any, num_classes: int, device: torch.device, seed: int = 0):
         self.num_classes, self.num_samples = num_classes, min(NUM_SAMPLES, len(dataset))
         self._dataset, self._seed = dataset, seed
-        # The matrix in row-major order, then for each of the first samples its predicted class + 1, or 0 until it is
-        # evaluated.
+        # The matrix in row-major order, then the predicted class + 1 of each of the first samples; 0 if not evaluated.
         self._sums = torch.zeros(num_classes**2 + self.num_samples, dtype=torch.int64, device=device)
 
     def add(self, outputs: torch.Tensor, targets: torch.Tensor, indices: Sequence[int]) -> None:
         """Count the local samples of a batch: outputs (N, num_classes), targets (N,), dataset indices (N)."""
         predicted = outputs.argmax(-1)
         cells = self.num_classes**2
-        known = (targets < self.num_classes) & (predicted < self.num_classes)  # a model may have more outputs
+        known = targets < self.num_classes
         self._sums[:cells] += torch.bincount((targets * self.num_classes + predicted)[known], minlength=cells)
         for row, index in enumerate(indices):
             if index < self.num_samples:

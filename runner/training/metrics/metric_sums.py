@@ -1,16 +1,16 @@
 """The metrics of an evaluation: added up batch by batch on each rank, summed over the ranks, then computed."""
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from runner.distributed.world import World
-from runner.errors import InputError, first_line, user_line
+from runner.errors import InputError, failed_with, raised_by
+from runner.input.pytree import describe
 from runner.training.metrics.contract import Metric, Rows
 
 _DTYPES = (
@@ -20,78 +20,57 @@ _DTYPES = (
 
 
 class _TriedMetric:
-    """A metric and the structure of its sums and values, which one sample determines.
-
-    Raises InputError for a metric that fails on the sample, or whose methods do not return sums and numbers.
-    """
+    """A metric and the structure of its sums and values, which one sample determines."""
 
     def __init__(self, name: str, metric: Metric, outputs: Any, targets: Any):
         self._name, self._metric = name, metric
-        once = self._try("update", lambda: metric.update(outputs, targets))
+        once = self._try("update", outputs, targets)
         leaves, self._structure = tree_flatten(once)
         self.layouts = [_layout(leaf) for leaf in leaves]
         if not leaves or None in self.layouts:
             raise InputError(
-                f"metrics.{name}: update must return a tensor of sums, or a pytree of them, not {_describe(once)}"
+                f"metrics.{name}: update must return a tensor of sums, or a pytree of them, not {describe(once)}"
             )
-        pair = _twice(outputs), _twice(targets)
-        if all(batch is not None for batch in pair):
-            self._check_doubled(leaves, self._leaves(self._try("update", lambda: metric.update(*pair))))
+        if (pair := _twice((outputs, targets))) is not None:
+            self._check_doubled(leaves, self._leaves(self._try("update", *pair)))
         summed = [
             torch.cat([leaf.tensor] * 2) if isinstance(leaf, Rows) else leaf.double() + leaf.double() for leaf in leaves
         ]
-        value = self._try("compute", lambda: metric.compute(tree_unflatten(summed, self._structure)))
-        self.names = list(self._named(value))
+        self.names = list(self._named(self._try("compute", tree_unflatten(summed, self._structure))))
 
     def update(self, outputs: Any, targets: Any) -> list[torch.Tensor | Rows]:
         """Return the sums of a batch. Raise InputError if they have another structure than those of one sample."""
-        with _naming(self._name, "update"):
+        with raised_by(f"metrics.{self._name}", "update"):
             return self._leaves(self._metric.update(outputs, targets))
 
     def compute(self, sums: list[torch.Tensor]) -> dict[str, float]:
         """Return the values by full name, given the sums over all samples."""
-        with _naming(self._name, "compute"):
-            values = self._named(self._metric.compute(tree_unflatten(sums, self._structure)))
-            if list(values) != self.names:
-                raise ValueError(f"compute returned {list(values)}, and {self.names} for one sample")
-        return values
+        with raised_by(f"metrics.{self._name}", "compute"):
+            return self._named(self._metric.compute(tree_unflatten(sums, self._structure)))
 
-    def _try(self, method: str, call: Callable[[], Any]) -> Any:
+    def _try(self, method: str, *arguments: Any) -> Any:
         try:
-            return call()
+            return getattr(self._metric, method)(*arguments)
         except Exception as error:  # custom code can raise anything
-            line = user_line(error)
-            where = f" at {line}" if line else ""
-            words = (isinstance(error, ValueError) and not line and str(error)) or first_line(error)
-            raise InputError(
-                f"metrics.{self._name}: {method} failed{where} for one sample: {words.splitlines()[0]}"
-            ) from None
+            raise InputError(f"metrics.{self._name}: {method} fails for one sample{failed_with(error)}") from None
 
     def _leaves(self, sums: Any) -> list[torch.Tensor | Rows]:
         leaves, structure = tree_flatten(sums)
-        layouts = [_layout(leaf) for leaf in leaves]
-        if structure != self._structure or None in layouts:
-            raise InputError(f"metrics.{self._name}: update must return the same structure for every batch")
-        for (is_rows, shape), expected in zip(layouts, self.layouts, strict=True):
-            if (is_rows, shape) != expected:
-                raise InputError(
-                    f"metrics.{self._name}: update returned {'rows' if is_rows else 'sums'} of shape {list(shape)}, "
-                    f"and {list(expected[1])} for one sample; sum over the samples of a batch"
-                )
+        if structure != self._structure or [_layout(leaf) for leaf in leaves] != self.layouts:
+            raise InputError(
+                f"metrics.{self._name}: update returned {describe(sums)}, and another structure or shape for one "
+                "sample; sum over the samples of a batch"
+            )
         return leaves
 
     def _check_doubled(self, once: list[Any], twice: list[Any]) -> None:
         """Raise InputError for means, which would depend on how the samples are split into batches."""
-        for one, two in zip(once, twice, strict=True):
-            if isinstance(one, Rows):
-                continue
-            one, two = one.double(), two.double()
-            wrong = ~torch.isclose(2 * one, two, rtol=1e-3, atol=1e-6)
-            if one.isfinite().all() and two.isfinite().all() and wrong.any():
-                raise InputError(
-                    f"metrics.{self._name}: update returned {one[wrong][0]:.4g} for one sample and {two[wrong][0]:.4g} "
-                    "for it twice; return sums over the samples, and divide in compute"
-                )
+        sums = [(one.double(), two.double()) for one, two in zip(once, twice, strict=True) if not isinstance(one, Rows)]
+        if not all(torch.allclose(2 * one, two, rtol=1e-3, atol=1e-6, equal_nan=True) for one, two in sums):
+            raise InputError(
+                f"metrics.{self._name}: update must return twice the values for a batch of one sample twice; return "
+                "sums over the samples, and divide in compute"
+            )
 
     def _named(self, value: Any) -> dict[str, float]:
         if isinstance(value, Mapping):
@@ -99,13 +78,13 @@ class _TriedMetric:
         return {self._name: self._number(value)}
 
     def _number(self, value: Any) -> float:
-        is_real = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex()
-        if is_real or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        try:
             return float(value)
-        raise InputError(
-            f"metrics.{self._name}: compute must return a number, or a mapping of numbers by name, not "
-            f"{_describe(value)}"
-        )
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"metrics.{self._name}: compute must return a number, or a mapping of numbers by name, not a value of "
+                f"type {describe(value)}"
+            ) from None
 
 
 class MetricSums:
@@ -125,28 +104,19 @@ class MetricSums:
 
     def reset(self, device: torch.device) -> None:
         """Set the sums to zero, on the device."""
-        layouts = {name: metric.layouts for name, metric in self._tried.items()}
-        self._sizes = [shape.numel() for of_metric in layouts.values() for is_rows, shape in of_metric if not is_rows]
+        layouts = [layout for metric in self._tried.values() for layout in metric.layouts]
+        self._sizes = [shape.numel() for is_rows, shape in layouts if not is_rows]
         self._flat = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
-        # The rows of each Rows of each metric, with the index of the first sample of their batch.
-        self._rows: dict[str, list[list[tuple[int, torch.Tensor]]]] = {
-            name: [[] for is_rows, _ in of_metric if is_rows] for name, of_metric in layouts.items()
-        }
-        self._num_added = 0
+        # The tensors of each Rows, with the index of the first sample of their batch.
+        self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for is_rows, _ in layouts if is_rows]
 
-    def add(self, outputs: Any, targets: Any, indices: Sequence[int] = ()) -> None:
-        """Add a local batch. Rows are sorted by the dataset indices of the samples.
-
-        Raises InputError if a metric's sums have another shape than before.
-        """
-        first = indices[0] if len(indices) else self._num_added
-        self._num_added += 1
-        added = []
-        for name, metric in self._tried.items():
-            rows = iter(self._rows[name])
+    def add(self, outputs: Any, targets: Any, indices: Sequence[int]) -> None:
+        """Add a local batch. Rows are sorted by `indices`, those of the samples in the dataset."""
+        rows, added = iter(self._rows), []
+        for metric in self._tried.values():
             for leaf in metric.update(outputs, targets):
                 if isinstance(leaf, Rows):
-                    next(rows).append((first, leaf.tensor.detach()))
+                    next(rows).append((indices[0], leaf.tensor.detach()))
                 else:
                     added.append(leaf.detach().to(self._flat).flatten())
         if added:
@@ -158,10 +128,9 @@ class MetricSums:
 
     def compute(self, flat: torch.Tensor, world: World) -> dict[str, float]:
         """Return the values by name, given `flat()` summed over the ranks. All ranks must call it."""
-        sums = iter(flat.split(self._sizes))
+        sums, rows = iter(flat.split(self._sizes)), iter(self._rows)
         computed: dict[str, float] = {}
-        for name, metric in self._tried.items():
-            rows = iter(self._rows[name])
+        for metric in self._tried.values():
             leaves = [
                 _gather(next(rows), shape, flat.device, world) if is_rows else next(sums).reshape(shape)
                 for is_rows, shape in metric.layouts
@@ -182,16 +151,9 @@ def _layout(leaf: Any) -> Any:
 
 def _twice(tree: Any) -> Any:
     """Return a batch that contains the sample twice, or None if a leaf is not a tensor of one row."""
-    leaves = tree_leaves(tree)
-    if not leaves or not all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1 for leaf in leaves):
+    if not all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1 for leaf in tree_leaves(tree)):
         return None
     return tree_map(lambda tensor: torch.cat([tensor, tensor]), tree)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__} ({str(value)[:40]})"
 
 
 def _gather(
@@ -207,13 +169,3 @@ def _gather(
     parts = rows.split([size for _, size, _ in batches])
     order = sorted(range(len(parts)), key=lambda number: batches[number][0])  # stable: by rank among equals
     return torch.cat([empty, *(parts[number] for number in order)])
-
-
-@contextlib.contextmanager
-def _naming(name: str, method: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        line = user_line(error)
-        error.add_note(f"raised by metrics.{name} in {method}" + (f" at {line}" if line else ""))
-        raise

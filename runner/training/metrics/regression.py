@@ -12,7 +12,7 @@ class MAE:
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Outputs and targets (N, ...) -> (2,): sum of |output - target|, count of numbers."""
-        predicted, wanted = as_pairs("mae", outputs, targets)
+        predicted, wanted = as_pairs(outputs, targets)
         errors = (predicted - wanted).abs()
         return torch.stack([errors.sum(), errors.new_tensor(errors.numel())])
 
@@ -33,7 +33,7 @@ class R2:
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Outputs and targets (N, ...) -> (4, numbers per sample): sums of squared errors, t, t squared, and 1."""
-        predicted, wanted = (side.reshape(len(side), -1) for side in as_pairs("r2", outputs, targets))
+        predicted, wanted = (side.reshape(len(side), -1) for side in as_pairs(outputs, targets))
         parts = ((predicted - wanted) ** 2, wanted, wanted**2, torch.ones_like(wanted))
         return torch.stack([part.sum(0) for part in parts])
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from runner.errors import InputError
 from runner.input.pytree import tensors
 from runner.training.metrics.contract import Rows, Sums, Value
 
@@ -15,13 +16,13 @@ def is_torchmetric(metric: object) -> bool:
 
 
 class TorchMetric:
-    """A metric of torchmetrics. States reduced by sum are sums; concatenated lists and maxima or minima are rows.
+    """A metric of torchmetrics. States reduced by sum are sums, and concatenated lists are rows.
 
-    Raises ValueError for a metric with other states, whose reduction over ranks is unknown.
+    Raises InputError, with the metric's key, for other states, whose reduction over ranks is unknown.
     """
 
-    def __init__(self, metric: Any):
-        from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+    def __init__(self, key: str, metric: Any):
+        from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
         self.higher_is_better: bool | None = metric.higher_is_better
         self._metric = copy.deepcopy(metric)
@@ -31,19 +32,14 @@ class TorchMetric:
                 self._metric._defaults[name] = default.clone()  # counts stay integers
         self._metric.sync_on_compute = self._metric._to_sync = False  # MetricSums has summed already
         self._metric.compute_with_cache = False
-        kinds = {dim_zero_sum: "sum", dim_zero_cat: "cat", dim_zero_max: "max", dim_zero_min: "min"}
-        self._kinds: dict[str, str] = {}
-        for name, reduction in metric._reductions.items():
-            kind = kinds.get(reduction)
-            if kind is None or (kind == "cat") != isinstance(metric._defaults[name], list):
-                called = getattr(reduction, "__name__", reduction)
-                raise ValueError(
-                    f"{type(metric).__name__} keeps its state {name} in a way (dist_reduce_fx={called}) that cannot be "
-                    "computed over ranks; a state must be reduced by sum, max or min, or be a list reduced by cat"
+        self._is_list = {name: isinstance(default, list) for name, default in metric._defaults.items()}
+        for name, is_list in self._is_list.items():
+            reduction = metric._reductions[name]
+            if reduction is not (dim_zero_cat if is_list else dim_zero_sum):
+                raise InputError(
+                    f"{key}: its state {name} with dist_reduce_fx={reduction} cannot be computed over ranks; a state "
+                    "must be reduced by sum, or be a list reduced by cat"
                 )
-            self._kinds[name] = kind
-        if not self._kinds:
-            raise ValueError(f"{type(metric).__name__} has no states; use the metric that it wraps")
 
     def update(self, outputs: Any, targets: Any) -> Sums:
         """Return the states after `update(preds, target)` with only this batch."""
@@ -53,25 +49,17 @@ class TorchMetric:
         self._metric.reset()
         self._metric.update(outputs, targets)
         sums: dict[str, Any] = {}
-        for name, kind in self._kinds.items():
+        for name, is_list in self._is_list.items():
             state = getattr(self._metric, name)
-            if kind == "cat":
-                sums[name] = Rows(torch.cat([part if part.dim() else part[None] for part in state]))
-            else:
-                sums[name] = state.clone() if kind == "sum" else Rows(state[None])
+            sums[name] = Rows(torch.cat([*map(torch.atleast_1d, state)])) if is_list else state.clone()
         return sums
 
     def compute(self, sums: dict[str, torch.Tensor]) -> Value:
         """Return the value that torchmetrics computes; a vector, as with average=none, becomes a mapping by index."""
         self._metric.reset()
-        for name, kind in self._kinds.items():
-            default, state = self._metric._defaults[name], sums[name]
-            if kind == "cat":
-                setattr(self._metric, name, [state])
-                continue
-            if kind != "sum":
-                state = (state.amax(0) if kind == "max" else state.amin(0)) if len(state) else default
-            setattr(self._metric, name, state.to(default.dtype))
+        for name, is_list in self._is_list.items():
+            state = sums[name]
+            setattr(self._metric, name, [state] if is_list else state.to(self._metric._defaults[name].dtype))
         self._metric._update_count = 1  # otherwise it warns that `update` was not called
         value = self._metric.compute()
         if isinstance(value, torch.Tensor) and value.dim() == 1:

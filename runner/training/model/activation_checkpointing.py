@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -19,8 +18,8 @@ Extent = str | int  # none, full, or n: every nth block
 def checkpoint_activations(model: nn.Module, extent: Extent) -> None:
     """Recompute the model's blocks (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 
-    Names, parameters and hooks stay the same, and so do all numbers: dropout draws the same masks again, and BatchNorm
-    updates its running statistics once. Raises InputError if the model has no such block, or fewer than n.
+    Names, parameters and hooks stay the same, and so do all numbers: dropout draws the same masks again, and buffers
+    change once. Raises InputError if the model has fewer than n such blocks.
     """
     for block in blocks_to_checkpoint(model, extent):
         # Changes the class instead of the object's `forward`, because a copy of the object, as DataParallel makes one,
@@ -43,14 +42,10 @@ def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
         if any(True for _ in module.children()) and any(True for _ in module.parameters())
     ]
     every = 1 if extent == "full" else int(extent)
-    if not blocks:
-        raise InputError(
-            f"activation_checkpointing={extent}: the model has no block of several modules to recompute; "
-            "try activation_checkpointing=none"
-        )
     if every > len(blocks):
         raise InputError(
-            f"activation_checkpointing={extent} must be at most the {len(blocks)} blocks of the model; try full"
+            f"activation_checkpointing={extent}: the model has only {len(blocks)} blocks of several modules to "
+            "recompute; try activation_checkpointing=none"
         )
     return list(dict.fromkeys(blocks))[every - 1 :: every]
 
@@ -76,28 +71,18 @@ def _checkpointed(kind: Any) -> type[nn.Module]:
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Restores the torch function modes of the forward, of which torch.utils.checkpoint restores only autocast.
+    """Restores the buffers and the torch function modes of the forward; torch.utils.checkpoint restores only autocast.
 
-    It also lets BatchNorm normalize as in the forward without counting the batch again. A schedule that computes the
-    gradients of inputs and of weights separately recomputes twice, and enters it each time.
+    Afterwards the buffers have their present values again, so that BatchNorm counts a batch once.
     """
 
     def __init__(self, block: nn.Module):
-        self._block = block
         self._modes = _get_current_function_mode_stack()
-        self._layers = [
-            layer for layer in block.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats
-        ]
+        self._buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
 
     def __enter__(self) -> None:
-        self._momenta = [layer.momentum for layer in self._layers]
-        counts = [layer.num_batches_tracked for layer in self._layers]
-        self._counts = [(count, count.clone()) for count in counts if count is not None]
-        statistics = {id(buffer) for layer in self._layers for buffer in layer.buffers()}
-        self._others = [(name, b, b._version) for name, b in self._block.named_buffers() if id(b) not in statistics]
-        for layer in self._layers:
-            # Not track_running_stats=False, because autograd must save the same tensors as in the forward.
-            layer.momentum = 0.0
+        self._present = [(buffer, buffer.clone()) for buffer, _ in self._buffers]
+        _restore(self._buffers)
         self._entered = ExitStack()
         active = _get_current_function_mode_stack()
         for mode in self._modes:
@@ -105,14 +90,10 @@ class _Recomputing(AbstractContextManager[None]):
                 self._entered.enter_context(mode)
 
     def __exit__(self, *raised: Any) -> None:
-        """Restore BatchNorm's state, also after the exception that ends a recomputation early."""
         self._entered.close()
-        for layer, momentum in zip(self._layers, self._momenta, strict=True):
-            layer.momentum = momentum
-        for count, before in self._counts:
-            count.copy_(before)
-        if changed := [name for name, buffer, version in self._others if buffer._version != version]:
-            raise ValueError(
-                f"activation_checkpointing: {type(self._block).__name__} changes its buffer {changed[0]} in forward, "
-                "which would happen twice; try activation_checkpointing=none"
-            )
+        _restore(self._present)
+
+
+def _restore(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, value in buffers:
+        buffer.data.copy_(value)  # `data`, because autograd may have saved the buffer and checks its version

@@ -13,8 +13,7 @@ from runner.errors import InputError
 def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_devices: bool, world: World) -> list[str]:
     """Call the model's `place`, if it has one, with its `devices` or those of this rank. Return warnings.
 
-    A model's `devices` are those of its configuration, or None. Raises InputError if the devices do not fit the model,
-    or if the mode supports only one device per rank (spans_devices=False).
+    Raises InputError if the devices do not fit the model or the mode.
     """
     model: Any = module
     name, count = f"model={choices.get('model')}", world.backend.devices_per_rank
@@ -32,21 +31,16 @@ def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_device
 
     key = f"backend.devices_per_rank={count}" if chosen is None else f"model.devices={[*map(str, chosen)]}"
     devices = chosen or world.devices
-    if chosen and count > 1:
-        raise InputError(f"{key} and backend.devices_per_rank={count} exclude each other; drop one")
     if not spans_devices and len(set(devices)) > 1:
         raise InputError(f"{key}: parallel={choices.get('parallel')} has one device per rank; try parallel=ddp")
-    if chosen and world.rank_info.local_world_size > 1 and any(device.type != "cpu" for device in chosen):
+    uses_gpus = any(device.type != "cpu" for device in devices)
+    if chosen and (count > 1 or (uses_gpus and world.rank_info.local_world_size > 1) or chosen[0] != world.device):
         raise InputError(
-            f"{key} would be used by all {world.rank_info.local_world_size} ranks on this machine; try "
-            f"model.devices=null backend.devices_per_rank={len(chosen)}"
+            f"{key} must begin with the device {world.device} of the samples, and be the devices of a single rank; "
+            f"try model.devices=null backend.devices_per_rank={len(chosen)}"
         )
-    if devices[0] != world.device:
-        raise InputError(f"{key} must begin with {world.device}, where the samples are")
     try:
         model.place(devices)
     except ValueError as error:
         raise InputError(f"{key}: {error}") from None
-    if all(device.type == "cpu" for device in devices):
-        return [f"{name}: all submodules are on the CPU"]
-    return []
+    return [] if uses_gpus else [f"{name}: all submodules are on the CPU"]

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -17,18 +16,14 @@ from runner.config.schema import Config, InitFrom
 from runner.distributed.world import World
 from runner.errors import InputError, near_hint
 from runner.optimization.parameter_patterns import counted, near
-from runner.records.ledger import is_sweep
 from runner.records.run_directory import CHECKPOINTS
 
 ARROW = "->"  # between a pattern and its replacement
-_LOADED, _SKIPPED, _SHAPES = 8, 20, 5  # names that are listed
+_LISTED, _LOGGED = 4, 8  # names in a message and in a line of the header
 
 
 def find_initial_weights(config: Config, directory: str | None, world: World) -> Path | None:
-    """Return the result of `locate_initial_weights` on rank 0. All ranks must call it.
-
-    `directory` is the run directory if it is known already; after a restart the previous attempt has created it.
-    """
+    """Return the result of `locate_initial_weights` on rank 0. All ranks must call it."""
     if config.init_from.path is None:
         return None
 
@@ -59,40 +54,23 @@ def locate_initial_weights(config: Config, directory: str | None) -> Path | None
 
 def _resolve(path: Path) -> Path:
     """Return a file, or the directory of a verified checkpoint. Raise ValueError if the path is or contains neither."""
-    if path.is_dir():
-        if is_sweep(path):
-            raise ValueError("it is a sweep; name one of its jobs")
-        if (path / MANIFEST).is_file():
-            checkpoint = path.resolve()  # of a link, which may change meanwhile
-            verify(checkpoint)
-            return checkpoint
-        if not (path / CHECKPOINTS).is_dir():
-            raise ValueError("it is a directory, but neither a run directory nor a checkpoint; name a file in it")
-        if not list_checkpoints(path / CHECKPOINTS):
-            raise ValueError("the run has no checkpoint yet")
-        return choose_checkpoint(path / CHECKPOINTS)
-    if not path.is_file():
+    if not path.exists():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"no such file or directory{near_hint(path.name, siblings)}")
-    if (path.parent / MANIFEST).is_file():  # a file of a checkpoint
-        verify(path.parent)
-        return path.parent.resolve()
-    return path
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A tensor of the model, by one of its names."""
-
-    aliases: list[str]  # all its names: several if modules share it
-    header: Header
+    directory = path if path.is_dir() else path.parent
+    if (directory / MANIFEST).is_file():  # a checkpoint, or a file in it
+        checkpoint = directory.resolve()  # of a link, which may change meanwhile
+        verify(checkpoint)
+        return checkpoint
+    if path.is_file():
+        return path
+    if not list_checkpoints(path / CHECKPOINTS):
+        raise ValueError("it is a directory without checkpoints; name a run that has one, a checkpoint, or a file")
+    return choose_checkpoint(path / CHECKPOINTS)
 
 
 class InitialWeights:
-    """The assignment of a file's tensors to a model's, decided by names and shapes; `fill` then copies the values.
-
-    Raises InputError if the file cannot be read or does not fit.
-    """
+    """The assignment of a file's tensors to a model's, decided by names and shapes; `fill` then copies the values."""
 
     def __init__(self, options: InitFrom, path: Path, module: nn.Module):
         self._option = f"init_from.path={options.path}"
@@ -101,73 +79,52 @@ class InitialWeights:
             self._file: WeightsFile | None = open_weights(path)
         except ValueError as error:
             raise InputError(f"{self._option}: {error}") from None
-        headers = self._file.headers
-        renamed = _rename(options.map, headers)
-        slots = _slots(module)
+        theirs = self._file.headers
+        self._renamed = _rename(options.map, theirs)
+        tensors = _saved_tensors(module)
+        self._mine = {name: Header(tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in tensors.items()}
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            aliases.setdefault(id(tensor), []).append(name)
         # Names in the file by the model's; the file may contain a shared tensor once, under any of its names.
-        sources = {
-            name: source
-            for name, slot in slots.items()
-            if (source := next((renamed[alias] for alias in (name, *slot.aliases) if alias in renamed), None))
-        }
-        used = {alias for name in sources for alias in slots[name].aliases}
-        self._unused = [source for name, source in renamed.items() if name not in used]
+        sources: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            if found := [alias for alias in (name, *aliases[id(tensor)]) if alias in self._renamed]:
+                sources[name] = self._renamed[found[0]]
+        used = {alias for name in sources for alias in aliases[id(tensors[name])]}
+        self._unused = [source for name, source in self._renamed.items() if name not in used]
+        self._absent = [name for name in self._mine if name not in sources]
+        misfits = [name for name, source in sources.items() if theirs[source] != self._mine[name]]
         self._misfits = [
-            f"{name} {headers[source]} in the file, {slots[name].header} in the model"
-            for name, source in sources.items()
-            if headers[source] != slots[name].header
+            f"{name} {theirs[sources[name]]} in the file, {self._mine[name]} in the model" for name in misfits
         ]
-        if options.strict:
-            self._check(slots, renamed, [name for name in slots if name not in sources])
+        if options.strict and (messages := self._differences()):
+            raise InputError(*messages)
         # What is still to be copied: the name in the file by the name in the model.
-        self._pending = {name: source for name, source in sources.items() if headers[source] == slots[name].header}
+        self._pending = {name: source for name, source in sources.items() if name not in misfits}
         if not self._pending:
             raise InputError(
-                f"{self._option}: none of its {_weights(len(headers))} has the name and shape of one of the model's; "
-                f"it has {counted(list(headers), 3)}, the model {counted(list(slots), 3)}{self._hint(renamed, slots)}"
+                f"{self._option}: none of its weights has the name and shape of one of the model's; it has "
+                f"{counted(list(theirs), _LISTED)}, the model {counted(list(self._mine), _LISTED)}{self._hint()}"
             )
-        self._check_ties(slots, renamed)
         self._loaded = list(self._pending)
-        self._absent = [name for name in slots if name not in sources]  # from the file
-        self._num_weights = len(slots)
 
-    def _check(self, slots: Mapping[str, _Slot], renamed: Mapping[str, str], absent: Sequence[str]) -> None:
-        """Raise InputError, with all reasons, unless the file has exactly the model's weights."""
-        messages = []
-        if self._misfits:
-            messages.append(
-                f"{self._option}: {_weights(len(self._misfits))} of another shape: "
-                f"{counted(self._misfits, _SHAPES, '; ')}; init_from.strict=false keeps the model's initial values"
-            )
-        if missing := [name for name in absent if not name.endswith("num_batches_tracked")]:
-            messages.append(
-                f"{self._option} lacks {_weights(len(missing))} of the model: {counted(missing, 4)}"
-                f"{self._hint(renamed, slots)}; or keep their initial values by init_from.strict=false"
-            )
-        if self._unused:
-            messages.append(
-                f"{self._option} has {_weights(len(self._unused))} that the model does not have: "
-                f"{counted(self._unused, 4)}{self._hint(renamed, slots)}; or skip them by init_from.strict=false"
-            )
-        if messages:
-            raise InputError(*messages)
+    def _differences(self) -> list[str]:
+        """Return a message for each way in which the file has not exactly the model's weights."""
+        missing = [name for name in self._absent if not name.endswith("num_batches_tracked")]
+        problems = {
+            f"has weights of another shape: {counted(self._misfits, _LISTED, '; ')}": self._misfits,
+            f"lacks weights of the model: {counted(missing, _LISTED)}{self._hint()}": missing,
+            f"has weights that the model does not have: {counted(self._unused, _LISTED)}{self._hint()}": self._unused,
+        }
+        ignoring = "init_from.strict=false loads the others"
+        return [f"{self._option} {problem}; {ignoring}" for problem, names in problems.items() if names]
 
-    def _check_ties(self, slots: Mapping[str, _Slot], renamed: Mapping[str, str]) -> None:
-        """Raise InputError if the file has two different values for one shared weight."""
-        assert self._file is not None
-        for aliases in {id(slot.aliases): slot.aliases for slot in slots.values()}.values():
-            first, *others = [alias for alias in aliases if alias in renamed and alias in self._pending] or [""]
-            for other in others:
-                if not torch.equal(self._file.read(renamed[first]), self._file.read(renamed[other])):
-                    raise InputError(
-                        f"{self._option} has different values of {first} and {other}, which are one weight of the "
-                        f"model; leave one out by init_from.map='[\"^{re.escape(renamed[other])}${ARROW}\"]'"
-                    )
-
-    def _hint(self, renamed: Mapping[str, str], slots: Mapping[str, _Slot]) -> str:
+    def _hint(self) -> str:
         """Suggest a map if the names differ by a prefix."""
         prefixes: Counter[str] = Counter()
-        mine, theirs = [n for n in slots if n not in renamed], [n for n in renamed if n not in slots]
+        mine = [name for name in self._mine if name not in self._renamed]
+        theirs = [name for name in self._renamed if name not in self._mine]
         for name in mine:
             longer = [other[: -len(name)] for other in theirs if other.endswith(f".{name}")]
             prefixes.update(f"^{prefix.replace('.', '[.]')}{ARROW}" for prefix in longer)
@@ -176,14 +133,15 @@ class InitialWeights:
 
     def describe(self) -> list[str]:
         """Return lines for the run's header: which weights were loaded, and which were not."""
-        loaded = counted(self._loaded, _LOADED)
-        lines = [f"init     {self._path}, {len(self._loaded):,} of {self._num_weights:,} weights: {loaded}"]
-        if self._absent:
-            lines.append(f"         not in the file, initial values kept: {counted(self._absent, _SKIPPED)}")
-        if self._misfits:
-            lines.append(f"         of another shape, initial values kept: {counted(self._misfits, _SKIPPED, '; ')}")
-        if self._unused:
-            lines.append(f"         in the file, but not loaded: {counted(self._unused, _SKIPPED)}")
+        counts = f"{len(self._loaded):,} of {len(self._mine):,} weights"
+        lines = [f"init     {self._path}, {counts}: {counted(self._loaded, _LOGGED)}"]
+        for problem, names in (
+            ("not in the file, initial values kept", self._absent),
+            ("of another shape, initial values kept", self._misfits),
+            ("in the file, but not loaded", self._unused),
+        ):
+            if names:
+                lines.append(f"         {problem}: {counted(names, _LOGGED, '; ')}")
         return lines
 
     @torch.no_grad()
@@ -201,25 +159,15 @@ def _named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
-def _slots(module: nn.Module) -> dict[str, _Slot]:
+def _saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return what a state dict of the module contains, by each name."""
     state = module.state_dict()
-    named = {name: tensor for name, tensor in _named_tensors(module) if name in state}
-    aliases: dict[int, list[str]] = {}
-    for name, tensor in named.items():
-        aliases.setdefault(id(tensor), []).append(name)
-    return {
-        name: _Slot(aliases[id(tensor)], Header(tuple(tensor.shape), tensor.is_floating_point()))
-        for name, tensor in named.items()
-    }
+    return {name: tensor for name, tensor in _named_tensors(module) if name in state}
 
 
 def _rename(entries: Sequence[str], headers: Mapping[str, Header]) -> dict[str, str]:
-    """Apply the entries to the file's names, one after the other. Return the original names by the new ones.
-
-    A name that becomes empty is left out. Raise InputError if an entry matches nothing or two names become equal.
-    """
-    names = {name: name for name in headers}  # the current name of each
+    """Apply the entries to the file's names in order. Return the original names by the new, non-empty ones."""
+    names = {name: name for name in headers}
     for index, entry in enumerate(entries):
         pattern, replacement = entry.split(ARROW)
         option = f"init_from.map.{index}={entry}"
@@ -239,7 +187,3 @@ def _rename(entries: Sequence[str], headers: Mapping[str, Header]) -> dict[str, 
         if now:
             renamed[now] = name
     return renamed
-
-
-def _weights(count: int) -> str:
-    return "1 weight" if count == 1 else f"{count:,} weights"

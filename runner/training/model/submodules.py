@@ -5,16 +5,18 @@ from weakref import WeakSet
 
 from torch import nn
 
+from runner.errors import InputError
+
 _attached: WeakSet[nn.Module] = WeakSet()
 
 
 def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None:
     """Add a loss or an objective to the model, which is then trained, parallelized and saved with it, as `loss.NAME`.
 
-    Raises ValueError if the model has an attribute of that name.
+    Raises InputError if the model has an attribute of that name.
     """
     if hasattr(module, name):
-        raise ValueError(
+        raise InputError(
             f"{type(submodule).__name__} would become the model's {name}, which exists; rename the model's attribute"
         )
     module.add_module(name, submodule)
