@@ -2,9 +2,7 @@
 
 import os
 import re
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +17,13 @@ from runner.records.record_files import read_mapping
 from runner.records.records import RunRecord, newest_training_run, read_metrics, read_run, varied_keys
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
+from runner.records.tables import as_number
 
 if TYPE_CHECKING:
     import torch
     from pandas import DataFrame
 
 Column = np.ndarray[Any, Any]
-
-_STAMP = re.compile(r"(?:sweep-)?(\d{8})-(\d{6})(?:-(\d+))?")  # as runner.records.run_directory.new_directory makes it
 
 
 class Run:
@@ -190,32 +187,23 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
 
 def _value(record: RunRecord, key: str) -> Any:
     """Return the value of the run's configuration, else the one of its overrides; empty without either."""
-    if key in record.settings:
-        return record.settings[key]
-    typed = record.value(key)
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(typed)
-    return typed
+    text = record.value(key)
+    number = as_number(text)
+    return record.settings.get(key, text if number is None else number)
 
 
 def _as_column(values: list[Any]) -> Column:
-    present = [value for value in values if value != ""]
-    if present and all(map(_is_number, present)):
+    if all(_is_number(value) or value == "" for value in values):
         return np.array([np.nan if value == "" else value for value in values])
-    return np.array([value if isinstance(value, str) else str(value) for value in values], dtype=object)
+    return np.array([str(value) for value in values], dtype=object)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _started(path: Path) -> tuple[Any, ...]:
-    """Return a sort key: the start of the run or its sweep, and the job's number; else the time of the last change."""
-    for where in (path, path.parent):
-        if match := _STAMP.fullmatch(where.name):
-            day, moment, again = match.groups()
-            number = path.name.partition("-")[0] if where is not path else ""
-            return day, moment, int(again or 0), int(number) if number.isdigit() else 0, str(path)
-    written = time.localtime((path / OVERRIDES).stat().st_mtime)
-    return time.strftime("%Y%m%d", written), time.strftime("%H%M%S", written), 0, 0, str(path)
+def _started(path: Path) -> tuple[list[int], Path]:
+    """Return a sort key: the numbers in the name of the run, or of its sweep and of the job."""
+    is_job = path.parent.name.startswith("sweep-")
+    names = [path.parent.name, path.name.partition("-")[0]] if is_job else [path.name]
+    return [int(number) for name in names for number in re.findall(r"\d+", name)], path

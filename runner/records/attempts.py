@@ -5,7 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,11 @@ def read_attempts(directory: Path) -> Iterator[Attempt]:
             yield attempt
 
 
-def parse_attempt(facts: Any) -> Attempt | None:
-    """Return the attempt with these fields, or None if they are not those of an attempt."""
+def parse_attempt(facts: Mapping[str, Any]) -> Attempt | None:
+    """Return the attempt with these fields and possibly others, or None if they are not those of an attempt."""
     try:
-        attempt = Attempt(**facts)
-    except TypeError:
+        attempt = Attempt(**{each.name: facts[each.name] for each in fields(Attempt) if each.name in facts})
+    except TypeError:  # a field is missing
         return None
     changed = attempt.changed.values() if isinstance(attempt.changed, dict) else [None]
     are_pairs = all(isinstance(values, list) and len(values) == 2 for values in changed)

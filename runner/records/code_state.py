@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,21 @@ class CodeState:
     places: dict[str, str]  # custom directories and imported modules by archive path
     files: dict[str, str] = field(default_factory=dict)  # the SHA-256 of code files by archive path
 
+    def sources(self) -> dict[str, Path]:
+        """Return the files and directories of the code by archive path, including the runner's packages."""
+        package = Path(runner.__file__).resolve().parent
+        sources = {"runner": package, "hydra_plugins/runner": package.parent / "hydra_plugins" / "runner"}
+        sources |= {name: ROOT / name for name in ("conf", "models", "data")}
+        own = {f"{INSTALLED}/{name}": path for name, path in sources.items()}
+        return own | {archive_path: Path(path) for archive_path, path in self.places.items()}
+
     @property
     def sha256(self) -> str:
         return hashlib.sha256(dumps(self.files, sort_keys=True).encode()).hexdigest()
 
     def changed(self) -> list[str]:
         """Return the files that have been changed, removed or added since."""
-        sources = {archive_path: Path(path) for archive_path, path in self.places.items()}
-        now = hash_files({**runner_sources(), **sources})
+        now = hash_files(self.sources())
         return [self._original(name) for name in sorted({*now, *self.files}) if now.get(name) != self.files.get(name)]
 
     def _original(self, name: str) -> str:
@@ -115,28 +122,17 @@ def hash_files(sources: Mapping[str, Path]) -> dict[str, str]:
     }
 
 
-def runner_sources() -> dict[str, Path]:
-    """Return the runner's packages by archive path."""
-    package = Path(runner.__file__).resolve().parent
-    sources = {"runner": package, "hydra_plugins/runner": package.parent / "hydra_plugins" / "runner"}
-    sources |= {name: ROOT / name for name in ("conf", "models", "data")}
-    return {f"{INSTALLED}/{name}": path for name, path in sources.items()}
+def custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
+    """Return the directories of --config-dir, and other imported modules and packages, by archive path.
 
-
-def custom_sources(config_dirs: Iterable[str], first_number: int = 0) -> dict[str, Path]:
-    """Return the directories of --config-dir by archive path, each of which starts with a number."""
-    names = [(path, re.sub(r"[^A-Za-z0-9._-]+", ".", Path(path).name)) for path in config_dirs]
-    return {f"{CUSTOM}/{number}-{name}": Path(path) for number, (path, name) in enumerate(names, start=first_number)}
-
-
-def imported_sources(config_dirs: Iterable[str]) -> dict[str, Path]:
-    """Return other modules and packages that this process has imported, and no package manager has installed.
-
-    The configuration names them, so that its validation has imported them, or they are imported by such modules.
+    The latter are those that no package manager has installed. The configuration names them, so that its validation has
+    imported them, or they are imported by such modules.
     """
-    directories, own = [Path(path) for path in config_dirs], list(runner_sources().values())
+    directories = [Path(path) for path in config_dirs]
+    names = [re.sub(r"[^A-Za-z0-9._-]+", ".", path.name) for path in directories]
+    found = {f"{CUSTOM}/{n}-{name}": path for n, (name, path) in enumerate(zip(names, directories, strict=True))}
+    own = [Path(runner.__file__).parent, *(ROOT / name for name in ("hydra_plugins", "models", "data"))]
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-    found: dict[str, Path] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or name in ("__main__", "__mp_main__") or file.startswith(libraries):

@@ -9,10 +9,9 @@ the archive. A large file that is not code is a link to the original.
 import hashlib
 import io
 import json
-import shutil
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,8 +24,6 @@ from runner.records.code_state import (
     custom_sources,
     files_of,
     hash_files,
-    imported_sources,
-    runner_sources,
     to_json,
 )
 from runner.records.ledger import is_sweep
@@ -51,7 +48,9 @@ class FrozenCode:
 
 def take_state(config_dirs: Sequence[str]) -> CodeState:
     """Return the current state of the code. `config_dirs` are absolute paths."""
-    return _add(_state_of_runner(), {**custom_sources(config_dirs), **imported_sources(config_dirs)})
+    places = {name: str(path) for name, path in custom_sources(config_dirs).items()}
+    state = CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), git_state(), places, {})
+    return replace(state, files=hash_files(state.sources()))
 
 
 def remember(directory: Path, state: CodeState) -> Path:
@@ -66,66 +65,45 @@ def remember(directory: Path, state: CodeState) -> Path:
 def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> FrozenCode:
     """Freeze the code in the directory of a run or a sweep, unless the directory already has frozen code.
 
-    Directories of --config-dir (absolute paths) that the frozen code does not have are added, in a new archive, because
-    jobs may be waiting with the other one. Raises InputError if a directory is too large, or the archive is damaged.
+    `config_dirs` are absolute paths. Raises InputError if one of them is too large or missing in the frozen code, or if
+    the archive is damaged.
     """
-    if not _newest_archive(directory) and is_sweep(directory.parent):
+    if not any(directory.glob(ARCHIVE)) and is_sweep(directory.parent):
         directory = directory.parent
-    path = _newest_archive(directory)
-    state = _read_state(path) if path else _state_of_runner()
-    changed = state.changed() if path else []
-    missing = [config_dir for config_dir in config_dirs if config_dir not in state.places.values()]
-    sources = custom_sources(missing, first_number=len(state.places))
-    if not path:
-        sources |= imported_sources(config_dirs)
-    _check_size(sources)
-    state = _add(state, sources)
-    if write and (sources or not path):
-        path = _write_archive(directory, sources, state, path)
+    path, changed = next(directory.glob(ARCHIVE), None), []
+    if path is not None:
+        state = _read_state(path)
+        changed = state.changed()
+    else:
+        state = take_state(config_dirs)
+        _check_size(state)
+        path = _write_archive(directory, state) if write else None
     by_source = {source: archive_path for archive_path, source in state.places.items()}
-    archived = [by_source[config_dir] for config_dir in config_dirs]
+    if missing := [config_dir for config_dir in config_dirs if config_dir not in by_source]:
+        raise InputError(
+            f"--config-dir={missing[0]}: {path} does not have this directory; remove that file to freeze the code again"
+        )
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path else "HASH"
+    archived = [by_source[config_dir] for config_dir in config_dirs]
     return FrozenCode(path or directory / "code-HASH.tar", sha256, archived, state.at, changed)
 
 
-def _state_of_runner() -> CodeState:
-    return CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), git_state(), {}, hash_files(runner_sources()))
-
-
-def _add(state: CodeState, sources: Mapping[str, Path]) -> CodeState:
-    places = {archive_path: str(source) for archive_path, source in sources.items()}
-    return replace(state, places=state.places | places, files=state.files | hash_files(sources))
-
-
-def _newest_archive(directory: Path) -> Path | None:
-    return max(directory.glob(ARCHIVE), key=lambda path: path.stat().st_mtime_ns, default=None)
-
-
-def _write_archive(directory: Path, sources: Mapping[str, Path], state: CodeState, base: Path | None) -> Path:
-    """Write an archive with the sources and the state, and with the content of `base` or else the runner."""
-    if base is None:
-        sources = {**runner_sources(), **sources}
+def _write_archive(directory: Path, state: CodeState) -> Path:
     # Listed before the archive exists, because a custom directory may contain the run directory.
-    files = [found for archive_path, source in sources.items() for found in files_of(archive_path, source)]
+    files = [found for archive_path, source in state.sources().items() for found in files_of(archive_path, source)]
     partial = directory / "code.tar.tmp"
-    try:
-        if base is not None:
-            shutil.copyfile(base, partial)
-        with tarfile.open(partial, "w" if base is None else "a", dereference=True) as archive:
-            if base is None and state.git["dirty"]:
-                _add_text(archive, DIFF, git_diff())
-            for name, file in files:
-                if _is_linked(file):
-                    link = tarfile.TarInfo(name)
-                    link.type, link.linkname = tarfile.SYMTYPE, str(file.resolve())
-                    archive.addfile(link)
-                else:
-                    archive.add(file, name, recursive=False)
-            _add_text(archive, STATE, to_json(state))  # replaces that of `base` when the archive is read or extracted
-        return partial.replace(directory / f"code-{_hash(partial)}.tar")
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with tarfile.open(partial, "w", dereference=True) as archive:
+        if state.git["dirty"]:
+            _add_text(archive, DIFF, git_diff())
+        _add_text(archive, STATE, to_json(state))
+        for name, file in files:
+            if _is_linked(file):
+                link = tarfile.TarInfo(name)
+                link.type, link.linkname = tarfile.SYMTYPE, str(file.resolve())
+                archive.addfile(link)
+            else:
+                archive.add(file, name, recursive=False)
+    return partial.replace(directory / f"code-{_hash(partial)}.tar")
 
 
 def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
@@ -152,18 +130,15 @@ def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def _check_size(sources: Mapping[str, Path]) -> None:
-    messages = []
-    for archive_path, source in sources.items():
-        sizes = [file.stat().st_size for _, file in files_of(archive_path, source) if not _is_linked(file)]
+def _check_size(state: CodeState) -> None:
+    for archive_path, source in state.places.items():
+        sizes = [file.stat().st_size for _, file in files_of(archive_path, Path(source)) if not _is_linked(file)]
         if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:
-            messages.append(
+            raise InputError(
                 f"launcher.code=frozen archives {source}, which has {len(sizes):,} small files of "
                 f"{sum(sizes) / 2**20:.0f} MiB, more than {MAX_FILES:,} or {MAX_BYTES >> 20} MiB; move the data out of "
                 "it, or set launcher.code=live"
             )
-    if messages:
-        raise InputError(*messages)
 
 
 def _is_linked(file: Path) -> bool:

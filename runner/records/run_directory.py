@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from runner.errors import JobFailed
-from runner.records.attempts import Attempt, append_attempt, last_line, new_attempt, utc_now
+from runner.records.attempts import Attempt, append_attempt, last_line, utc_now
 from runner.records.code_state import CodeState, facts_of_job, original_directory
 from runner.records.monitor import LOSS
 from runner.records.provenance import DIFF, git_diff, git_state, machine, versions
 from runner.records.record_files import dumps, read_json_lines, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
-from runner.records.run_lock import RunLock, lock_directory, next_number
+from runner.records.run_lock import RunLock, lock_directory
 
 METRICS, CONFIG, OVERRIDES, CHECKPOINTS = "metrics.jsonl", "config.yaml", "overrides.yaml", "checkpoints"
 
@@ -73,13 +73,13 @@ class RunDirectory:
 
         previous: as in `runner.records.run_lock.lock_directory`. facts: fields of the new Attempt.
         """
-        self.attempt = new_attempt(next_number(self.path), **facts)
-        self._lock = lock_directory(self.path, self.attempt, previous)
+        self._lock = lock_directory(self.path, previous, **facts)
+        self.attempt = self._lock.attempt
 
     def check_lock(self) -> None:
         """Raise JobFailed if another world has taken over the directory, which this world may no longer write to."""
         if self._is_lost():
-            raise JobFailed(f"{self.path} has been taken over by another process, because this one seemed dead")
+            raise JobFailed(f"{self.path} has been taken over by another process, or its lock file has been removed")
 
     def release(self) -> None:
         if self._lock is not None:

@@ -16,7 +16,7 @@ from runner.config.schema import Config
 from runner.jobs.continuation import check_directory
 from runner.records.attempts import append_attempt, initial_values, new_attempt, read_attempts
 from runner.records.run_directory import RunDirectory
-from runner.records.run_lock import lock_directory, next_number
+from runner.records.run_lock import lock_directory
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
 RECORD = ("config.yaml", "overrides.yaml", "result.json", "metrics.jsonl")
@@ -87,8 +87,7 @@ def test_damaged_attempts_and_lock_files_are_skipped(tmp_path: Path) -> None:
     for number, text in ((1, json.dumps(good | {"number": "x"})), (2, DEEP), (3, "[1]")):
         (tmp_path / f"holder-{number}.json").write_text(text)
         os.utime(tmp_path / f"holder-{number}.json", (1, 1))
-    assert next_number(tmp_path) == 2
-    lock_directory(tmp_path, new_attempt(2)).release()
+    lock_directory(tmp_path).release()
     assert [attempt.number for attempt in read_attempts(tmp_path)] == [1]
     assert not list(tmp_path.glob("holder-*"))
 

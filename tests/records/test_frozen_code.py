@@ -93,16 +93,8 @@ def test_frozen_code_is_reused_and_changed_files_are_named(mine: Path) -> None:
     again = freeze(directory, [str(mine)])
     assert again.changed == ["model/new.yaml", "own.py"]
     assert (again.path, again.sha256, again.config_dirs) == (first.path, first.sha256, first.config_dirs)
-    # A further directory is added in a new archive; a waiting job keeps the first one.
-    second = mine.parent / f"{mine.name}-second"
-    (second / "data").mkdir(parents=True)
-    (second / "data" / "ring.yaml").write_text("")
-    added = freeze(directory, [str(mine), str(second)])
-    assert added.path != first.path and first.path.exists() and added.config_dirs[0] == first.config_dirs[0]
-    code = extract(added, mine / "code")
-    assert (code / added.config_dirs[0] / "own.py").read_text() == "SCALE = 1\n"
-    assert (code / added.config_dirs[1] / "data" / "ring.yaml").exists() and (code / "installed" / "runner").is_dir()
-    assert freeze(directory, [str(second)]).path == added.path
+    with pytest.raises(InputError, match=f"--config-dir=/other: {first.path} does not have this directory; remove"):
+        freeze(directory, [str(mine), "/other"])
 
 
 @pytest.mark.fault("the frozen code of a job changed", outcome="refused")

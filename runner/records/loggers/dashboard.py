@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ IDS = "loggers.json"
 CONFUSION = "val/confusion"
 
 
-@dataclass(frozen=True)
 class RunFacts:
-    """What a run has recorded about itself when it starts."""
+    """What a run that is about to train has recorded about itself."""
 
-    name: str  # of its directory
-    experiment: str  # the configuration's name
-    sweep: str | None  # the name of the sweep's directory
-    outputs: Path  # the directory of all runs
-    config: dict[str, Any]
-    result: dict[str, Any]  # the content of result.json, in which the state is still running
+    def __init__(self, directory: Path):
+        self.name = directory.name
+        self.sweep = directory.parent.name if is_sweep(directory.parent) else None
+        self.outputs = directory.parents[2 if self.sweep else 1]  # the directory of all runs
+        self.config = read_mapping(directory / CONFIG)
+        self.result = read_result(directory) or {}
 
     @property
     def choices(self) -> dict[str, str]:
@@ -36,35 +34,17 @@ class RunFacts:
         return {key: self.result[key] for key in ("model", "data", "parallel", "world_size") if key in self.result}
 
 
-def read_facts(directory: Path) -> RunFacts:
-    """Return the facts of a run that is about to train."""
-    config = read_mapping(directory / CONFIG)
-    named = next((parent for parent in directory.parents if parent.name == config["name"]), directory.parent)
-    return RunFacts(
-        name=directory.name,
-        experiment=config["name"],
-        sweep=directory.parent.name if is_sweep(directory.parent) else None,
-        outputs=named.parent,
-        config=config,
-        result=read_result(directory) or {},
-    )
-
-
-def read_ids(directory: Path, option: str) -> dict[str, str]:
-    """Return the ids that the run has with a logger, by the server, file or project that contains the run."""
-    return _read_all_ids(directory).get(option, {})
+def read_ids(directory: Path) -> dict[str, dict[str, str]]:
+    """Return the ids that the run has, by logger and by the server, file or project that contains the run."""
+    path = directory / IDS
+    return read_mapping(path) if path.exists() else {}
 
 
 def save_id(directory: Path, option: str, location: str, run_id: str) -> None:
     """Save the id that the run has with a logger, for later attempts."""
-    ids = _read_all_ids(directory)
+    ids = read_ids(directory)
     ids.setdefault(option, {})[location] = run_id
     write_atomically(directory / IDS, dumps(ids, indent=1) + "\n")
-
-
-def _read_all_ids(directory: Path) -> dict[str, dict[str, str]]:
-    path = directory / IDS
-    return read_mapping(path) if path.exists() else {}
 
 
 class History:

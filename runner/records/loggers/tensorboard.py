@@ -34,8 +34,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         # From earlier files of the directory TensorBoard drops later steps, which are repeated now.
-        started_before = any(Path(directory).glob("events.out.tfevents.*"))
-        self._writer = SummaryWriter(directory, purge_step=first_step + 1 if started_before else None)
+        self._writer = SummaryWriter(directory, purge_step=first_step + 1)
         self._writer.add_custom_scalars({"train against val": _charts(trial.metrics), "speed": SPEED})
         if trial.overrides:
             self._start_session(Path(directory), trial)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from runner.errors import require_packages
 from runner.records.loggers.contract import RunOutcome
-from runner.records.loggers.dashboard import BackgroundThread, History, ProjectRun, read_facts, read_ids, save_id
+from runner.records.loggers.dashboard import BackgroundThread, History, ProjectRun, RunFacts, read_ids, save_id
 from runner.records.records import Trial
 
 CLOSE_S = 120
@@ -42,10 +42,10 @@ class WandB(ProjectRun):
         import wandb  # takes seconds, so it is imported only if it was chosen
 
         self._package = wandb
-        path, facts = Path(directory), read_facts(Path(directory))
-        project = self._project or facts.experiment
+        path, facts = Path(directory), RunFacts(Path(directory))
+        project = self._project or facts.config["name"]
         location = f"{self._entity}/{project}" if self._entity else project
-        known = read_ids(path, "wandb").get(location)
+        known = read_ids(path).get("wandb", {}).get(location)
         run_id = known or uuid.uuid4().hex[:16]
         mode = self._choose_mode()
         try:
