@@ -45,11 +45,7 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
 
     Another task than train may be chosen if it is a single run. Raise InputError (nothing was written), JobFailed, or
     Preempted if a signal or an interrupt of the notebook stopped the run after it had saved. The attribute `directory`
-    of the latter two is the run's.
-
-    Args:
-        overrides: as of `compose`.
-        config_dirs: as of `compose`.
+    of the latter two is the run's. The arguments are those of `compose`.
     """
     from runner.jobs.task import launches_jobs
     from runner.launchers.launch import launch, make_launcher
@@ -75,12 +71,8 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
 def sweep(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> list[Run]:
     """Run a sweep to its end, as `python -m runner -m` does, and return the runs of its jobs in their order.
 
-    Raise as `train` does; JobFailed if some jobs are not done after all were tried, whose runs
-    `runner.runs(error.directory)` returns.
-
-    Args:
-        overrides: as of `compose`, with several values for some keys.
-        config_dirs: as of `compose`.
+    The arguments are those of `compose`, with several values for some keys. Raise as `train` does; JobFailed if some
+    jobs are not done after all were tried, whose runs `runner.runs(error.directory)` returns.
     """
     from runner.sweeps.run_sweep import run_sweep
 

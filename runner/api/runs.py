@@ -11,10 +11,9 @@ import numpy as np
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.config.custom_dirs import fresh_imports
 from runner.errors import InputError
-from runner.records.ledger import is_sweep
 from runner.records.monitor import Monitor
-from runner.records.record_files import read_mapping
-from runner.records.records import RunRecord, newest_training_run, read_metrics, read_run, varied_keys
+from runner.records.record_files import read_mapping, read_metrics
+from runner.records.records import RunRecord, newest_training_run, read_run, single_run, varied_keys
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
 from runner.records.tables import as_number
@@ -56,16 +55,16 @@ class Run:
     @property
     def monitor(self) -> Monitor | None:
         """The metric by which runs are compared: name and direction (min or max); None if it was not measured."""
-        return read_run(self.path).monitor
+        return read_run(single_run(self.path)).monitor
 
     @property
     def metrics(self) -> dict[str, Column]:
         """All logged values by column: step, epoch and each metric, which is nan in steps without a value."""
         rows: dict[int, dict[str, Any]] = {}
         for line in read_metrics(self.path):
-            rows.setdefault(int(line["step"]), {}).update(line)
+            rows.setdefault(line["step"], {}).update(line)
         steps = sorted(rows)
-        names = dict.fromkeys(name for step in steps for name, value in rows[step].items() if _is_number(value))
+        names = dict.fromkeys(name for step in steps for name in rows[step])
         columns = {name: np.array([rows[step].get(name, np.nan) for step in steps]) for name in names}
         for name in ("step", "epoch"):
             columns[name] = np.array([rows[step].get(name, 0) for step in steps], dtype=np.int64)
@@ -144,13 +143,9 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
         if newest is None:
             raise InputError(f"open_run('last'): there is no run under {folder}; name the directory")
         return Run(newest, trust)
-    where = Path(path)
-    if (where / OVERRIDES).is_file():
-        return Run(where, trust)
-    if is_sweep(where):
-        raise InputError(f"{path} is a sweep; runner.runs({str(path)!r}) lists its jobs")
-    what = f"no run directory (it has no {OVERRIDES})" if where.is_dir() else "no directory"
-    raise InputError(f"{path} is {what}; runner.runs('outputs') lists all runs")
+    if not Path(path, OVERRIDES).is_file():
+        raise InputError(f"{path} is no run directory; runner.runs(DIRECTORY) lists the runs below a directory")
+    return Run(path, trust)
 
 
 def runs(folder: str | Path = "outputs") -> list[Run]:
@@ -173,7 +168,7 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
 
     A missing value is nan in a column of numbers, and empty in another one.
     """
-    records = [read_run(run.path) for run in chosen]
+    records = [read_run(single_run(run.path)) for run in chosen]
     columns: dict[str, list[Any]] = {
         "path": [str(record.directory) for record in records],
         "state": [record.state for record in records],

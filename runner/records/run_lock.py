@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError, print_messages
-from runner.records.attempts import KILLED, Attempt, append_attempt, new_attempt, parse_attempt, read_attempts
+from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
 
 HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
@@ -82,7 +82,7 @@ def lock_directory(directory: Path, previous: int | None = None, **facts: Any) -
         # Numbers are unique, so the file name of a stalled owner is never used again.
         number = max([newest, *(attempt.number for attempt in read_attempts(directory))]) + 1
         try:
-            lock = RunLock(directory, new_attempt(number, **facts))
+            lock = RunLock(directory, Attempt(number, **facts))
         except FileExistsError:  # another process was faster; check whether it is alive
             continue
         if _lock_files(directory).keys() - {*before, number}:

@@ -86,7 +86,7 @@ def test_missing_numbers_are_nan_in_the_table(tmp_path: Path) -> None:
 def test_paths_without_a_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path, text in {
-        "nowhere": "nowhere is no directory",
+        "nowhere": "nowhere is no run directory",
         ".": "is no run directory",
         "last": "there is no run",
     }.items():

@@ -1,16 +1,14 @@
 """What the dashboards outside of the run directory have in common: facts and ids of the run, its history, a thread."""
 
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from runner.records.ledger import is_sweep
 from runner.records.loggers.contract import Logger, Predictions
 from runner.records.loggers.images import draw_confusion
-from runner.records.record_files import dumps, parse_metrics, read_mapping, write_atomically
-from runner.records.records import read_metrics
+from runner.records.record_files import dumps, read_mapping, read_metrics, write_atomically
 from runner.records.result import read_result
 from runner.records.run_directory import CONFIG
 
@@ -74,7 +72,7 @@ class History:
 def logged_metrics(directory: str) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield the step and the metrics of each line of metrics.jsonl."""
     for line in read_metrics(Path(directory)):
-        yield line.pop("step"), parse_metrics({name: value for name, value in line.items() if name != "epoch"})
+        yield line.pop("step"), {name: value for name, value in line.items() if name != "epoch"}
 
 
 class ProjectRun(Logger):
@@ -101,35 +99,26 @@ class ProjectRun(Logger):
 class BackgroundThread:
     """Makes calls one after another, so that training does not wait for a server.
 
-    The exception of a call is raised by the next method; later calls are dropped.
+    The exception of a call is raised by the next method; the calls after it are dropped.
     """
 
     def __init__(self, name: str):
-        self._calls: queue.Queue[Callable[[], object]] = queue.Queue()
-        self._error: Exception | None = None
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._calls: set[Future[object]] = set()
 
     def submit(self, call: Callable[[], object]) -> None:
-        self._raise()
-        self._calls.put(call)
+        self.wait(0)
+        self._calls.add(self._executor.submit(call))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for all calls. Return False after a timeout."""
-        with self._calls.all_tasks_done:
-            is_done = self._calls.all_tasks_done.wait_for(lambda: not self._calls.unfinished_tasks, timeout_s)
-        self._raise()
-        return is_done
+        done, self._calls = wait(self._calls, timeout_s, FIRST_EXCEPTION)
+        for call in done:
+            if error := call.exception():
+                self.stop()
+                raise error
+        return not self._calls
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        while True:
-            call = self._calls.get()
-            try:
-                if self._error is None:
-                    call()
-            except Exception as error:
-                self._error = error
-            self._calls.task_done()
+    def stop(self) -> None:
+        """Drop the calls that wait, for which Python's exit would wait otherwise."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

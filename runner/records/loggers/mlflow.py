@@ -98,7 +98,9 @@ class MLflow(Logger):
     def close(self, outcome: RunOutcome) -> None:
         self._send()
         self._thread.submit(lambda: self._end(outcome.state))
-        if not self._thread.wait(CLOSE_S):
+        is_complete = self._thread.wait(CLOSE_S)
+        self._thread.stop()
+        if not is_complete:
             raise TimeoutError(f"not everything was sent within {CLOSE_S} s")
 
     def _connect(self, uri: str, run_id: str | None, facts: RunFacts) -> dict[str, int]:

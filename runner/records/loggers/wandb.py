@@ -1,14 +1,14 @@
 """Weights & Biases: a run in a project, on its server, or offline in files of the run directory for `wandb sync`."""
 
-import functools
 import logging
+import threading
 import uuid
 from pathlib import Path
 from typing import Any, Literal
 
 from runner.errors import require_packages
 from runner.records.loggers.contract import RunOutcome
-from runner.records.loggers.dashboard import BackgroundThread, History, ProjectRun, RunFacts, read_ids, save_id
+from runner.records.loggers.dashboard import History, ProjectRun, RunFacts, read_ids, save_id
 from runner.records.records import Trial
 
 CLOSE_S = 120
@@ -80,9 +80,11 @@ class WandB(ProjectRun):
 
     def close(self, outcome: RunOutcome) -> None:
         self._run.summary["state"] = outcome.state
-        thread = BackgroundThread("wandb")  # without a response from the server, finish() never returns
-        thread.submit(functools.partial(self._run.finish, exit_code=int(outcome.state == "failed")))
-        if not thread.wait(CLOSE_S):
+        exit_code = int(outcome.state == "failed")
+        thread = threading.Thread(target=self._run.finish, kwargs={"exit_code": exit_code}, daemon=True)
+        thread.start()  # because finish() never returns without a response from the server
+        thread.join(CLOSE_S)
+        if thread.is_alive():
             raise TimeoutError(f"not everything was sent within {CLOSE_S} s; send the rest with `wandb sync`")
 
     def _choose_mode(self) -> Any:

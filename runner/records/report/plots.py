@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.records.monitor import LOSS
-from runner.records.report.statistics import Row, Summary
+from runner.records.report.statistics import Mean, Row, Summary
 from runner.records.tables import as_number
 
 MAX_CURVES = 10  # of the best configurations: matplotlib has no more distinct colors
@@ -45,21 +45,22 @@ def _metric_by_key(report: Summary) -> Any:
         return None
     figure, panels = new_figure(len(report.keys))
     for key, panel in zip(report.keys, panels, strict=True):
-        positions, names = _positions([row.values[key] for row in rows])
-        means = [row.means[report.metric] for row in rows]
-        heights = [mean.value for mean in means]
-        panel.errorbar(positions, heights, [mean.deviation or 0.0 for mean in means], fmt="o", alpha=0.5, capsize=3)
-        averages = {
-            x: statistics.fmean(y for at, y in zip(positions, heights, strict=True) if at == x) for x in positions
-        }
-        panel.plot(sorted(averages), [averages[x] for x in sorted(averages)], "-k", linewidth=1, label="mean")
+        by_value: dict[Any, list[Mean]] = {}
+        is_numeric = all(as_number(row.values[key]) is not None for row in rows)
+        for row in rows:
+            value = as_number(row.values[key]) if is_numeric else row.values[key]
+            by_value.setdefault(value, []).append(row.means[report.metric])
+        by_value = dict(sorted(by_value.items()))
+        for value, means in by_value.items():
+            heights, deviations = [mean.value for mean in means], [mean.deviation or 0.0 for mean in means]
+            panel.errorbar([value] * len(means), heights, deviations, fmt="oC0", alpha=0.5, capsize=3)
+        averages = [statistics.fmean(mean.value for mean in means) for means in by_value.values()]
+        panel.plot([*by_value], averages, "-k", linewidth=1, label="mean")
         panel.set(xlabel=key, ylabel=report.metric)
-        if names:
-            panel.set_xticks(range(len(names)), names, rotation=30 if max(map(len, names)) > 6 else 0)
-        elif min(positions) > 0 and max(positions) >= 30 * min(positions):
+        if not is_numeric:
+            panel.tick_params("x", labelrotation=30)
+        elif min(by_value) > 0 and max(by_value) >= 30 * min(by_value):
             panel.set_xscale("log")
-        elif len(set(positions)) <= 4:
-            panel.set_xticks(sorted(set(positions)))
     panels[0].legend()
     return figure
 
@@ -115,12 +116,3 @@ def _throughput(report: Summary) -> Any:
     panel.set(xlabel="world size", ylabel="samples/s", xticks=sorted(sizes), ylim=(0, None))
     panel.legend(fontsize="small")
     return figure
-
-
-def _positions(values: list[str]) -> tuple[list[float], list[str]]:
-    """Return the positions of the values on an axis, and the labels of its ticks; no labels if all are numbers."""
-    numbers = [as_number(value) for value in values]
-    if all(number is not None for number in numbers):
-        return [number for number in numbers if number is not None], []
-    names = list(dict.fromkeys(values))
-    return [float(names.index(value)) for value in values], names

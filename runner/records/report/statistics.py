@@ -102,17 +102,13 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
 
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
-    """Return the monitors of the finished jobs, the most frequent first.
-
-    Monitors whose metric some jobs have not measured come later. If all are such, the loss comes first, provided that
-    all jobs have it.
-    """
+    """Return the monitors of the finished jobs and the loss, the one that most jobs have measured first."""
     finished = finished_jobs(jobs)
     counts = Counter(job.monitor for job in finished if job.monitor is not None)
-    common = [monitor for monitor in (*counts, BY_LOSS) if all(monitor.name in job.metrics for job in finished)]
-    if counts and common == [BY_LOSS]:
+    if counts:
         counts[BY_LOSS] += 0
-    return sorted(counts, key=lambda monitor: (monitor not in common, -counts[monitor]))
+    measured = {monitor: sum(monitor.name in job.metrics for job in finished) for monitor in counts}
+    return sorted(counts, key=lambda monitor: (-measured[monitor], -counts[monitor]))
 
 
 def mean_of(values: Sequence[float]) -> Mean:
