@@ -1,7 +1,7 @@
-"""A report as plots: the metric by each key, the learning curves, and the throughput by world size."""
+"""A report as plots: the metric by each key, and the learning curves."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,12 @@ from runner.records.report.statistics import Mean, Row, Summary
 from runner.records.tables import as_number
 
 MAX_CURVES = 10  # of the best configurations: matplotlib has no more distinct colors
-WORLD_SIZE_KEYS = ("world_size", "launcher.nproc_per_node", "launcher.nodes")
 
 
 def draw(report: Summary, directory: Path) -> list[str]:
     """Write the plots for which the jobs have data, and return their names."""
-    plots: dict[str, Callable[[Summary], Any]] = {
-        "metric_by_key.png": _metric_by_key,
-        "learning_curves.png": _learning_curves,
-        "throughput.png": _throughput,
-    }
     names = []
-    for name, plot in plots.items():
+    for name, plot in {"metric_by_key.png": _metric_by_key, "learning_curves.png": _learning_curves}.items():
         figure = plot(report)
         if figure is None:
             (directory / name).unlink(missing_ok=True)  # of an earlier report
@@ -94,25 +88,3 @@ def _draw_band(panel: Any, row: Row, curves: list[dict[int, float]]) -> None:
         off = [statistics.stdev(column) for column in columns]
         low, high = ([m + sign * o for m, o in zip(means, off, strict=True)] for sign in (-1, 1))
         panel.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-
-
-def _throughput(report: Summary) -> Any:
-    others = [key for key in report.keys if key not in WORLD_SIZE_KEYS]
-    lines: dict[str, dict[int, list[float]]] = {}
-    for row in report.rows:
-        name = " ".join(f"{key}={row.values[key]}" for key in others) or "mean"
-        for job in row.finished:
-            if (rate := job.metrics.get("samples_per_second")) is not None:
-                lines.setdefault(name, {}).setdefault(job.world_size, []).append(rate)
-    sizes = {size for line in lines.values() for size in line}
-    if len(sizes) < 2:
-        return None
-    figure, (panel,) = new_figure(1)
-    for name, line in list(lines.items())[:MAX_CURVES]:
-        xs = sorted(line)
-        panel.plot(xs, [statistics.fmean(line[x]) for x in xs], "o-", label=name)
-    best = max(statistics.fmean(line[min(sizes)]) for line in lines.values() if min(sizes) in line)
-    panel.plot(sorted(sizes), [best * size / min(sizes) for size in sorted(sizes)], ":k", label="linear scaling")
-    panel.set(xlabel="world size", ylabel="samples/s", xticks=sorted(sizes), ylim=(0, None))
-    panel.legend(fontsize="small")
-    return figure

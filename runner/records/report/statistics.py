@@ -1,6 +1,5 @@
 """Statistics of jobs: means over seeds, the order of the configurations, and the effect of each key."""
 
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -153,6 +152,6 @@ def _effect(rows: Sequence[Row], key: str, metric: str) -> list[tuple[str, Mean]
 
 def _by_range(ordered: list[str], by_value: dict[str, list[float]], num_ranges: int = 4) -> list[tuple[str, Mean]]:
     """Return means over ranges of values with the same number of values, as for numbers that a sampler has drawn."""
-    bounds = [len(ordered) * number // num_ranges for number in range(num_ranges + 1)]
-    parts = [ordered[low:high] for low, high in itertools.pairwise(bounds)]
+    size = math.ceil(len(ordered) / num_ranges)
+    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     return [(f"{part[0]} to {part[-1]}", mean_of([v for value in part for v in by_value[value]])) for part in parts]
