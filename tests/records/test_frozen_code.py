@@ -113,16 +113,6 @@ def test_a_large_directory_is_refused_before_it_is_archived(mine: Path, monkeypa
     assert list(directory.iterdir()) == []
 
 
-def test_the_jobs_of_a_sweep_share_an_archive(mine: Path) -> None:
-    sweep = new_run(mine, "sweep-1")
-    (sweep / "ledger.jsonl").write_text("")
-    (sweep / "0-a").mkdir()
-    path = freeze(sweep, []).path
-    assert path.parent == sweep and freeze(sweep / "0-a", []).path == path
-    assert freeze(new_run(mine, "alone"), [], write=False).path.parent.name == "alone"
-    assert list((mine / "outputs" / "run" / "alone").iterdir()) == []
-
-
 def test_a_job_records_the_origin_of_its_frozen_code(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = freeze(new_run(mine, "one"), [str(mine)])
     git = git_state()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runner.records.monitor import BY_LOSS, Monitor, evaluation_metrics, main_metrics, recorded_monitor
+from runner.records.monitor import BY_LOSS, Monitor, recorded_monitor
 from runner.records.records import RunRecord
 from runner.records.report.render import as_markdown, as_text
 from runner.records.report.statistics import monitors_of, summarize
@@ -25,15 +25,6 @@ F1, MAE = Monitor("val/f1", "max"), Monitor("val/mae", "min")
 )
 def test_the_monitor_of_a_record(recorded: Any, metrics: list[str], expected: Monitor | None) -> None:
     assert recorded_monitor({"monitor": recorded}, metrics) == expected
-
-
-def test_main_metrics_are_the_monitored_ones_and_the_loss() -> None:
-    assert main_metrics([F1], ["val/loss", "val/f1", "val/mae"]) == ["val/f1", "val/loss"]
-    assert main_metrics([BY_LOSS], ["train/loss", "val/loss"]) == ["val/loss"]
-    assert evaluation_metrics(["train/loss", "val/loss", "val/f1/macro", "test/f1", "seconds"]) == [
-        "val/loss",
-        "test/f1",
-    ]
 
 
 def job(name: str, monitor: Monitor | None, state: str = "finished", **metrics: float) -> RunRecord:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 from worlds import run
@@ -19,7 +18,7 @@ from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.images import draw_confusion, draw_samples, is_image
 from runner.records.loggers.tensorboard import TensorBoard
 from runner.records.records import Trial, read_trial
-from runner.training.metrics.confusion import NUM_SAMPLES, Predictions
+from runner.training.metrics.confusion import Predictions
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "precision=fp64", "logger=tensorboard")
 
@@ -95,23 +94,6 @@ def test_predictions_are_those_of_one_process(tmp_path: Path) -> None:
     assert set(expected) == {"val/confusion", "val/predictions"}
     for mode, world_size in (("ddp", 2), ("pipeline", 2), ("ps", 3)):
         assert read_images(run(tmp_path / mode, world_size, *words, f"parallel={mode}").path) == expected, mode
-
-
-def test_each_sample_is_counted_once_and_the_first_samples_are_kept() -> None:
-    data = [(torch.full((1, 2, 2), float(n)), torch.tensor(n % 3)) for n in range(20)]
-
-    def of(rank: int, world_size: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
-        seen = Predictions(data, 3, torch.device("cpu"))
-        share = list(range(20))[rank::2]
-        guesses = torch.tensor([n % 2 for n in share])
-        seen.add(torch.nn.functional.one_hot(guesses, 3).float(), torch.tensor([n % 3 for n in share]), share)
-        seen.gather(world)
-        return seen.confusion.tolist(), [(true, guess) for _, true, guess in seen.samples()]
-
-    counts = [[sum(n % 3 == t and n % 2 == p for n in range(20)) for p in range(3)] for t in range(3)]
-    kept = [(n % 3, n % 2) for n in range(NUM_SAMPLES)]
-    assert run_ranks(of, 2) == [(counts, kept)] * 2
 
 
 def test_a_model_may_have_more_outputs_than_classes_and_samples_beyond_eval_batches_are_not_drawn() -> None:
