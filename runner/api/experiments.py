@@ -90,7 +90,7 @@ def sweep(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> list[
 
 @contextmanager
 def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iterator[tuple[list[str], list[str]]]:
-    """Return the checked arguments of a call, and restore the state of the process on exit.
+    """Yield the checked overrides and absolute directories of a call, and restore the state of the process on exit.
 
     Raise InputError if no run can start in this process.
     """
@@ -100,14 +100,22 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
         raise InputError(f"{called} starts a new run, but this process is part of one; call it outside of any run")
     if threading.current_thread() is not threading.main_thread():
         raise InputError(f"{called} must be called in the main thread, which handles signals; start a process for it")
-    arguments = _check_arguments(called, overrides, config_dirs)
+    if isinstance(overrides, str):
+        raise InputError(f"{called}({overrides!r}): the overrides are a list; type {called}({overrides.split()!r})")
+    words = list(overrides)
+    if flags := [word for word in words if word.startswith("-")]:
+        raise InputError(f"{called}: {flags[0]} is a flag; use runner.sweep for -m, and config_dirs= for --config-dir")
+    directories = [config_dirs] if isinstance(config_dirs, (str, Path)) else list(config_dirs)
+    for directory in directories:
+        if not Path(directory).is_dir():
+            raise InputError(f"config_dirs: {directory} is not a directory; name the one with your model/*.yaml")
     from runner.jobs.embedding import embedded_run  # imports torch, for which a wrong call does not wait
 
     try:
         with embedded_run(), fresh_imports():
             if os.getcwd() not in sys.path and "" not in sys.path:
                 sys.path.append(os.getcwd())  # as a command does
-            yield arguments
+            yield words, absolute_dirs(map(str, directories))
     except InputError as error:
         flag, function = "a sweep needs -m", "a sweep needs runner.sweep"
         raise InputError(*(message.replace(flag, function) for message in error.messages)) from None
@@ -121,17 +129,3 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
 def _command(overrides: Iterable[str], config_dirs: Iterable[str], *flags: str) -> list[str]:
     """Return the equivalent command."""
     return [sys.executable, "-m", "runner", *flags, *(f"--config-dir={path}" for path in config_dirs), *overrides]
-
-
-def _check_arguments(called: str, overrides: Iterable[str], config_dirs: Directories) -> tuple[list[str], list[str]]:
-    """Return the overrides and the absolute paths of the directories."""
-    if isinstance(overrides, str):
-        raise InputError(f"{called}({overrides!r}): the overrides are a list; type {called}({overrides.split()!r})")
-    words = list(overrides)
-    if flags := [word for word in words if word.startswith("-")]:
-        raise InputError(f"{called}: {flags[0]} is a flag; use runner.sweep for -m, and config_dirs= for --config-dir")
-    directories = [config_dirs] if isinstance(config_dirs, (str, Path)) else list(config_dirs)
-    for directory in directories:
-        if not Path(directory).is_dir():
-            raise InputError(f"config_dirs: {directory} is not a directory; name the one with your model/*.yaml")
-    return words, absolute_dirs(map(str, directories))

@@ -188,13 +188,9 @@ def _value(record: RunRecord, key: str) -> Any:
 
 
 def _as_column(values: list[Any]) -> Column:
-    if all(_is_number(value) or value == "" for value in values):
+    if all(isinstance(value, (int, float)) or value == "" for value in values):
         return np.array([np.nan if value == "" else value for value in values])
     return np.array([str(value) for value in values], dtype=object)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _started(path: Path) -> tuple[list[int], Path]:

@@ -67,22 +67,25 @@ class RunLock:
         self._touched = time.monotonic()
 
 
-def lock_directory(directory: Path, previous: int | None = None, **facts: Any) -> RunLock:
+def lock_directory(directory: Path, previous: int | None = None, **fields: Any) -> RunLock:
     """Lock the directory for a new attempt, and record the attempt of an owner that has died.
 
     previous: the number of this world's previous attempt, if its agent has terminated and restarted the world. Its lock
-    is taken over without a check. facts: fields of the new Attempt. Raises InputError that names the owner if another
+    is taken over without a check. fields: of the new Attempt. Raises InputError that names the owner if another
     process owns the lock.
     """
     while True:
         before = _lock_files(directory)
         newest = max(before, default=0)
         if before and newest != previous and _is_alive(before[newest]):
-            raise InputError(_refusal(before[newest]))
+            facts = _read(before[newest])
+            owner = f"process {facts.get('pid')} on {facts.get('host')} ({facts.get('user')})"
+            since = f"since {facts.get('started')}; wait for it, or end it first"
+            raise InputError(f"{directory} has been locked by {owner} {since}")
         # Numbers are unique, so the file name of a stalled owner is never used again.
         number = max([newest, *(attempt.number for attempt in read_attempts(directory))]) + 1
         try:
-            lock = RunLock(directory, Attempt(number, **facts))
+            lock = RunLock(directory, Attempt(number, **fields))
         except FileExistsError:  # another process was faster; check whether it is alive
             continue
         if _lock_files(directory).keys() - {*before, number}:
@@ -92,12 +95,6 @@ def lock_directory(directory: Path, previous: int | None = None, **facts: Any) -
         for dead in before.values():
             _record_killed(directory, dead)
         return lock
-
-
-def _refusal(path: Path) -> str:
-    facts = _read(path)
-    owner = f"process {facts.get('pid')} on {facts.get('host')} ({facts.get('user')})"
-    return f"{path.parent} has been locked by {owner} since {facts.get('started')}; wait for it, or end it first"
 
 
 def _record_killed(directory: Path, path: Path) -> None:

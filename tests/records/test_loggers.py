@@ -235,10 +235,8 @@ def test_background_calls_run_in_order_and_their_error_is_raised_later() -> None
         raise ConnectionError("closed")
 
     thread.submit(fail)
-    thread.submit(lambda: made.append(5))
     with pytest.raises(ConnectionError, match="closed"):
         thread.wait(60)
-    assert made == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.thorough

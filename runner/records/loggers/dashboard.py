@@ -25,11 +25,8 @@ class RunFacts:
         self.outputs = directory.parents[2 if self.sweep else 1]  # the directory of all runs
         self.config = read_mapping(directory / CONFIG)
         self.result = read_result(directory) or {}
-
-    @property
-    def choices(self) -> dict[str, str]:
-        """Facts that are not in the configuration."""
-        return {key: self.result[key] for key in ("model", "data", "parallel", "world_size") if key in self.result}
+        choices = ("model", "data", "parallel", "world_size")  # which are not in the configuration
+        self.choices = {key: self.result[key] for key in choices if key in self.result}
 
 
 def read_ids(directory: Path) -> dict[str, dict[str, str]]:
@@ -99,7 +96,7 @@ class ProjectRun(Logger):
 class BackgroundThread:
     """Makes calls one after another, so that training does not wait for a server.
 
-    The exception of a call is raised by the next method; the calls after it are dropped.
+    The exception of a call is raised by the next method, which drops the calls that wait.
     """
 
     def __init__(self, name: str):

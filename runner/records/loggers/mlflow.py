@@ -97,7 +97,8 @@ class MLflow(Logger):
 
     def close(self, outcome: RunOutcome) -> None:
         self._send()
-        self._thread.submit(lambda: self._end(outcome.state))
+        self._thread.submit(lambda: self._client.set_tag(self._run_id, "state", outcome.state))
+        self._thread.submit(lambda: self._client.set_terminated(self._run_id, STATUS[outcome.state]))
         is_complete = self._thread.wait(CLOSE_S)
         self._thread.stop()
         if not is_complete:
@@ -167,10 +168,6 @@ class MLflow(Logger):
         metrics, self._unsent, self._last_sent = self._unsent, [], time.monotonic()
         for batch in _batches(metrics, MAX_METRICS):
             self._thread.submit(functools.partial(self._client.log_batch, self._run_id, metrics=batch))
-
-    def _end(self, state: str) -> None:
-        self._client.set_tag(self._run_id, "state", state)
-        self._client.set_terminated(self._run_id, STATUS[state])
 
 
 def valid_name(name: str) -> str:

@@ -13,7 +13,7 @@ from runner.records.tables import as_number
 
 # Parts of metric names: such a metric is minimized, if no job monitors it.
 MINIMIZED = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes", "mae", "mse")
-MAX_VALUES = 8  # of a key with more numbers, the effects of ranges are shown
+MAX_VALUES, NUM_RANGES = 8, 4  # of a key with more numbers, the effects of ranges are shown
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,8 @@ def _effect(rows: Sequence[Row], key: str, metric: str) -> list[tuple[str, Mean]
     numbers = {value: as_number(value) for value in by_value}
     if all(number is not None for number in numbers.values()):
         by_value = dict(sorted(by_value.items(), key=lambda item: numbers[item[0]] or 0.0))
-        if len(by_value) > MAX_VALUES:
-            return _by_range(list(by_value), by_value)
+        if len(by_value) > MAX_VALUES:  # as of numbers that a sampler has drawn
+            size, values = math.ceil(len(by_value) / NUM_RANGES), list(by_value)
+            parts = [values[start : start + size] for start in range(0, len(values), size)]
+            by_value = {f"{part[0]} to {part[-1]}": [mean for v in part for mean in by_value[v]] for part in parts}
     return [(value, mean_of(found)) for value, found in by_value.items()]
-
-
-def _by_range(ordered: list[str], by_value: dict[str, list[float]], num_ranges: int = 4) -> list[tuple[str, Mean]]:
-    """Return means over ranges of values with the same number of values, as for numbers that a sampler has drawn."""
-    size = math.ceil(len(ordered) / num_ranges)
-    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    return [(f"{part[0]} to {part[-1]}", mean_of([v for value in part for v in by_value[value]])) for part in parts]
