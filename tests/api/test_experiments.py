@@ -223,14 +223,14 @@ print(run.result["world_size"], run.state, multiprocessing.active_children(), ch
 """
 
 
-def test_script_without_a_main_guard_and_with_its_own_module_data_starts_ranks_once(
+def test_script_without_a_main_guard_and_with_its_own_module_data_starts_the_rank_once(
     commands: Commands, tmp_path: Path
 ) -> None:
     (tmp_path / "data.py").write_text("")
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = commands.finish(commands.start("script.py", *TOY, "epochs=1", "launcher=spawn", "parallel=ddp"))
+    done = commands.finish(commands.start("script.py", *TOY, "epochs=1", "launcher=spawn", "launcher.nproc_per_node=1"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "2 finished [] []"
+    assert done.stdout.splitlines()[-1] == "1 finished [] []"
     assert len(runner.runs(tmp_path / "outputs")) == 1
 
 

@@ -4,16 +4,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from runner.config.schema import Config
-from runner.jobs.continuation import check_directory
 from runner.records.attempts import Attempt, append_attempt, initial_values, read_attempts
-from runner.records.run_directory import RunDirectory
 from runner.records.run_lock import lock_directory
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
@@ -86,15 +82,3 @@ def test_damaged_attempts_and_lock_files_are_skipped(tmp_path: Path) -> None:
     lock_directory(tmp_path).release()
     assert [attempt.number for attempt in read_attempts(tmp_path)] == [1]
     assert not list(tmp_path.glob("holder-*"))
-
-
-def test_damaged_metrics_and_results_raise_no_unexpected_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "val/loss": "2.3x"}\n{"step": 2, "val/loss": 2}\n' + DEEP + "\n"
-    )
-    assert RunDirectory(tmp_path).evaluations("val/loss") == {2: 2.0}
-    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
-    (tmp_path / "result.json").write_text('{"samples": {"train": "x"}}')
-    loader = SimpleNamespace(sampler=SimpleNamespace(num_samples=5))
-    experiment: Any = SimpleNamespace(train_loader=loader, val_loader=loader)
-    assert check_directory(str(tmp_path), Config(), experiment) == []

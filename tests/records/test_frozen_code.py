@@ -2,10 +2,8 @@
 
 import hashlib
 import importlib
-import json
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from runner.errors import InputError
 from runner.paths import ROOT
 from runner.records import frozen_code, provenance
 from runner.records.frozen_code import FrozenCode, freeze
-from runner.records.provenance import git_diff, git_state, origin, original_directory
+from runner.records.provenance import git_diff, origin, original_directory
 
 
 @pytest.fixture
@@ -113,23 +111,19 @@ def test_a_large_directory_is_refused_before_it_is_archived(mine: Path, monkeypa
     assert list(directory.iterdir()) == []
 
 
-def test_a_job_records_the_origin_of_its_frozen_code(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = freeze(new_run(mine, "one"), [str(mine)])
-    git = git_state()
-    code = extract(frozen, mine / "code")
+def test_a_job_records_the_origin_and_the_uncommitted_changes_of_its_frozen_code(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = {"commit": "abc", "dirty": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(frozen_code, "git_state", lambda: git)
+        patched.setattr(frozen_code, "git_diff", lambda: "a diff")
+        frozen = freeze(new_run(mine, "one"), [str(mine)])
     assert origin()["code"] is None
+    code = extract(frozen, mine / "code")
     monkeypatch.setattr(provenance, "ROOT", code / "installed")
     assert original_directory(str(code / frozen.config_dirs[0])) == str(mine)
     assert original_directory("/elsewhere") == "/elsewhere"
-    assert origin()["code"] == {"code": "frozen", "submitted": frozen.since}
-    assert git_state() == git == json.loads((code / "code.json").read_text())["git"]
-    (code / "git.diff").write_text("a diff")
+    facts = origin()
+    assert (facts["code"], facts["git"]) == ({"code": "frozen", "submitted": frozen.since}, git)
     assert git_diff() == "a diff"
-
-
-def test_the_archive_has_the_uncommitted_changes(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_code, "git_state", lambda: {"commit": "abc", "dirty": True})
-    monkeypatch.setattr(frozen_code, "git_diff", lambda: "a diff")
-    with tarfile.open(freeze(new_run(mine, "one"), []).path) as archive:
-        file = archive.extractfile("git.diff")
-        assert file is not None and file.read() == b"a diff"
