@@ -1,5 +1,6 @@
 """The attempts to run a run, in `attempts.jsonl`: who started each, what was changed, and how it ended."""
 
+import getpass
 import json
 import os
 import socket
@@ -13,6 +14,13 @@ from runner.records.record_files import append_json_lines
 
 ATTEMPTS = "attempts.jsonl"
 KILLED = "killed"  # the state of an attempt that could not record its end
+
+
+def user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the user has no name, as in some containers
+        return str(os.getuid())
 
 
 def utc_now() -> str:
@@ -29,7 +37,7 @@ class Attempt:
 
     number: int
     host: str = field(default_factory=socket.gethostname)
-    user: str = field(default_factory=lambda: os.environ.get("USER") or str(os.getuid()))
+    user: str = field(default_factory=user_name)
     pid: int = field(default_factory=os.getpid)  # of the rank that writes
     started: str = field(default_factory=utc_now)
     ended: str | None = None  # of a killed attempt, the last sign of life

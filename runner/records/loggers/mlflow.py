@@ -3,7 +3,6 @@
 import fcntl
 import functools
 import logging
-import os
 import re
 import time
 import warnings
@@ -51,16 +50,18 @@ class MLflow(Logger):
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
         """Start the run, or continue it. Raises ConnectionError if the server does not respond or rejects the run."""
         path, facts = Path(directory), RunFacts(Path(directory))
-        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{facts.outputs / STORE}"
-        parts = urlsplit(uri)
-        credentials = f"{parts.username}:{parts.password}@" if parts.password else ""
-        # MLflow's defaults are two minutes and seven retries.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(RESPONSE_S))
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(MAX_RETRIES))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of SQLAlchemy, about MLflow
-            from mlflow.exceptions import MlflowException  # takes seconds, so it is imported only if it was chosen
+            import mlflow.environment_variables as variables  # takes seconds, so it is imported only if it was chosen
+            from mlflow.exceptions import MlflowException
 
+            uri = self._uri or variables.MLFLOW_TRACKING_URI.get() or f"sqlite:///{facts.outputs / STORE}"
+            parts = urlsplit(uri)
+            credentials = f"{parts.username}:{parts.password}@" if parts.password else ""
+            if not variables.MLFLOW_HTTP_REQUEST_TIMEOUT.is_set():  # the default is two minutes
+                variables.MLFLOW_HTTP_REQUEST_TIMEOUT.set(RESPONSE_S)
+            if not variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.is_set():  # the default is seven
+                variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.set(MAX_RETRIES)
             for name in ("mlflow", "alembic"):  # messages about MLflow's tables
                 logging.getLogger(name).setLevel(logging.WARNING)
             try:
