@@ -1,6 +1,5 @@
 """Runs on disk: `open_run`, `runs` and `table`. Custom code of a run is imported only for its model."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,11 +154,7 @@ def runs(folder: str | Path = "outputs") -> list[Run]:
     """
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is no directory; name one that contains runs, as outputs")
-    found = []
-    for where, folders, files in os.walk(folder):
-        if OVERRIDES in files:
-            found.append(Path(where))
-            folders.clear()  # a run contains no other runs
+    found = [path.parent for path in Path(folder).rglob(OVERRIDES)]
     return [Run(path) for path in sorted(found, key=_started)]
 
 

@@ -106,13 +106,6 @@ def test_effects_of_numbers_are_sorted_and_those_of_many_numbers_are_ranges(tmp_
     assert ranges[0][1].value == pytest.approx(0.01) and ranges[3][1].count == 3
 
 
-def test_the_terminal_shows_the_best_of_many_rows(tmp_path: Path) -> None:
-    summary = effect_of([f"0.{n:02d}" for n in range(1, 33)], tmp_path)
-    text = as_text(summary)
-    assert "\n        0.32" in text and "\n        0.03" in text and "\n        0.02" not in text
-    assert "and 2 more; task=report writes all of them to report.md" in text
-
-
 def test_non_finite_values_come_last(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / str(n), f"optimizer.lr={n}", accuracy=v) for n, v in enumerate([math.nan, 0.1, 0.2])]
     summary = summarize([job for run in runs for job in read_jobs(run, "run")])
