@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,23 +24,6 @@ EMBEDDED = RankInfo(is_embedded=True)
 Directories = str | Path | Sequence[str | Path]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The checked arguments of a call."""
-
-    overrides: list[str]
-    config_dirs: list[str]
-
-    def command(self, *flags: str) -> list[str]:
-        """Return the command that does the same."""
-        config_dirs = [f"--config-dir={directory}" for directory in self.config_dirs]
-        return [sys.executable, "-m", "runner", *flags, *config_dirs, *self.overrides]
-
-    def in_a_shell(self) -> str:
-        """Return the end of a message that names the command."""
-        return f"run it in a shell: {' '.join(('python', *self.command()[1:]))}"
-
-
 def compose(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Config:
     """Return the whole configuration, checked as a command checks it; nothing runs.
 
@@ -51,8 +34,8 @@ def compose(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Con
         config_dirs: custom directories, as --config-dir names them.
     """
     with (
-        _call("compose", overrides, config_dirs) as call,
-        composing(call.overrides, call.config_dirs, multirun=False) as arguments,
+        _call("compose", overrides, config_dirs) as (words, directories),
+        composing(words, directories, multirun=False) as arguments,
     ):
         return prepare(arguments, EMBEDDED, ())[0]
 
@@ -62,28 +45,22 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
 
     Another task than train may be chosen if it is a single run. Raise InputError (nothing was written), JobFailed, or
     Preempted if a signal or an interrupt of the notebook stopped the run after it had saved. The attribute `directory`
-    of the latter two is the run's.
-
-    Args:
-        overrides: as of `compose`.
-        config_dirs: as of `compose`.
+    of the latter two is the run's. The arguments are those of `compose`.
     """
     from runner.jobs.task import launches_jobs
     from runner.launchers.launch import launch, make_launcher
 
-    with _call("train", overrides, config_dirs) as call, TemporaryDirectory() as temporary:
+    with _call("train", overrides, config_dirs) as (words, directories), TemporaryDirectory() as temporary:
         directory_file = Path(temporary, "directory")
         try:
-            with composing(call.overrides, call.config_dirs, multirun=False) as arguments:
-                config, request = prepare(arguments, EMBEDDED, call.command())
+            with composing(words, directories, multirun=False) as arguments:
+                config, request = prepare(arguments, EMBEDDED, _command(words, directories))
                 launcher = make_launcher(config)
                 if launches_jobs(config):
-                    raise InputError(f"task={request.choices['task']} is not a single run; {call.in_a_shell()}")
+                    raise InputError(f"task={request.choices['task']} is not a single run; run it in a shell")
                 if launcher.queues or launcher.started_on_each:
-                    raise InputError(
-                        f"launcher={request.choices['launcher']} also runs on other machines, and runner.train waits "
-                        f"only for processes of this one; {call.in_a_shell()}"
-                    )
+                    name = request.choices["launcher"]
+                    raise InputError(f"launcher={name} also runs on other machines; run it in a shell")
                 launch(config, replace(request, directory_file=str(directory_file)), EMBEDDED, launcher)
         except (JobFailed, Preempted) as error:
             error.directory = directory_file.read_text() if directory_file.exists() else ""
@@ -94,48 +71,51 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
 def sweep(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> list[Run]:
     """Run a sweep to its end, as `python -m runner -m` does, and return the runs of its jobs in their order.
 
-    Raise as `train` does; JobFailed if some jobs are not done after all were tried, whose runs
-    `runner.runs(error.directory)` returns.
-
-    Args:
-        overrides: as of `compose`, with several values for some keys.
-        config_dirs: as of `compose`.
+    The arguments are those of `compose`, with several values for some keys. Raise as `train` does; JobFailed if some
+    jobs are not done after all were tried, whose runs `runner.runs(error.directory)` returns.
     """
     from runner.sweeps.run_sweep import run_sweep
 
-    with _call("sweep", overrides, config_dirs) as call:
-        with composing(call.overrides, call.config_dirs, multirun=True) as arguments:
-            directory, status = run_sweep(arguments, EMBEDDED, call.command("-m"))
+    with _call("sweep", overrides, config_dirs) as (words, directories):
+        with composing(words, directories, multirun=True) as arguments:
+            directory, status = run_sweep(arguments, EMBEDDED, _command(words, directories, "-m"))
         assert directory is not None  # a sweep that only prints its jobs was refused
-        jobs = read_jobs_and_queues(Path(directory))
-        undone = [f"{job.label} {job.state}" for job in jobs if job.state not in DONE]
         if status:
+            jobs = read_jobs_and_queues(Path(directory))
+            undone = [f"{job.label} {job.state}" for job in jobs if job.state not in DONE]
             what = f"{len(undone)} of {len(jobs)} jobs are not done ({', '.join(undone)})"
             raise JobFailed(f"{what}: {directory}", status, directory)
         return runs(directory)
 
 
 @contextmanager
-def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iterator[_Call]:
-    """Check the arguments of a call, and restore the state of the process on exit.
+def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the checked overrides and absolute directories of a call, and restore the state of the process on exit.
 
     Raise InputError if no run can start in this process.
     """
     called = f"runner.{name}"
     rank_info = find_rank_info()
     if is_run_in_progress() or rank_info.world_size > 1:
-        where = "in this process" if is_run_in_progress() else f"as rank {rank_info.rank} of {rank_info.world_size}"
-        raise InputError(f"{called} starts a new run, but one is already running {where}; call it outside of any run")
+        raise InputError(f"{called} starts a new run, but this process is part of one; call it outside of any run")
     if threading.current_thread() is not threading.main_thread():
         raise InputError(f"{called} must be called in the main thread, which handles signals; start a process for it")
-    call = _check_arguments(called, overrides, config_dirs)
+    if isinstance(overrides, str):
+        raise InputError(f"{called}({overrides!r}): the overrides are a list; type {called}({overrides.split()!r})")
+    words = list(overrides)
+    if flags := [word for word in words if word.startswith("-")]:
+        raise InputError(f"{called}: {flags[0]} is a flag; use runner.sweep for -m, and config_dirs= for --config-dir")
+    directories = [config_dirs] if isinstance(config_dirs, (str, Path)) else list(config_dirs)
+    for directory in directories:
+        if not Path(directory).is_dir():
+            raise InputError(f"config_dirs: {directory} is not a directory; name the one with your model/*.yaml")
     from runner.jobs.embedding import embedded_run  # imports torch, for which a wrong call does not wait
 
     try:
         with embedded_run(), fresh_imports():
             if os.getcwd() not in sys.path and "" not in sys.path:
                 sys.path.append(os.getcwd())  # as a command does
-            yield call
+            yield words, absolute_dirs(map(str, directories))
     except InputError as error:
         flag, function = "a sweep needs -m", "a sweep needs runner.sweep"
         raise InputError(*(message.replace(flag, function) for message in error.messages)) from None
@@ -146,16 +126,6 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
         raise Preempted(signal.Signals(number).name) from None
 
 
-def _check_arguments(called: str, overrides: Iterable[str], config_dirs: Directories) -> _Call:
-    if isinstance(overrides, str):
-        raise InputError(f"{called}({overrides!r}): the overrides are a list; type {called}({overrides.split()!r})")
-    words = list(overrides)
-    if invalid := [word for word in words if not isinstance(word, str)]:
-        raise InputError(f"{called}: {invalid[0]!r} is not a string; type KEY=VALUE, as 'optimizer.lr=0.1'")
-    if flags := [word for word in words if word.startswith("-")]:
-        raise InputError(f"{called}: {flags[0]} is a flag; use runner.sweep for -m, and config_dirs= for --config-dir")
-    directories = [config_dirs] if isinstance(config_dirs, (str, Path)) else list(config_dirs)
-    for directory in directories:
-        if not Path(directory).is_dir():
-            raise InputError(f"config_dirs: {directory} is not a directory; name the one with your model/*.yaml")
-    return _Call(words, absolute_dirs(map(str, directories)))
+def _command(overrides: Iterable[str], config_dirs: Iterable[str], *flags: str) -> list[str]:
+    """Return the equivalent command."""
+    return [sys.executable, "-m", "runner", *flags, *(f"--config-dir={path}" for path in config_dirs), *overrides]

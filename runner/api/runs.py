@@ -1,10 +1,7 @@
 """Runs on disk: `open_run`, `runs` and `table`. Custom code of a run is imported only for its model."""
 
-import os
 import re
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +10,18 @@ import numpy as np
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.config.custom_dirs import fresh_imports
 from runner.errors import InputError
-from runner.records.ledger import is_sweep
 from runner.records.monitor import Monitor
-from runner.records.record_files import read_mapping
-from runner.records.records import RunRecord, newest_training_run, read_metrics, read_run, varied_keys
+from runner.records.record_files import read_mapping, read_metrics
+from runner.records.records import RunRecord, newest_training_run, read_run, single_run, varied_keys
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
+from runner.records.tables import as_number
 
 if TYPE_CHECKING:
     import torch
     from pandas import DataFrame
 
 Column = np.ndarray[Any, Any]
-
-_STAMP = re.compile(r"(?:sweep-)?(\d{8})-(\d{6})(?:-(\d+))?")  # as runner.records.run_directory.new_directory makes it
 
 
 class Run:
@@ -59,16 +54,16 @@ class Run:
     @property
     def monitor(self) -> Monitor | None:
         """The metric by which runs are compared: name and direction (min or max); None if it was not measured."""
-        return read_run(self.path).monitor
+        return read_run(single_run(self.path)).monitor
 
     @property
     def metrics(self) -> dict[str, Column]:
         """All logged values by column: step, epoch and each metric, which is nan in steps without a value."""
         rows: dict[int, dict[str, Any]] = {}
         for line in read_metrics(self.path):
-            rows.setdefault(int(line["step"]), {}).update(line)
+            rows.setdefault(line["step"], {}).update(line)
         steps = sorted(rows)
-        names = dict.fromkeys(name for step in steps for name, value in rows[step].items() if _is_number(value))
+        names = dict.fromkeys(name for step in steps for name in rows[step])
         columns = {name: np.array([rows[step].get(name, np.nan) for step in steps]) for name in names}
         for name in ("step", "epoch"):
             columns[name] = np.array([rows[step].get(name, 0) for step in steps], dtype=np.int64)
@@ -147,13 +142,9 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
         if newest is None:
             raise InputError(f"open_run('last'): there is no run under {folder}; name the directory")
         return Run(newest, trust)
-    where = Path(path)
-    if (where / OVERRIDES).is_file():
-        return Run(where, trust)
-    if is_sweep(where):
-        raise InputError(f"{path} is a sweep; runner.runs({str(path)!r}) lists its jobs")
-    what = f"no run directory (it has no {OVERRIDES})" if where.is_dir() else "no directory"
-    raise InputError(f"{path} is {what}; runner.runs('outputs') lists all runs")
+    if not Path(path, OVERRIDES).is_file():
+        raise InputError(f"{path} is no run directory; runner.runs(DIRECTORY) lists the runs below a directory")
+    return Run(path, trust)
 
 
 def runs(folder: str | Path = "outputs") -> list[Run]:
@@ -163,11 +154,7 @@ def runs(folder: str | Path = "outputs") -> list[Run]:
     """
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is no directory; name one that contains runs, as outputs")
-    found = []
-    for where, folders, files in os.walk(folder):
-        if OVERRIDES in files:
-            found.append(Path(where))
-            folders.clear()  # a run contains no other runs
+    found = [path.parent for path in Path(folder).rglob(OVERRIDES)]
     return [Run(path) for path in sorted(found, key=_started)]
 
 
@@ -176,7 +163,7 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
 
     A missing value is nan in a column of numbers, and empty in another one.
     """
-    records = [read_run(run.path) for run in chosen]
+    records = [read_run(single_run(run.path)) for run in chosen]
     columns: dict[str, list[Any]] = {
         "path": [str(record.directory) for record in records],
         "state": [record.state for record in records],
@@ -190,32 +177,19 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
 
 def _value(record: RunRecord, key: str) -> Any:
     """Return the value of the run's configuration, else the one of its overrides; empty without either."""
-    if key in record.settings:
-        return record.settings[key]
-    typed = record.value(key)
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(typed)
-    return typed
+    text = record.value(key)
+    number = as_number(text)
+    return record.settings.get(key, text if number is None else number)
 
 
 def _as_column(values: list[Any]) -> Column:
-    present = [value for value in values if value != ""]
-    if present and all(map(_is_number, present)):
+    if all(isinstance(value, (int, float)) or value == "" for value in values):
         return np.array([np.nan if value == "" else value for value in values])
-    return np.array([value if isinstance(value, str) else str(value) for value in values], dtype=object)
+    return np.array([str(value) for value in values], dtype=object)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _started(path: Path) -> tuple[Any, ...]:
-    """Return a sort key: the start of the run or its sweep, and the job's number; else the time of the last change."""
-    for where in (path, path.parent):
-        if match := _STAMP.fullmatch(where.name):
-            day, moment, again = match.groups()
-            number = path.name.partition("-")[0] if where is not path else ""
-            return day, moment, int(again or 0), int(number) if number.isdigit() else 0, str(path)
-    written = time.localtime((path / OVERRIDES).stat().st_mtime)
-    return time.strftime("%Y%m%d", written), time.strftime("%H%M%S", written), 0, 0, str(path)
+def _started(path: Path) -> tuple[list[int], Path]:
+    """Return a sort key: the numbers in the name of the run, or of its sweep and of the job."""
+    is_job = path.parent.name.startswith("sweep-")
+    names = [path.parent.name, path.name.partition("-")[0]] if is_job else [path.name]
+    return [int(number) for name in names for number in re.findall(r"\d+", name)], path

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from hydra import initialize_config_dir, version
 from hydra.core.global_hydra import GlobalHydra
@@ -19,7 +18,6 @@ from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, run_in_progress
 from runner.errors import InputError
 from runner.paths import CONF
-from runner.records.code_state import read_state
 from runner.records.run_directory import Request
 
 
@@ -54,7 +52,6 @@ def prepare(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -
         command=tuple(command),
         directory=arguments.directory or rank_info.directory,
         choices=dict(cfg.hydra.runtime.choices),
-        submitted=read_state(Path(rank_info.code_state_file)) if rank_info.code_state_file else None,
     )
     return config, request
 

@@ -30,7 +30,6 @@ class RankInfo:
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
     on_one_machine: bool = True  # as far as is known before the rendezvous
     directory: str | None = None  # the run directory of a job that a queue may start again
-    code_state_file: str | None = None  # hashes of the code at submission; None unless a queued job runs the live code
     inferred: tuple[str, ...] = ()  # the names of the fields that are counted at the rendezvous
     has_parent: bool = False  # an agent or launcher started this process for the run, which exits with it
     restart_file: str | None = None  # in which the machine's agent keeps values for a restarted world
@@ -80,7 +79,6 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         master_port=integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         directory=environ.get("RUNNER_DIRECTORY"),
-        code_state_file=environ.get("RUNNER_SUBMITTED"),
         restart_file=environ.get("RUNNER_RESTART_FILE"),
         inferred=tuple(name for name, key in local.items() if not environ.get(key)),
         has_parent=is_torchrun,

@@ -15,8 +15,7 @@ from runner.distributed.world import World
 from runner.errors import InputError
 from runner.records.loggers.dashboard import IDS
 from runner.records.monitor import Monitor
-from runner.records.record_files import dumps, read_mapping
-from runner.records.records import read_metrics
+from runner.records.record_files import dumps, read_mapping, read_metrics
 from runner.records.result import RESULT
 from runner.records.run_directory import CHECKPOINTS, CONFIG, Request, RunDirectory
 from runner.records.run_lock import DEAD_AFTER_S

@@ -24,7 +24,6 @@ from runner.jobs.continuation import check_directory, count_samples, locked
 from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_job_task
-from runner.records.code_state import describe_code
 from runner.records.console import LOGS, logging_to
 from runner.records.result import report_failure, watch_outcome
 from runner.records.run_directory import Request, RunDirectory, new_directory
@@ -96,8 +95,8 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             directory.commit()  # the task commits a resumed run once it has loaded the checkpoint
         if line := describe_hidden(request.config_dirs, request.choices):
             log.info("%s", line)
-        if (code := directory.result.code) and (line := describe_code(code)):
-            log.log(logging.WARNING if code["changed"] else logging.INFO, "%s", line)
+        if code := directory.result.code:
+            log.info("code     as of %s, when the job was submitted", code["submitted"])
         end, is_repeated = _End("finished"), False
         try:
             if crashed or task is None:

@@ -5,7 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,30 @@ ATTEMPTS = "attempts.jsonl"
 KILLED = "killed"  # the state of an attempt that could not record its end
 
 
+def user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the user has no name, as in some containers
+        return str(os.getuid())
+
+
+def utc_now() -> str:
+    """Return the time as 2026-11-22T06:18:30+00:00."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 @dataclass
 class Attempt:
-    """One start of the run, written as a line when it has ended. A killed attempt's line is written by the next one."""
+    """One start of the run, by default of this process now.
+
+    It is written as a line when it has ended. A killed attempt's line is written by the next one.
+    """
 
     number: int
-    host: str
-    user: str
-    pid: int  # of the rank that writes
-    started: str  # in UTC, as 2026-11-22T06:18:30+00:00
+    host: str = field(default_factory=socket.gethostname)
+    user: str = field(default_factory=user_name)
+    pid: int = field(default_factory=os.getpid)  # of the rank that writes
+    started: str = field(default_factory=utc_now)
     ended: str | None = None  # of a killed attempt, the last sign of life
     state: str = "running"  # finished, failed, preempted or pruned, as in result.json, or killed
     world_size: int = 1
@@ -33,11 +48,6 @@ class Attempt:
     step: int | None = None  # the last step
     changed: dict[str, list[Any]] = field(default_factory=dict)  # by key: the run's initial value, and this attempt's
     error: str | None = None  # the last line
-
-
-def new_attempt(number: int, **facts: Any) -> Attempt:
-    """Return the attempt of this process, starting now. `facts` are further fields."""
-    return Attempt(number, socket.gethostname(), _user(), os.getpid(), utc_now(), **facts)
 
 
 def read_attempts(directory: Path) -> Iterator[Attempt]:
@@ -55,11 +65,11 @@ def read_attempts(directory: Path) -> Iterator[Attempt]:
             yield attempt
 
 
-def parse_attempt(facts: Any) -> Attempt | None:
-    """Return the attempt with these fields, or None if they are not those of an attempt."""
+def parse_attempt(facts: Mapping[str, Any]) -> Attempt | None:
+    """Return the attempt with these fields and possibly others, or None if they are not those of an attempt."""
     try:
-        attempt = Attempt(**facts)
-    except TypeError:
+        attempt = Attempt(**{each.name: facts[each.name] for each in fields(Attempt) if each.name in facts})
+    except TypeError:  # a field is missing
         return None
     changed = attempt.changed.values() if isinstance(attempt.changed, dict) else [None]
     are_pairs = all(isinstance(values, list) and len(values) == 2 for values in changed)
@@ -82,17 +92,6 @@ def initial_values(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]
     return {**config, **first}
 
 
-def utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def last_line(text: str) -> str | None:
     """Return the last line of an error message, or None if the message is empty."""
     return text.strip().splitlines()[-1] if text.strip() else None
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # the user has no name, as in some containers
-        return str(os.getuid())

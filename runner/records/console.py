@@ -3,8 +3,8 @@
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,27 +26,22 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FailSafeStream:
-    """A stream that ignores writes after an error, as from a closed terminal or pipe, so that the run continues."""
+    """A stream that ignores errors, as of a closed terminal or pipe, so that the run continues."""
 
     def __init__(self, stream: Any):
-        self._stream, self._has_failed = stream, False
+        self._stream = stream
 
     def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
+        with suppress(OSError):
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._try(self._stream.flush)
+        with suppress(OSError):
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    def _try(self, call: Callable[[], object]) -> None:
-        try:
-            if not self._has_failed:
-                call()
-        except OSError:
-            self._has_failed = True
 
 
 @contextmanager
@@ -76,15 +71,12 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     for logger in loggers:
         logger.propagate = False
     show = warnings.showwarning
-    is_captured = getattr(show, "__module__", "") == "logging"  # by the caller
-    if not is_captured:
-        logging.captureWarnings(True)
+    logging.captureWarnings(True)
     try:
         yield console
     finally:
-        if not is_captured:
-            logging.captureWarnings(False)
-        warnings.showwarning = show
+        logging.captureWarnings(False)
+        warnings.showwarning = show  # which captures warnings within a job of task=compare
         for handler in handlers:
             for logger in loggers:
                 logger.removeHandler(handler)

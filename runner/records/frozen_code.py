@@ -1,4 +1,4 @@
-"""The code of a job that waits in a queue, frozen in an archive when the job is submitted, or only remembered.
+"""The code of a job that waits in a queue, frozen in an archive when the job is submitted.
 
 `code-HASH.tar` in the directory of the run, or of the sweep, whose jobs share it, contains `installed/` (the runner),
 `own/` (the directories of --config-dir), `imported/` (other modules that were imported to validate the configuration),
@@ -6,34 +6,35 @@
 the archive. A large file that is not code is a link to the original.
 """
 
+import fnmatch
 import hashlib
 import io
 import json
-import shutil
+import os
+import re
+import sys
+import sysconfig
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runner.errors import InputError
-from runner.records.code_state import (
-    ARCHIVE,
-    CODE_SUFFIXES,
-    STATE,
-    CodeState,
-    custom_sources,
-    files_of,
-    hash_files,
-    imported_sources,
-    runner_sources,
-    to_json,
-)
+import runner
+from runner.errors import PACKAGE_DIRECTORIES, InputError
+from runner.paths import ROOT
 from runner.records.ledger import is_sweep
-from runner.records.provenance import DIFF, git_diff, git_state
-from runner.records.record_files import write_atomically
+from runner.records.provenance import DIFF, INSTALLED, STATE, CodeState, git_diff, git_state
+from runner.records.record_files import dumps
 
+# In an archive, the directories of --config-dir, and other imported modules.
+CUSTOM, IMPORTED = "own", "imported"
+ARCHIVE = "code-*.tar"
 EXTRACTED = Path("slurm") / "code"  # where a job extracts the archive, in the directory of its run
+CODE_SUFFIXES = (".py", ".yaml", ".yml")
+RUNNER_SUFFIXES = (*CODE_SUFFIXES, ".typed")
+# Files that identify a run, a sweep, extracted code or a virtual environment, none of which is custom code.
+NO_CODE = ("overrides.yaml", "ledger.jsonl", STATE, "pyvenv.cfg")
 MAX_SIZE = 1 << 20  # bytes, of a file that is not code; a larger one is a link
 MAX_FILES, MAX_BYTES = 5_000, 100 << 20  # of a custom directory
 
@@ -46,86 +47,52 @@ class FrozenCode:
     sha256: str
     config_dirs: list[str]  # the archive paths of the given directories
     since: str
-    changed: list[str]  # files that have changed since
-
-
-def take_state(config_dirs: Sequence[str]) -> CodeState:
-    """Return the current state of the code. `config_dirs` are absolute paths."""
-    return _add(_state_of_runner(), {**custom_sources(config_dirs), **imported_sources(config_dirs)})
-
-
-def remember(directory: Path, state: CodeState) -> Path:
-    """Save the state of the code for jobs submitted from the directory, but not the code. Return the file."""
-    # Jobs may wait with different states, so each state has its file.
-    path = directory / "slurm" / f"code-{state.sha256[:12]}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_atomically(path, to_json(state))
-    return path
+    is_new: bool  # False if an earlier submission has created the archive
 
 
 def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> FrozenCode:
     """Freeze the code in the directory of a run or a sweep, unless the directory already has frozen code.
 
-    Directories of --config-dir (absolute paths) that the frozen code does not have are added, in a new archive, because
-    jobs may be waiting with the other one. Raises InputError if a directory is too large, or the archive is damaged.
+    `config_dirs` are absolute paths. Raises InputError if one of them is too large or missing in the frozen code, or if
+    the archive is damaged.
     """
-    if not _newest_archive(directory) and is_sweep(directory.parent):
+    if not any(directory.glob(ARCHIVE)) and is_sweep(directory.parent):
         directory = directory.parent
-    path = _newest_archive(directory)
-    state = _read_state(path) if path else _state_of_runner()
-    changed = state.changed() if path else []
-    missing = [config_dir for config_dir in config_dirs if config_dir not in state.places.values()]
-    sources = custom_sources(missing, first_number=len(state.places))
-    if not path:
-        sources |= imported_sources(config_dirs)
-    _check_size(sources)
-    state = _add(state, sources)
-    if write and (sources or not path):
-        path = _write_archive(directory, sources, state, path)
+    path = next(directory.glob(ARCHIVE), None)
+    if is_new := path is None:
+        places = {name: str(path) for name, path in _custom_sources(config_dirs).items()}
+        state = CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), git_state(), places)
+        _check_size(state)
+        path = _write_archive(directory, state) if write else None
+    else:
+        state = _read_state(path)
     by_source = {source: archive_path for archive_path, source in state.places.items()}
-    archived = [by_source[config_dir] for config_dir in config_dirs]
+    if missing := [config_dir for config_dir in config_dirs if config_dir not in by_source]:
+        raise InputError(
+            f"--config-dir={missing[0]}: {path} does not have this directory; remove that file to freeze the code again"
+        )
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path else "HASH"
-    return FrozenCode(path or directory / "code-HASH.tar", sha256, archived, state.at, changed)
+    archived = [by_source[config_dir] for config_dir in config_dirs]
+    return FrozenCode(path or directory / "code-HASH.tar", sha256, archived, state.at, is_new)
 
 
-def _state_of_runner() -> CodeState:
-    return CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), git_state(), {}, hash_files(runner_sources()))
-
-
-def _add(state: CodeState, sources: Mapping[str, Path]) -> CodeState:
-    places = {archive_path: str(source) for archive_path, source in sources.items()}
-    return replace(state, places=state.places | places, files=state.files | hash_files(sources))
-
-
-def _newest_archive(directory: Path) -> Path | None:
-    return max(directory.glob(ARCHIVE), key=lambda path: path.stat().st_mtime_ns, default=None)
-
-
-def _write_archive(directory: Path, sources: Mapping[str, Path], state: CodeState, base: Path | None) -> Path:
-    """Write an archive with the sources and the state, and with the content of `base` or else the runner."""
-    if base is None:
-        sources = {**runner_sources(), **sources}
+def _write_archive(directory: Path, state: CodeState) -> Path:
     # Listed before the archive exists, because a custom directory may contain the run directory.
-    files = [found for archive_path, source in sources.items() for found in files_of(archive_path, source)]
+    sources = _runner_sources() | {name: Path(source) for name, source in state.places.items()}
+    files = [found for archive_path, source in sources.items() for found in _files_of(archive_path, source)]
     partial = directory / "code.tar.tmp"
-    try:
-        if base is not None:
-            shutil.copyfile(base, partial)
-        with tarfile.open(partial, "w" if base is None else "a", dereference=True) as archive:
-            if base is None and state.git["dirty"]:
-                _add_text(archive, DIFF, git_diff())
-            for name, file in files:
-                if _is_linked(file):
-                    link = tarfile.TarInfo(name)
-                    link.type, link.linkname = tarfile.SYMTYPE, str(file.resolve())
-                    archive.addfile(link)
-                else:
-                    archive.add(file, name, recursive=False)
-            _add_text(archive, STATE, to_json(state))  # replaces that of `base` when the archive is read or extracted
-        return partial.replace(directory / f"code-{_hash(partial)}.tar")
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with tarfile.open(partial, "w", dereference=True) as archive:
+        if state.git["dirty"]:
+            _add_text(archive, DIFF, git_diff())
+        _add_text(archive, STATE, dumps(asdict(state), indent=1))
+        for name, file in files:
+            if _is_linked(file):
+                link = tarfile.TarInfo(name)
+                link.type, link.linkname = tarfile.SYMTYPE, str(file.resolve())
+                archive.addfile(link)
+            else:
+                archive.add(file, name, recursive=False)
+    return partial.replace(directory / f"code-{_hash(partial)}.tar")
 
 
 def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
@@ -152,19 +119,77 @@ def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def _check_size(sources: Mapping[str, Path]) -> None:
-    messages = []
-    for archive_path, source in sources.items():
-        sizes = [file.stat().st_size for _, file in files_of(archive_path, source) if not _is_linked(file)]
+def _check_size(state: CodeState) -> None:
+    for archive_path, source in state.places.items():
+        sizes = [file.stat().st_size for _, file in _files_of(archive_path, Path(source)) if not _is_linked(file)]
         if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:
-            messages.append(
+            raise InputError(
                 f"launcher.code=frozen archives {source}, which has {len(sizes):,} small files of "
                 f"{sum(sizes) / 2**20:.0f} MiB, more than {MAX_FILES:,} or {MAX_BYTES >> 20} MiB; move the data out of "
                 "it, or set launcher.code=live"
             )
-    if messages:
-        raise InputError(*messages)
 
 
 def _is_linked(file: Path) -> bool:
     return file.is_dir() or (file.suffix not in CODE_SUFFIXES and file.stat().st_size > MAX_SIZE)
+
+
+def _runner_sources() -> dict[str, Path]:
+    """Return the runner's packages by archive path."""
+    package = Path(runner.__file__).resolve().parent
+    sources = {"runner": package, "hydra_plugins/runner": package.parent / "hydra_plugins" / "runner"}
+    sources |= {name: ROOT / name for name in ("conf", "models", "data")}
+    return {f"{INSTALLED}/{name}": path for name, path in sources.items()}
+
+
+def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
+    """Return the directories of --config-dir, and other imported modules and packages, by archive path.
+
+    The latter are those that no package manager has installed. The configuration names them, so that its validation has
+    imported them, or they are imported by such modules.
+    """
+    directories = [Path(path) for path in config_dirs]
+    names = [re.sub(r"[^A-Za-z0-9._-]+", ".", path.name) for path in directories]
+    found = {f"{CUSTOM}/{n}-{name}": path for n, (name, path) in enumerate(zip(names, directories, strict=True))}
+    own = list(_runner_sources().values())
+    libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or name in ("__main__", "__mp_main__") or file.startswith(libraries):
+            continue
+        path = Path(file).absolute()
+        depth = name.count(".") + (path.stem == "__init__")
+        top = path.parents[depth - 1] if depth else path  # the directory of the package, or the module's file
+        # A directory of --config-dir may be imported as a package in addition.
+        is_included = any(path.is_relative_to(source) for source in own) or any(d in top.parents for d in directories)
+        if is_included or any(part in PACKAGE_DIRECTORIES for part in path.parts) or not top.exists():
+            continue
+        if top.name.partition(".")[0] == name.partition(".")[0]:
+            found.setdefault(f"{IMPORTED}/{top.name}", top)
+    return found
+
+
+def _files_of(archive_path: str, source: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a source with their archive paths, and links to directories, which are not followed.
+
+    Hidden directories, runs, virtual environments and Python's caches are left out, and files of the runner other than
+    code.
+    """
+    if source.is_file():
+        yield archive_path, source
+        return
+    is_runner = archive_path.startswith(f"{INSTALLED}/")
+    for path, directories, names in os.walk(source):
+        here = Path(path)
+        if here != source and (any(name in names for name in NO_CODE) or fnmatch.filter(names, ARCHIVE)):
+            directories.clear()
+            continue
+        links = [name for name in directories if (here / name).is_symlink()]
+        skipped = {*links, *fnmatch.filter(directories, ".*"), "__pycache__", "_shipped"}
+        directories[:] = sorted(set(directories) - skipped)
+        for name in sorted([*names, *links]):
+            file = here / name
+            if name.startswith(".") or (is_runner and file.suffix not in RUNNER_SUFFIXES):
+                continue
+            if file.is_file() or name in links:
+                yield f"{archive_path}/{file.relative_to(source)}", file

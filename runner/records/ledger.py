@@ -1,17 +1,8 @@
 """The ledger of a sweep: its jobs and their outcomes, readable even if the sweep was killed.
 
-`ledger.jsonl` in the sweep's directory has one JSON object per line and is only appended to; a line that a crash has
-truncated is skipped. Later lines add to earlier ones:
-
-    {"sweep": {"typed": ["optimizer.lr=0.1,0.01"], "config_dirs": [], "command": [...], "shared": {"epochs": 10, ...}}}
-    {"number": 0, "label": "0-lr-0.1", "overrides": ["optimizer.lr=0.1"]}
-    {"number": 0, "state": "running", "at": 1795212345.1}
-    {"number": 0, "state": "finished", "at": 1795212351.7, "metrics": {"val/loss": 0.1}, "error": null}
-
-The state of a job is waiting, running, finished, failed, refused (its configuration is invalid; nothing was written),
-preempted, pruned, or queued. A queued job was submitted to the `queue` of this class under the name `queued_as`, and
-its outcome is in the files of the run. A waiting job has no state line. Times are in seconds since 1970. A `running`
-line may have the device `slots` of the job, and the first line of a job the number of its study's `trial`.
+`ledger.jsonl` in the sweep's directory has one JSON object per line (docs/sweeps.md) and is only appended to; a line
+that a crash has truncated is skipped. Later lines add to earlier ones. A job is refused if its configuration is
+invalid. The outcome of a queued job is in the files of the run. A waiting job has no state line.
 """
 
 import fcntl

@@ -1,17 +1,19 @@
 """What a run's results depend on besides its configuration: the state of the code, versions, and the machine."""
 
+import json
 import os
 import platform
 import socket
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner import __version__
 from runner.paths import ROOT
-from runner.records.code_state import STATE, extracted_code, read_state
 
+INSTALLED, STATE = "installed", "code.json"  # in an archive of the code: the runner, and the CodeState
 DIFF = "git.diff"
 MAX_DIFF_BYTES = 1 << 20
 TIMEOUT_S = 10
@@ -19,17 +21,46 @@ TIMEOUT_S = 10
 PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
 
 
+@dataclass(frozen=True)
+class CodeState:
+    """What an archive of the code (see runner.records.frozen_code) records about itself."""
+
+    at: str  # the time, as 2026-11-22T02:30:00
+    git: dict[str, Any]  # as of `git_state`
+    places: dict[str, str]  # custom directories and imported modules by their paths in the archive
+
+
+def _extracted_code() -> tuple[Path, CodeState] | None:
+    """Return the directory into which a job has extracted the code that this process runs, and its state, or None."""
+    path = ROOT.parent / STATE
+    if ROOT.name != INSTALLED or not path.is_file():
+        return None
+    return path.parent, CodeState(**json.loads(path.read_text()))
+
+
+def original_directory(config_dir: str) -> str:
+    """Return the directory of which `config_dir` is the extracted copy; `config_dir` itself if it is not a copy."""
+    if extracted := _extracted_code():
+        for archive_path, source in extracted[1].places.items():
+            if Path(config_dir) == extracted[0] / archive_path:
+                return source
+    return config_dir
+
+
+def origin() -> dict[str, Any]:
+    """Return these facts for result.json. `code` is None unless this process runs frozen code."""
+    extracted = _extracted_code()
+    code = {"code": "frozen", "submitted": extracted[1].at} if extracted else None
+    return {"git": git_state(), "code": code, "versions": versions(), "machine": machine()}
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the runner, of Python and of the packages that compute."""
-    from importlib.metadata import PackageNotFoundError, version  # takes 12 ms, which --help does not need
+    from importlib.metadata import version  # takes 12 ms, which --help does not need
 
-    found = {"experiment-runner": __version__, "python": platform.python_version()}
-    for package in ("torch", "torchvision", "hydra-core", "omegaconf"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = ("torch", "torchvision", "hydra-core", "omegaconf")
+    own = {"experiment-runner": __version__, "python": platform.python_version()}
+    return own | {package: version(package) for package in packages}
 
 
 def machine() -> dict[str, Any]:
@@ -51,8 +82,8 @@ def git_state() -> dict[str, Any]:
 
     For frozen code, return those at the time of submission.
     """
-    if extracted := extracted_code():
-        return read_state(extracted / STATE).git
+    if extracted := _extracted_code():
+        return extracted[1].git
     commit, changes = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain")
     if commit is None or changes is None:
         return {"commit": None, "dirty": None}
@@ -61,17 +92,16 @@ def git_state() -> dict[str, Any]:
 
 def git_diff() -> str:
     """Return a diff for `git apply`, below the names of new files. A very long diff is truncated."""
-    if extracted := extracted_code():
-        return (extracted / DIFF).read_text() if (extracted / DIFF).exists() else ""
+    if extracted := _extracted_code():
+        return (extracted[0] / DIFF).read_text() if (extracted[0] / DIFF).exists() else ""
     new, diff = _run_git("ls-files", "--others", "--exclude-standard"), _run_git("diff", *PLAIN, "--binary", "HEAD")
     if new is None or diff is None:
         return ""
     text = "".join(f"new file, not in this diff: {name}\n" for name in new.splitlines()) + diff
-    num_bytes = len(text.encode())
-    if num_bytes <= MAX_DIFF_BYTES:
+    content = text.encode()
+    if len(content) <= MAX_DIFF_BYTES:
         return text
-    kept = text.encode()[:MAX_DIFF_BYTES].decode(errors="ignore")
-    return f"{kept}\ntruncated here: the whole diff has {num_bytes:,} bytes\n"
+    return content[:MAX_DIFF_BYTES].decode(errors="ignore") + "\ntruncated here\n"
 
 
 def _run_git(*arguments: str) -> str | None:

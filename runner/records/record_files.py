@@ -15,6 +15,7 @@ import yaml
 
 from runner.errors import InputError
 
+METRICS = "metrics.jsonl"
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast: a sweep may have a thousand jobs
 
 
@@ -83,6 +84,15 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield line
 
 
+def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises InputError for a line without a step."""
+    path = directory / METRICS
+    for line in read_json_lines(path) if path.exists() else ():
+        if type(line.get("step")) is not int:
+            raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
+        yield parse_metrics(line)
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file. Raises InputError if the file contains anything else."""
     found = _parse(path)
@@ -95,8 +105,7 @@ def read_string_list(path: Path) -> list[str]:
     """Return the list of strings in a YAML file. Raises InputError if the file contains anything else."""
     found = _parse(path)
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        problem = "is empty" if found is None else "is not a list of strings"
-        raise InputError(f"{path} {problem}; restore the file, or name another run")
+        raise InputError(f"{path} must contain a list of strings; restore the file, or name another run")
     return found
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 from runner.errors import InputError
 from runner.records.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 from runner.records.monitor import Monitor, recorded_monitor
-from runner.records.record_files import parse_metrics, read_json_lines, read_mapping, read_string_list
+from runner.records.record_files import parse_metrics, read_mapping, read_metrics, read_string_list
 from runner.records.result import RESULT
-from runner.records.run_directory import CONFIG, METRICS, OVERRIDES
+from runner.records.run_directory import CONFIG, OVERRIDES
 
 # Keys that only determine where a job ran or where it was stored.
 LOCATION_KEYS = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
@@ -58,9 +58,8 @@ class RunRecord:
         """Return the finite values of the metric by step; of a step that a restart has repeated, the last value."""
         points: dict[int, float] = {}
         for line in read_metrics(self.directory):
-            value = line.get(metric)
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                points[int(line["step"])] = float(value)
+            if math.isfinite(value := line.get(metric, math.nan)):
+                points[line["step"]] = float(value)
         return sorted(points.items())
 
 
@@ -76,18 +75,16 @@ def read_jobs(
     a directory without a sweep or run.
     """
     check_is_record(path, key)
-    entries: list[JobRecord | None] = [*read_sweep_jobs(path)] if is_sweep(path) else [None]
     records = []
-    for entry in entries:
-        directory = entry.directory if entry else path
+    for job in read_sweep_jobs(path) if is_sweep(path) else [single_run(path)]:
         try:
-            list(read_metrics(directory))
-            records.append(read_run(directory, entry))
+            list(read_metrics(job.directory))
+            records.append(read_run(job))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            message = str(error) if isinstance(error, InputError) else f"{directory / RESULT} is damaged ({error})"
+            message = str(error) if isinstance(error, InputError) else f"{job.directory / RESULT} is damaged ({error})"
             if skipped is None:
                 raise InputError(message) from None
-            skipped.append(f"{entry.label if entry else path.name} is skipped: {message}")
+            skipped.append(f"{job.label} is skipped: {message}")
     return records
 
 
@@ -99,17 +96,19 @@ def check_is_record(path: Path, key: str) -> None:
     raise InputError(f"{key}={path} is {what}; name one under outputs/, or run=last")
 
 
-def read_run(path: Path, entry: JobRecord | None = None) -> RunRecord:
-    """Return the run in a directory. Raises InputError if its files are damaged.
+def single_run(path: Path) -> JobRecord:
+    """Return a run as a job that is in no ledger."""
+    return JobRecord(0, path.name, [], path, state="")
 
-    entry: the job in the ledger of its sweep.
-    """
-    recorded = _read_overrides(path) or (entry.overrides if entry else [])
+
+def read_run(job: JobRecord) -> RunRecord:
+    """Return the run of a job. Raises InputError if its files are damaged."""
+    path = job.directory
+    recorded = _read_overrides(path) or job.overrides
     config_dirs = [text.removeprefix("--config-dir=") for text in recorded if text.startswith("--config-dir=")]
     overrides = [text for text in recorded if not text.startswith("--")]
-    label, ledger_error = (entry.label, entry.error) if entry else (path.name, None)
     if not (path / RESULT).exists():  # the job waits, or was refused
-        return RunRecord(path, label, entry.state if entry else "not run", overrides, error=ledger_error or "")
+        return RunRecord(path, job.label, job.state or "not run", overrides, error=job.error or "")
     result = read_mapping(path / RESULT)
     settings = dotted(read_mapping(path / CONFIG)) if (path / CONFIG).exists() else {}
     speed = {key: result.get(key) for key in ("samples_per_second", "seconds")}
@@ -117,8 +116,8 @@ def read_run(path: Path, entry: JobRecord | None = None) -> RunRecord:
     metrics = {name: float(value) for name, value in measured.items() if isinstance(value, (int, float))}
     return RunRecord(
         directory=path,
-        label=label,
-        state=entry.state if entry else str(result.get("state", "")),
+        label=job.label,
+        state=job.state or str(result.get("state", "")),
         overrides=overrides,
         config_dirs=config_dirs,
         settings=settings | {key: result[key] for key in ("model", "data", "parallel") if key in result},
@@ -126,7 +125,7 @@ def read_run(path: Path, entry: JobRecord | None = None) -> RunRecord:
         monitor=recorded_monitor(result, metrics),
         world_size=int(result.get("world_size", 1)),
         starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
-        error=str(ledger_error or result.get("error") or ""),
+        error=str(job.error or result.get("error") or ""),
     )
 
 
@@ -180,17 +179,6 @@ def newest_training_run(parent: Path) -> Path | None:
         if (path / RESULT).exists() and read_mapping(path / RESULT).get("task") == "train":
             return path
     return None
-
-
-def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, with NaN for null. Raises InputError for a line without a step."""
-    try:
-        for line in read_json_lines(directory / METRICS):
-            if type(line.get("step")) is not int:
-                raise InputError(f"{directory / METRICS}: {str(line)[:40]} has no step; remove the line")
-            yield {name: math.nan if value is None else value for name, value in line.items()}
-    except OSError:
-        return
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Result:
     git: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    code: dict[str, Any] | None = None  # of a job that waited in a queue: see runner.records.code_state
+    code: dict[str, str] | None = None  # of a job that runs frozen code: see runner.records.provenance
     command: list[str] = field(default_factory=list)
     error: str | None = None
 

@@ -11,15 +11,14 @@ from typing import Any
 import yaml
 
 from runner.errors import JobFailed
-from runner.records.attempts import Attempt, append_attempt, last_line, new_attempt, utc_now
-from runner.records.code_state import CodeState, facts_of_job, original_directory
+from runner.records.attempts import Attempt, append_attempt, last_line, utc_now
 from runner.records.monitor import LOSS
-from runner.records.provenance import DIFF, git_diff, git_state, machine, versions
-from runner.records.record_files import dumps, read_json_lines, write_atomically
+from runner.records.provenance import DIFF, git_diff, origin, original_directory
+from runner.records.record_files import METRICS, dumps, read_metrics, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
-from runner.records.run_lock import RunLock, lock_directory, next_number
+from runner.records.run_lock import RunLock, lock_directory
 
-METRICS, CONFIG, OVERRIDES, CHECKPOINTS = "metrics.jsonl", "config.yaml", "overrides.yaml", "checkpoints"
+CONFIG, OVERRIDES, CHECKPOINTS = "config.yaml", "overrides.yaml", "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Request:
     directory: str | None = None  # of a sweep's job or of a resumed run; None creates a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the chosen option of each group
     pruner: Callable[[int, dict[str, float]], bool] | None = None  # (step, metrics) -> whether to prune the run
-    submitted: CodeState | None = None  # the code at submission, of a job that runs the code of the time of its start
     launch_overrides: tuple[str, ...] = ()  # for the processes that a launcher starts, if they differ from `overrides`
     directory_file: str | None = None  # receives the path of the run directory as soon as that exists
 
@@ -47,7 +45,7 @@ class RunDirectory:
     def __init__(self, path: Path, writes: bool = True):
         self.path, self.writes = path, writes
         self.result = Result()
-        self.attempt = Attempt(0, "", "", 0, "")
+        self.attempt = Attempt(0)
         self.pruner: Callable[[int, dict[str, float]], bool] | None = None
         self.pruned = False
         self._lock: RunLock | None = None
@@ -73,32 +71,25 @@ class RunDirectory:
 
         previous: as in `runner.records.run_lock.lock_directory`. facts: fields of the new Attempt.
         """
-        self.attempt = new_attempt(next_number(self.path), **facts)
-        self._lock = lock_directory(self.path, self.attempt, previous)
+        self._lock = lock_directory(self.path, previous, **facts)
+        self.attempt = self._lock.attempt
 
     def check_lock(self) -> None:
         """Raise JobFailed if another world has taken over the directory, which this world may no longer write to."""
         if self._is_lost():
-            raise JobFailed(f"{self.path} has been taken over by another process, because this one seemed dead")
+            raise JobFailed(f"{self.path} has been taken over by another process, or its lock file has been removed")
 
     def release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def record(self, config: Any, request: Request, **facts: Any) -> None:
-        """Call `prepare` and `commit`."""
-        self.prepare(config, request, **facts)
-        self.commit()
-
     def prepare(self, config: Any, request: Request, **facts: Any) -> None:
         """Collect what is to be recorded, without writing it. `config` is a dataclass, `facts` are Result's fields."""
-        self.result = Result(command=list(request.command), versions=versions(), machine=machine(), **facts)
-        self.pruner = request.pruner
+        self.pruner, self.result = request.pruner, Result(**facts)
         if not self.writes:
             return
-        self.result.git = git_state()
-        self.result.code = facts_of_job(request.submitted)
+        self.result = Result(command=list(request.command), **origin(), **facts)
         options = [f"--config-dir={original_directory(directory)}" for directory in request.config_dirs]
         self._texts = {
             DIFF: git_diff() if self.result.git["dirty"] else None,
@@ -188,13 +179,9 @@ class RunDirectory:
 
         For the rank that writes.
         """
-        values: dict[int, float] = {}
-        path = self.path / METRICS
-        for line in read_json_lines(path) if path.exists() else ():
-            if LOSS in line or monitor in line:  # each evaluation logs the loss; a callback may log other val/... names
-                value = line.get(monitor)
-                values[line["step"]] = float(value) if isinstance(value, (int, float)) else math.nan
-        return values
+        # Each evaluation logs the loss; a callback may log other val/... names.
+        lines = [line for line in read_metrics(self.path) if LOSS in line or monitor in line]
+        return {line["step"]: float(line.get(monitor, math.nan)) for line in lines}
 
     def _is_lost(self) -> bool:
         return self._lock is not None and self._lock.is_lost()
@@ -205,14 +192,14 @@ def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
     parent = Path(outputs).absolute() / name
     parent.mkdir(parents=True, exist_ok=True)
     stamp = prefix + time.strftime("%Y%m%d-%H%M%S")
-    for number in range(10_000):
-        path = parent / (f"{stamp}-{number}" if number else stamp)
+    path, number = parent / stamp, 0
+    while True:
         try:
             path.mkdir()
+            return path
         except FileExistsError:
-            continue
-        return path
-    raise FileExistsError(f"{parent / stamp} and 9,999 more exist")
+            number += 1
+            path = parent / f"{stamp}-{number}"
 
 
 def _read_text(path: Path) -> str | None:

@@ -7,12 +7,12 @@ another machine. To take over the lock, a process creates the file with the next
 import json
 import os
 import re
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,19 @@ HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
 POLL_S = 0.2
 _NAME = re.compile(r"holder-(\d+)\.json")
-_FIELDS = {field.name for field in fields(Attempt)}
 
 
 class RunLock:
-    """A lock that this process owns until it calls `release` or exits. A thread touches the file."""
+    """A lock that this process owns until it calls `release` or exits. A thread touches the file.
 
-    def __init__(self, path: Path, facts: Mapping[str, Any]):
-        self.path, self._facts, self._text = path, facts, _to_text(facts)
+    Raises FileExistsError if another process has created the file of this number; the creation is atomic, also on NFS.
+    """
+
+    def __init__(self, directory: Path, attempt: Attempt):
+        self.path, self.attempt = directory / f"holder-{attempt.number}.json", attempt
+        facts = {**asdict(attempt), "machine": _machine(), "process_start": _process_start(os.getpid())}
+        with self.path.open("x") as file:
+            file.write(json.dumps(facts) + "\n")
         self._touched, self._lost, self._released = time.monotonic(), False, threading.Event()
         self._thread = threading.Thread(target=self._touch_regularly, daemon=True, name="run lock")
         self._thread.start()
@@ -46,8 +51,7 @@ class RunLock:
         self._released.set()
         self._thread.join()
         with suppress(OSError):
-            if not self._lost and self.path.read_text(errors="replace") == self._text:
-                self.path.unlink()
+            self.path.unlink()
 
     def _touch_regularly(self) -> None:
         while not self._released.wait(HEARTBEAT_S):
@@ -55,84 +59,67 @@ class RunLock:
 
     def _touch(self) -> None:
         try:
-            self._lost = self.path.read_text(errors="replace") != self._text
-            if not self._lost:
-                os.utime(self.path)
+            os.utime(self.path)
         except FileNotFoundError:
-            directory = self.path.parent
-            was_taken_over = any(attempt.number == self._facts["number"] for attempt in read_attempts(directory))
-            self._lost = was_taken_over or bool(_lock_files(directory)) or not _create(self.path, self._facts)
+            self._lost = True
         except OSError:  # a network file system may be unavailable for a while
             return
         self._touched = time.monotonic()
 
 
-def next_number(directory: Path) -> int:
-    """Return the number of a new attempt: one more than those of recorded attempts and of lock files."""
-    recorded = [attempt.number for attempt in read_attempts(directory)]
-    locked = [facts.get("number") for facts in map(_read, _lock_files(directory).values())]
-    return max([*recorded, *(number for number in locked if type(number) is int)], default=0) + 1
-
-
-def lock_directory(directory: Path, attempt: Attempt, previous: int | None = None) -> RunLock:
-    """Lock the directory, and record the attempt of an owner that has died.
+def lock_directory(directory: Path, previous: int | None = None, **fields: Any) -> RunLock:
+    """Lock the directory for a new attempt, and record the attempt of an owner that has died.
 
     previous: the number of this world's previous attempt, if its agent has terminated and restarted the world. Its lock
-    is taken over without a check. Raises InputError that names the owner if another process owns the lock.
+    is taken over without a check. fields: of the new Attempt. Raises InputError that names the owner if another
+    process owns the lock.
     """
-    facts = {**asdict(attempt), "machine": _machine(), "process_start": _process_start(os.getpid())}
     while True:
         before = _lock_files(directory)
         newest = max(before, default=0)
-        found = _read(before[newest]) if before else {}
-        is_previous = previous is not None and found.get("number") == previous
-        if before and not is_previous and _is_alive(before[newest], found):
-            raise InputError(_refusal(before[newest]))
-        # Attempts have unique numbers, so the file name of a stalled owner is never used again.
-        number = max(newest + 1, attempt.number)
-        path = directory / f"holder-{number}.json"
-        if not _create(path, facts):
-            continue  # another process was faster; check whether it is alive
+        if before and newest != previous and _is_alive(before[newest]):
+            facts = _read(before[newest])
+            owner = f"process {facts.get('pid')} on {facts.get('host')} ({facts.get('user')})"
+            since = f"since {facts.get('started')}; wait for it, or end it first"
+            raise InputError(f"{directory} has been locked by {owner} {since}")
+        # Numbers are unique, so the file name of a stalled owner is never used again.
+        number = max([newest, *(attempt.number for attempt in read_attempts(directory))]) + 1
+        try:
+            lock = RunLock(directory, Attempt(number, **fields))
+        except FileExistsError:  # another process was faster; check whether it is alive
+            continue
         if _lock_files(directory).keys() - {*before, number}:
             # Another process has locked the directory after a dead lock was taken over and released.
-            path.unlink(missing_ok=True)
+            lock.release()
             continue
         for dead in before.values():
             _record_killed(directory, dead)
-        return RunLock(path, facts)
-
-
-def _refusal(path: Path) -> str:
-    facts = _read(path)
-    owner = f"process {facts.get('pid', '?')} on {facts.get('host', '?')} ({facts.get('user', '?')})"
-    return f"{path.parent} has been locked by {owner} since {facts.get('started', '?')}; wait for it, or end it first"
+        return lock
 
 
 def _record_killed(directory: Path, path: Path) -> None:
     """Append the attempt of a dead owner to attempts.jsonl, and remove its lock file."""
-    facts, last_touched = _read(path), _mtime(path)
-    attempt = parse_attempt({name: value for name, value in facts.items() if name in _FIELDS})
+    attempt, last_touched = parse_attempt(_read(path)), _mtime(path)
     if attempt is not None and all(other.number != attempt.number for other in read_attempts(directory)):
         attempt.state, attempt.ended = KILLED, datetime.fromtimestamp(last_touched, UTC).isoformat(timespec="seconds")
         append_attempt(directory, attempt)
     path.unlink(missing_ok=True)
 
 
-def _is_alive(path: Path, facts: Mapping[str, Any]) -> bool:
+def _is_alive(path: Path) -> bool:
+    facts, touched = _read(path), _mtime(path)
     if facts.get("machine") == _machine() and isinstance(facts.get("pid"), int):
         return _process_start(facts["pid"]) == facts.get("process_start") is not None
-    touched = _mtime(path)
-    if not touched or _file_system_time(path.parent) - touched > DEAD_AFTER_S:
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        now = os.fstat(file.fileno()).st_mtime  # by the file system's clock, which may differ from this machine's
+    if now - touched > DEAD_AFTER_S:
         return False
-    print_messages(
-        [f"waiting up to {DEAD_AFTER_S:g} s to see if process {facts.get('pid')} on {facts.get('host')} is running"]
-    )
+    owner = f"process {facts.get('pid')} on {facts.get('host')}"
+    print_messages([f"waiting up to {DEAD_AFTER_S:g} s to see if {owner} is running"])
     deadline = time.monotonic() + DEAD_AFTER_S
-    while time.monotonic() < deadline:
+    while _mtime(path) == touched and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        if (now := _mtime(path)) != touched:
-            return now > 0
-    return False
+    return _mtime(path) not in (touched, 0.0)
 
 
 def _lock_files(directory: Path) -> dict[int, Path]:
@@ -140,45 +127,18 @@ def _lock_files(directory: Path) -> dict[int, Path]:
     return {int(match[1]): path for path, match in found.items() if match}
 
 
-def _create(path: Path, facts: Mapping[str, Any]) -> bool:
-    """Create the file exclusively, also on NFS. Return False if it exists."""
-    try:
-        with path.open("x") as file:
-            file.write(_to_text(facts))
-    except FileExistsError:
-        return False
-    return True
-
-
-def _to_text(facts: Mapping[str, Any]) -> str:
-    return json.dumps(facts) + "\n"
-
-
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _mtime(path: Path) -> float:
     """Return the modification time by the file system's clock, or 0 if the file does not exist."""
-    try:
-        with path.open() as file:  # opening the file makes NFS fetch its current attributes
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return 0.0
-
-
-def _file_system_time(directory: Path) -> float:
-    """Return the current time by the file system's clock, which may differ from this machine's."""
-    path = directory / f".holder-{uuid.uuid4().hex}"
-    try:
-        path.touch()
-        return path.stat().st_mtime
-    finally:
-        path.unlink(missing_ok=True)
+    with suppress(OSError), path.open() as file:  # opening the file makes NFS fetch its current attributes
+        return os.fstat(file.fileno()).st_mtime
+    return 0.0
 
 
 def _machine() -> str:

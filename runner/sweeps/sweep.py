@@ -1,10 +1,9 @@
 """A sweep: it checks its jobs, creates or resumes its directory, and runs each job."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,6 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.records.code_state import CodeState
-from runner.records.frozen_code import take_state
 from runner.records.ledger import DONE, SweepRecord, lock_sweep, read_ledger, read_sweep, write_lines, write_state
 from runner.records.result import read_result
 from runner.records.run_directory import Request, new_directory
@@ -49,8 +46,6 @@ class Sweep:
         all_queued: All jobs are for a queue.
         dry_run: They are only printed: nothing is written.
         is_new: This command has created the directory.
-        code: The code at the time of the checks, for the jobs of processes that start later.
-        process: The process of the command, whose own jobs run the code that it has imported.
         pruners: The pruners of a study's jobs, by job number.
     """
 
@@ -64,8 +59,6 @@ class Sweep:
     all_queued: bool = False
     dry_run: bool = False
     is_new: bool = False
-    code: CodeState | None = None
-    process: int = field(default_factory=os.getpid)
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
 
     def open(
@@ -102,8 +95,6 @@ class Sweep:
             self.directory = str(Path(configs[0].outputs).absolute() / configs[0].name / "sweep-STAMP")
             self.jobs = number_jobs(jobs, [], composer)
             return
-        if not self.all_queued and self.rank_info.may_start_processes:
-            self.code = take_state(self.record.config_dirs)
         if self.rank_info.world_size > 1 and (messages := self.join().consensus.first_error("composed", [])):
             raise InputError(*messages)
 
@@ -157,8 +148,6 @@ class Sweep:
             if launcher.queues:
                 self.queued.append((job, config, request))
                 return {}
-            if self.process == os.getpid() and not launcher.starts_processes:
-                request = replace(request, submitted=None)
             self.write_state(job, "running")
             metrics = launch(config, request, self.rank_info, launcher)
         except BaseException as error:
@@ -191,7 +180,6 @@ class Sweep:
             directory=str(self.path(job)),
             choices=choices,
             pruner=self.pruners.get(job.number),
-            submitted=self.code,
         )
 
     def path(self, job: Job) -> Path:

@@ -78,7 +78,8 @@ class Compare(LaunchingTask):
         path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.outputs, config.name))))
         directory = RunDirectory(path, writes=rank_info.rank == 0)
         with logging_to(rank_info.rank, path):
-            directory.record(config, request, task="compare", model=request.choices["model"], seed=config.seed)
+            directory.prepare(config, request, task="compare", model=request.choices["model"], seed=config.seed)
+            directory.commit()
             log.info("comparing %d cells of %s on %s", len(cells), request.choices["model"], request.choices["data"])
             for cell in cells:
                 _measure(cell, path, request, rank_info)

@@ -24,8 +24,7 @@ from runner.input.pytree import tensors
 from runner.jobs.task import LaunchingTask
 from runner.jobs.trained_model import Trained, restore_model
 from runner.records.provenance import git_state, versions
-from runner.records.record_files import dumps
-from runner.records.records import read_metrics
+from runner.records.record_files import dumps, read_metrics
 from runner.records.result import read_result
 from runner.records.run_directory import Request
 from runner.tasks.example_call import Example, Examples, describe_tensors

@@ -72,24 +72,17 @@ def test_runs_are_listed_in_order_of_start_and_compared_in_a_table(tmp_path: Pat
 
 
 def test_missing_numbers_are_nan_in_the_table(tmp_path: Path) -> None:
-    for name, words in {"a": ["optimizer.lr=0.1", "name=x"], "b": ["optimizer.lr=0.2"]}.items():
-        write(tmp_path / name, words, {})
-    for name, world_size in {"a": 1, "b": 2}.items():
-        result = json.loads((tmp_path / name / "result.json").read_text())
-        (tmp_path / name / "result.json").write_text(json.dumps(result | {"world_size": world_size}))
-    (tmp_path / "a" / "overrides.yaml").write_text(yaml.safe_dump(["optimizer.lr=0.1", "model.dropout=0.5"]))
-    table = runner.table([runner.open_run(tmp_path / name) for name in ("a", "b")])
+    paths = [write(tmp_path / name, ["optimizer.lr=0.1"], {}) for name in ("a", "b")]
+    (paths[0] / "overrides.yaml").write_text(yaml.safe_dump(["optimizer.lr=0.1", "model.dropout=0.5"]))
+    (paths[1] / "result.json").write_text('{"state": "finished", "world_size": 2}')
+    table = runner.table([runner.open_run(path) for path in paths])
     assert table["model.dropout"][0] == 0.5 and np.isnan(table["model.dropout"][1])
     assert table["world_size"].tolist() == [1, 2]
 
 
 def test_paths_without_a_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for path, text in {
-        "nowhere": "nowhere is no directory",
-        ".": "is no run directory",
-        "last": "there is no run",
-    }.items():
+    for path, text in {"nowhere": "nowhere is no run directory", "last": "there is no run"}.items():
         with pytest.raises(runner.InputError, match=text):
             runner.open_run(path)
     with pytest.raises(runner.InputError, match="outputs is no directory"):

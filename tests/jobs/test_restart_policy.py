@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.jobs.restart_policy import FailedStart, FailureReport, refusal
-from runner.records.attempts import append_attempt, new_attempt
+from runner.records.attempts import Attempt, append_attempt
 
 DIED = "rank 1 on here died: SIGKILL"
 
@@ -57,5 +57,5 @@ def test_only_the_newest_start_is_reported(tmp_path: Path) -> None:
     report = FailureReport(lambda: str(tmp_path))
     assert report.read() == ""
     # A start that fails before its first step leaves result.json unchanged.
-    append_attempt(tmp_path, new_attempt(2, state="failed", error="of the second"))
+    append_attempt(tmp_path, Attempt(2, state="failed", error="of the second"))
     assert report.read() == "of the second"

@@ -1,21 +1,18 @@
-"""The code that is frozen when a job is submitted, and changes of the code since then."""
+"""The code that is frozen when a job is submitted."""
 
 import hashlib
 import importlib
-import json
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from runner.errors import InputError
 from runner.paths import ROOT
-from runner.records import code_state, frozen_code
-from runner.records.code_state import describe_code, facts_of_job, original_directory
-from runner.records.frozen_code import FrozenCode, freeze, remember, take_state
-from runner.records.provenance import git_diff, git_state
+from runner.records import frozen_code, provenance
+from runner.records.frozen_code import FrozenCode, freeze
+from runner.records.provenance import git_diff, origin, original_directory
 
 
 @pytest.fixture
@@ -73,7 +70,7 @@ def test_the_archive_has_the_runner_and_custom_code(mine: Path, monkeypatch: pyt
     frozen = freeze(new_run(mine, "one"), [str(mine)])
     assert frozen.path.name == f"code-{frozen.sha256[:12]}.tar"
     assert frozen.sha256 == hashlib.sha256(frozen.path.read_bytes()).hexdigest()
-    assert (frozen.changed, frozen.config_dirs) == ([], [f"own/0-{mine.name}"])
+    assert frozen.config_dirs == [f"own/0-{mine.name}"]
     code = extract(frozen, mine / "code")
     own = code / "own" / f"0-{mine.name}"
     names = {path.relative_to(own).as_posix() for path in own.rglob("*")}
@@ -85,24 +82,15 @@ def test_the_archive_has_the_runner_and_custom_code(mine: Path, monkeypatch: pyt
         assert (code / "installed" / name).read_bytes() == (ROOT / name).read_bytes()
 
 
-def test_frozen_code_is_reused_and_changed_files_are_named(mine: Path) -> None:
+def test_frozen_code_is_reused(mine: Path) -> None:
     directory = new_run(mine, "one")
     first = freeze(directory, [str(mine)])
     (mine / "own.py").write_text("SCALE = 2\n")
-    (mine / "model" / "new.yaml").write_text("")
     again = freeze(directory, [str(mine)])
-    assert again.changed == ["model/new.yaml", "own.py"]
+    assert first.is_new and not again.is_new
     assert (again.path, again.sha256, again.config_dirs) == (first.path, first.sha256, first.config_dirs)
-    # A further directory is added in a new archive; a waiting job keeps the first one.
-    second = mine.parent / f"{mine.name}-second"
-    (second / "data").mkdir(parents=True)
-    (second / "data" / "ring.yaml").write_text("")
-    added = freeze(directory, [str(mine), str(second)])
-    assert added.path != first.path and first.path.exists() and added.config_dirs[0] == first.config_dirs[0]
-    code = extract(added, mine / "code")
-    assert (code / added.config_dirs[0] / "own.py").read_text() == "SCALE = 1\n"
-    assert (code / added.config_dirs[1] / "data" / "ring.yaml").exists() and (code / "installed" / "runner").is_dir()
-    assert freeze(directory, [str(second)]).path == added.path
+    with pytest.raises(InputError, match=f"--config-dir=/other: {first.path} does not have this directory; remove"):
+        freeze(directory, [str(mine), "/other"])
 
 
 @pytest.mark.fault("the frozen code of a job changed", outcome="refused")
@@ -123,48 +111,19 @@ def test_a_large_directory_is_refused_before_it_is_archived(mine: Path, monkeypa
     assert list(directory.iterdir()) == []
 
 
-def test_the_jobs_of_a_sweep_share_an_archive(mine: Path) -> None:
-    sweep = new_run(mine, "sweep-1")
-    (sweep / "ledger.jsonl").write_text("")
-    (sweep / "0-a").mkdir()
-    path = freeze(sweep, []).path
-    assert path.parent == sweep and freeze(sweep / "0-a", []).path == path
-    assert freeze(new_run(mine, "alone"), [], write=False).path.parent.name == "alone"
-    assert list((mine / "outputs" / "run" / "alone").iterdir()) == []
-
-
-def test_a_live_job_names_the_files_that_have_changed_since_its_submission(mine: Path) -> None:
-    path = remember(new_run(mine, "one"), take_state([str(mine)]))
-    state = code_state.read_state(path)
-    assert describe_code(facts_of_job(state) or {}) is None
-    (mine / "own.py").unlink()
-    facts = facts_of_job(state)
-    assert facts is not None and (facts["code"], facts["changed"]) == ("live", ["own.py"])
-    assert describe_code(facts) == f"the code has changed since the job was submitted, {state.at}: own.py"
-    (mine / "late.py").write_text("")
-    (mine / "words.txt").write_text("which are not code")
-    assert state.changed() == ["late.py", "own.py"]
-    assert facts_of_job(None) is None
-
-
-def test_a_job_records_the_origin_of_its_frozen_code(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = freeze(new_run(mine, "one"), [str(mine)])
-    git = git_state()
+def test_a_job_records_the_origin_and_the_uncommitted_changes_of_its_frozen_code(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = {"commit": "abc", "dirty": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(frozen_code, "git_state", lambda: git)
+        patched.setattr(frozen_code, "git_diff", lambda: "a diff")
+        frozen = freeze(new_run(mine, "one"), [str(mine)])
+    assert origin()["code"] is None
     code = extract(frozen, mine / "code")
-    monkeypatch.setattr(code_state, "ROOT", code / "installed")
+    monkeypatch.setattr(provenance, "ROOT", code / "installed")
     assert original_directory(str(code / frozen.config_dirs[0])) == str(mine)
     assert original_directory("/elsewhere") == "/elsewhere"
-    facts = facts_of_job(None)
-    assert facts is not None and facts["code"] == "frozen"
-    assert describe_code(facts) == f"code     as of {frozen.since}, when the job was submitted"
-    assert git_state() == git == json.loads((code / "code.json").read_text())["git"]
-    (code / "git.diff").write_text("a diff")
+    facts = origin()
+    assert (facts["code"], facts["git"]) == ({"code": "frozen", "submitted": frozen.since}, git)
     assert git_diff() == "a diff"
-
-
-def test_the_archive_has_the_uncommitted_changes(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_code, "git_state", lambda: {"commit": "abc", "dirty": True})
-    monkeypatch.setattr(frozen_code, "git_diff", lambda: "a diff")
-    with tarfile.open(freeze(new_run(mine, "one"), []).path) as archive:
-        file = archive.extractfile("git.diff")
-        assert file is not None and file.read() == b"a diff"

@@ -20,8 +20,8 @@ from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.dashboard import BackgroundThread, History, logged_metrics
 from runner.records.loggers.mlflow import valid_name
 from runner.records.loggers.wandb import WandB
+from runner.records.record_files import METRICS
 from runner.records.records import Trial
-from runner.records.run_directory import METRICS
 
 SMALL = ("model=toy", "data=toy", "batch_size=256", "backend=gloo")  # 4 steps an epoch
 FILES = {
@@ -30,8 +30,6 @@ FILES = {
 
         class Lines(Logger):
             def __init__(self, file: str = "lines", fails_at: int = 0):
-                if not file:
-                    raise ValueError("file= must be a name")
                 self.file, self.fails_at = file, fails_at
 
             def open(self, directory, first_step, trial):
@@ -109,7 +107,7 @@ def test_the_csv_table_is_exact_after_a_kill(mine: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("word", ["logger=[csv,lines]", "logger=[none,csv]", "logger=[]", "~logger"])
+@pytest.mark.parametrize("word", ["logger=[csv,lines]", "~logger"])
 def test_chosen_loggers_are_called(word: str, mine: Path, here: Callable[..., int]) -> None:
     assert here("--config-dir", "mine", *SMALL, "max_steps=2", word) == 0
     expected = ["open 0", "configuration", "1 ", "2 ", "2 val/loss", "close True finished"]
@@ -127,12 +125,10 @@ def test_chosen_loggers_are_called(word: str, mine: Path, here: Callable[..., in
     ("words", "message"),
     [
         (["logger=[csv,linse]"], "logger=[csv,linse]: no such logger; did you mean lines?"),
-        (["logger.images=false"], "logger.images=false: no such key; did you mean logger.tensorboard.images?"),
         (
             ["logger=[csv,nameless]"],
             "logger._target_=lines.Lines: a logger has a name; in its file write NAME: {_target_: lines.Lines}",
         ),
-        (["logger=lines", "logger.lines.file=''"], "logger.lines.file= must be a name"),
         (
             ["logger=lacking"],
             "logger.lacking._target_=dies.Dies: the class lacks wants_predictions, open, scalars, predictions, text, "
@@ -224,17 +220,8 @@ def test_wandb_logs_the_steps_that_it_does_not_have(
 
 
 def test_names_are_converted_to_those_that_mlflow_accepts() -> None:
-    for name in ("val/f1/class_0", "train/loss", "perf/a b", "v1.0-x:y"):
-        assert valid_name(name) == name
-    converted = {
-        "a@b/c[0]": "a_b/c_0_",
-        "/a": "_/a",
-        "a//b": "a/_/b",
-        "../a": "__/a",
-        "a/./b": "a/_/b",
-        "x" * 300: "x" * 250,
-    }
-    assert {name: valid_name(name) for name in converted} == converted
+    converted = {"val/f1 x/v1.0-x:y": "val/f1 x/v1.0-x:y", "a@b/c[0]": "a_b/c_0_", "/a": "_/a", "../a": "__/a"}
+    assert {name: valid_name(name) for name in [*converted, "x" * 300]} == {**converted, "x" * 300: "x" * 250}
 
 
 def test_background_calls_run_in_order_and_their_error_is_raised_later() -> None:
@@ -250,8 +237,6 @@ def test_background_calls_run_in_order_and_their_error_is_raised_later() -> None
     thread.submit(fail)
     with pytest.raises(ConnectionError, match="closed"):
         thread.wait(60)
-    with pytest.raises(ConnectionError, match="closed"):
-        thread.submit(fail)
 
 
 @pytest.mark.thorough

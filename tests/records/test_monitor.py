@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from runner.records.ledger import JobRecord
-from runner.records.monitor import BY_LOSS, Monitor, evaluation_metrics, main_metrics, recorded_monitor
+from runner.records.monitor import BY_LOSS, Monitor, recorded_monitor
 from runner.records.records import RunRecord
 from runner.records.report.render import as_markdown, as_text
 from runner.records.report.statistics import monitors_of, summarize
 from runner.records.run_directory import RunDirectory
-from runner.sweeps.run_sweep import job_table
 
 F1, MAE = Monitor("val/f1", "max"), Monitor("val/mae", "min")
 
@@ -20,25 +18,13 @@ F1, MAE = Monitor("val/f1", "max"), Monitor("val/mae", "min")
     ("recorded", "metrics", "expected"),
     [
         ({"name": "val/f1", "direction": "max"}, ["val/f1", "val/loss"], F1),
-        ({"name": "val/f1", "direction": "min"}, ["val/f1"], Monitor("val/f1", "min")),
-        ({"name": "val/f1", "direction": "max"}, ["test/f1", "test/loss"], Monitor("test/f1", "max")),
         ({"name": "val/f1/macro", "direction": "max"}, ["test/f1/macro"], Monitor("test/f1/macro", "max")),
         ({"name": "val/f1", "direction": "max"}, ["val/loss"], None),  # the run ended before its first evaluation
-        (None, ["ddp/2"], None),
         ("nonsense", ["val/loss"], None),
     ],
 )
 def test_the_monitor_of_a_record(recorded: Any, metrics: list[str], expected: Monitor | None) -> None:
     assert recorded_monitor({"monitor": recorded}, metrics) == expected
-
-
-def test_main_metrics_are_the_monitored_ones_and_the_loss() -> None:
-    assert main_metrics([F1], ["val/loss", "val/f1", "val/mae"]) == ["val/f1", "val/loss"]
-    assert main_metrics([BY_LOSS], ["train/loss", "val/loss"]) == ["val/loss"]
-    assert evaluation_metrics(["train/loss", "val/loss", "val/f1/macro", "test/f1", "seconds"]) == [
-        "val/loss",
-        "test/f1",
-    ]
 
 
 def job(name: str, monitor: Monitor | None, state: str = "finished", **metrics: float) -> RunRecord:
@@ -48,7 +34,7 @@ def job(name: str, monitor: Monitor | None, state: str = "finished", **metrics: 
 
 def test_jobs_are_compared_by_the_metric_that_all_have_measured() -> None:
     jobs = [job("a", F1, f1=0.5, loss=1.0), job("b", F1, f1=0.7, loss=2.0), job("c", MAE, f1=0.6, mae=0.1, loss=3.0)]
-    assert monitors_of(jobs) == [F1, MAE]
+    assert monitors_of(jobs) == [F1, BY_LOSS, MAE]
     summary = summarize(jobs)
     assert (summary.metric, summary.descending) == ("val/f1", True)
     assert [row.name for row in summary.rows] == ["metrics=b", "metrics=c", "metrics=a"]
@@ -64,7 +50,7 @@ def test_jobs_with_different_monitors_are_compared_by_the_loss() -> None:
     summary = summarize(jobs)
     assert (summary.metric, summary.descending, summary.best and summary.best.name) == ("val/loss", False, "metrics=b")
     without_loss = [job("a", F1, f1=0.5), job("b", MAE, mae=0.5), job("d", MAE, mae=0.6)]
-    assert monitors_of(without_loss) == [MAE, F1]
+    assert monitors_of(without_loss) == [MAE, F1, BY_LOSS]
     assert monitors_of([job("a", None, rate=3.0)]) == []
 
 
@@ -74,13 +60,6 @@ def test_a_requested_metric_takes_precedence_and_has_its_own_direction() -> None
     assert summarize(jobs, "val/mae", "max").descending
     upside_down = [job("a", Monitor("val/mae", "max"), mae=1.0)]
     assert summarize(upside_down).descending and summarize(upside_down, "val/mae").descending
-
-
-def test_the_table_of_a_sweep_has_the_given_metrics(tmp_path: Path) -> None:
-    jobs = [JobRecord(0, "0-a", [], tmp_path, state="finished", metrics={"val/f1": 0.5, "val/loss": 1.0})]
-    header, line = job_table(jobs, ["val/f1", "val/mae", "val/loss"]).splitlines()
-    assert header.split() == ["job", "state", "val/f1", "val/mae", "val/loss", "why"]
-    assert line.split() == ["0-a", "finished", "0.5000", "1.0000"]
 
 
 def test_evaluations_are_the_lines_with_the_validation_loss(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The files of a run directory."""
 
+import sys
 import threading
 from pathlib import Path
 
@@ -7,31 +8,32 @@ import pytest
 
 from runner.config.schema import Config
 from runner.records.attempts import read_attempts
-from runner.records.result import read_result
+from runner.records.result import read_result, report_failure
 from runner.records.run_directory import Request, RunDirectory, new_directory
 
 
 @pytest.mark.fault("runs started in the same second", outcome="went_on")
 def test_runs_of_the_same_second_have_different_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.records.run_directory.time.strftime", lambda form: "20300101-000000")
-    start = threading.Barrier(20)
+    start = threading.Barrier(5)
     created: list[Path] = []
 
     def create() -> None:
         start.wait(timeout=120)
         created.append(new_directory(str(tmp_path), "run"))
 
-    threads = [threading.Thread(target=create) for _ in range(20)]
+    threads = [threading.Thread(target=create) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
-    assert len(set(created)) == 20 and set(created) == set((tmp_path / "run").iterdir())
+    assert len(set(created)) == 5 and set(created) == set((tmp_path / "run").iterdir())
 
 
 def test_a_rank_that_does_not_write_leaves_the_directory_empty(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=False)
-    directory.record(Config(), Request())
+    directory.prepare(Config(), Request())
+    directory.commit()
     directory.log_metrics(1, 1, {"train/loss": 1.0})
     directory.save_result()
     directory.drop_metrics_after(0)
@@ -40,15 +42,28 @@ def test_a_rank_that_does_not_write_leaves_the_directory_empty(tmp_path: Path) -
 
 def test_the_record_is_complete_from_the_start(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.record(Config(), Request(overrides=("model=toy",), config_dirs=("/mine", "/other")), model="toy")
+    directory.prepare(Config(), Request(overrides=("model=toy",), config_dirs=("/mine", "/other")), model="toy")
+    directory.commit()
     result = read_result(tmp_path)
     assert result is not None and (result["state"], result["model"]) == ("running", "toy")
     assert (tmp_path / "overrides.yaml").read_text() == "- --config-dir=/mine\n- --config-dir=/other\n- model=toy\n"
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_missing_or_damaged_result_is_none(tmp_path: Path) -> None:
-    assert read_result(tmp_path) is None
+class ClosedTerminal:
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_failure_is_recorded_without_a_terminal_and_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "result.json").write_text('{"state": "running", "metrics": {}}')
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    monkeypatch.setattr(sys, "stderr", ClosedTerminal())
+    report_failure(tmp_path, "rank 0 has died")
+    result = read_result(tmp_path)
+    assert result is not None and (result["state"], result["error"]) == ("failed", "rank 0 has died")
     (tmp_path / "result.json").write_text('{"state": "run')
     assert read_result(tmp_path) is None
 
@@ -59,7 +74,7 @@ def test_an_attempt_without_a_step_restores_the_record(state: str, tmp_path: Pat
     """The attempt has been committed, as if a signal had arrived just before its first step."""
     (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
     first = RunDirectory(tmp_path)
-    first.record(Config(), Request(overrides=("seed=0",)))
+    first.prepare(Config(), Request(overrides=("seed=0",)))
     first.result.step = 4
     first.end("finished")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".json", ".yaml")}
@@ -83,7 +98,8 @@ def test_a_run_with_flipped_bits_in_its_metrics_can_be_resumed(tmp_path: Path) -
     (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
     (tmp_path / "overrides.yaml").write_bytes(b"- seed=0 # \xf3\n")
     directory = RunDirectory(tmp_path)
-    directory.record(Config(), Request())
+    directory.prepare(Config(), Request())
+    directory.commit()
     directory.drop_metrics_after(4)
     assert path.read_bytes() == lines[0] + lines[3]
     assert list(directory.evaluations("val/loss")) == []

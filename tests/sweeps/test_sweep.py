@@ -301,18 +301,3 @@ def test_the_table_of_jobs_shows_brackets_in_errors(tmp_path: Path) -> None:
     lines = job_table([JobRecord(0, "0-seed-0", [], tmp_path, state="failed", error=error)]).splitlines()
     assert lines[1].split(maxsplit=2)[:2] == ["0-seed-0", "failed"]
     assert lines[1].rstrip().endswith("RuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]")
-
-
-@pytest.mark.thorough
-def test_a_job_with_a_process_of_its_own_reports_changed_code(here: Here, custom: Path) -> None:
-    """The code changes while the first job runs. Jobs in the process of the sweep run the code that it has imported."""
-    late = "        if list(Path('outputs').glob('*/*/0-*/config.yaml')):\n            Path('mine/late.py').touch()\n"
-    forward = "    def forward(self, samples):\n"
-    (custom / "mine" / "custom.py").write_text(f"from pathlib import Path\n{MODULE.replace(forward, forward + late)}")
-    for name, launcher, changed in (
-        ("other", ("launcher=spawn", "launcher.nproc_per_node=1"), [[], ["mine/late.py"]]),
-        ("same", (), [None, None]),
-    ):
-        assert here("-m", *CUSTOM, *launcher, "max_steps=1", "seed=0,1", f"name={name}") == 0
-        results = [json.loads(path.read_text()) for path in sorted(custom.glob(f"outputs/{name}/*/*/result.json"))]
-        assert [(result["code"] or {}).get("changed") for result in results] == changed

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from runner.launchers.env import check_options
 from runner.launchers.protocol import Queue, SubmissionUnknown
 from runner.launchers.slurm import script
 from runner.launchers.slurm.queue import POLL_S, check_sbatch, find_ended, follow, last_job, leave_queued, submit
-from runner.records.code_state import shorten
-from runner.records.frozen_code import EXTRACTED, freeze, remember, take_state
+from runner.records.frozen_code import EXTRACTED, FrozenCode, freeze
 from runner.records.run_directory import Request, new_directory
 
 # Options of sbatch that the launcher sets: from its own options, and because the script depends on them.
@@ -30,15 +28,6 @@ OPTIONS = {"account", "cpus-per-task", "exclusive", "gpus-per-node", "job-name",
 RESERVED = OPTIONS | {"array", "chdir", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
 RESERVED |= {"parsable", "test-only", "wait"}
 SbatchOption = str | int | bool | None  # True for an option without a value
-
-
-@dataclass(frozen=True)
-class Code:
-    """Which code the job runs."""
-
-    archive: Path | None = None  # of the frozen code; None runs the code that exists when the job starts
-    sha256: str = ""  # of the archive
-    submitted: Path | None = None  # the file with the state of the code at submission, if there is no archive
 
 
 class Slurm(Queue):
@@ -193,21 +182,16 @@ class Slurm(Queue):
     def _script(
         self, config: Config, directory: Path, runs: Sequence[tuple[Path, Request]], log: Path
     ) -> tuple[str, str]:
-        """Return the script of the runs, and a note on their code, of which `directory` keeps a copy or the state.
+        """Return the script of the runs, and a note on the code that `directory` has from an earlier submission.
 
         Raises InputError if the code cannot be copied.
         """
-        code, config_dirs, note = Code(), list(runs[0][1].config_dirs), ""
+        code, config_dirs, note = None, list(runs[0][1].config_dirs), ""
         if self.code == "frozen":
-            frozen = freeze(directory, config_dirs, write=not self.dry_run)
-            code = Code(archive=frozen.path, sha256=frozen.sha256)
-            config_dirs = [str(EXTRACTED / path) for path in frozen.config_dirs]  # in the directory of each run
-            if frozen.changed:
-                note = f"\ncode: as of {frozen.since}; these files have changed since: {shorten(frozen.changed)}"
-        elif self.dry_run:
-            code = Code(submitted=directory / "slurm" / "code.json")
-        else:
-            code = Code(submitted=remember(directory, take_state(config_dirs)))
+            code = freeze(directory, config_dirs, write=not self.dry_run)
+            config_dirs = [str(EXTRACTED / path) for path in code.config_dirs]  # in the directory of each run
+            if not code.is_new:
+                note = f"\ncode: as of {code.since}; remove {code.path} to submit with the current code"
         options = {"job-name": self.name or config.name, "chdir": str(Path.cwd()), **self.options}
         commands = [(path, _arguments(path, request, config_dirs)) for path, request in runs]
         return _render(self, options, commands, log, code), note
@@ -220,13 +204,18 @@ def _arguments(directory: Path, request: Request, config_dirs: Sequence[str]) ->
 
 
 def _render(
-    slurm: Slurm, options: Mapping[str, SbatchOption], runs: Sequence[tuple[Path, list[str]]], log: Path, code: Code
+    slurm: Slurm,
+    options: Mapping[str, SbatchOption],
+    runs: Sequence[tuple[Path, list[str]]],
+    log: Path,
+    code: FrozenCode | None,
 ) -> str:
     """Return the script. Several runs are the tasks of a job array; the path of their log may contain %A and %a.
 
-    options: of sbatch. runs: the directory and the command-line arguments of each run.
+    options: of sbatch. runs: the directory and the command-line arguments of each run. code: None runs the code that
+    exists when the job starts.
     """
-    of_code = ("PYTHONPATH", "PYTHONSAFEPATH") if code.archive else ("RUNNER_SUBMITTED",)
+    of_code = ("PYTHONPATH", "PYTHONSAFEPATH") if code else ()
     names = ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *slurm.variables, *of_code)
     variables = [f'{name}="${name}"' for name in names]
     command = [*([slurm.prefix] if slurm.prefix else []), "env", *variables, script.VISIBLE]
@@ -239,7 +228,11 @@ def _render(
     )
     # Ranks that have not saved after the grace period are killed, and the job resumes from the last checkpoint.
     grace_s = max(slurm.signal_s - 20, slurm.signal_s * 3 // 4)
-    run = script.RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=grace_s, select_code=_select_code(code))
+    select_code = ""
+    if code is not None:
+        archive = shlex.quote(str(code.path))
+        select_code = script.FROZEN.format(archive=archive, sha256=code.sha256, extracted=EXTRACTED)
+    run = script.RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=grace_s, select_code=select_code)
     lines = ["#!/bin/bash", *_directives(slurm, options, log, len(runs)), "", script.TRAP, *_select_run(runs)]
     return "\n".join([*lines, functions, script.SETUP, *_prepare(slurm), run])
 
@@ -277,12 +270,6 @@ def _checked(line: str) -> list[str]:
 def _expanded(text: str) -> str:
     """Return one word of bash in which the node's variables are expanded, such as $HOME and $SLURM_TMPDIR."""
     return '"' + re.sub(r'(["`\\])', r"\\\1", text) + '"'
-
-
-def _select_code(code: Code) -> str:
-    if code.archive is None:
-        return f"export RUNNER_SUBMITTED={shlex.quote(str(code.submitted))}"
-    return script.FROZEN.format(archive=shlex.quote(str(code.archive)), sha256=code.sha256, extracted=EXTRACTED)
 
 
 def _select_run(runs: Sequence[tuple[Path, list[str]]]) -> list[str]:

@@ -66,10 +66,6 @@ class CompositeLogger(Logger):
 
     def _disable(self, name: str, error: Exception) -> None:
         self._disabled.add(name)
-        log.warning(
-            "logger=%s is disabled after an error: %s: %s; the run continues, and metrics.jsonl contains all metrics",
-            name,
-            type(error).__name__,
-            (str(error).splitlines() or [""])[0],
-            exc_info=None if isinstance(error, OSError) else error,
-        )
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = "logger=%s is disabled after an error: %s; the run continues, and metrics.jsonl contains all metrics"
+        log.warning(text, name, reason, exc_info=None if isinstance(error, OSError) else error)

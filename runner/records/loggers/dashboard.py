@@ -1,17 +1,14 @@
 """What the dashboards outside of the run directory have in common: facts and ids of the run, its history, a thread."""
 
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from runner.records.ledger import is_sweep
 from runner.records.loggers.contract import Logger, Predictions
 from runner.records.loggers.images import draw_confusion
-from runner.records.record_files import dumps, parse_metrics, read_mapping, write_atomically
-from runner.records.records import read_metrics
+from runner.records.record_files import dumps, read_mapping, read_metrics, write_atomically
 from runner.records.result import read_result
 from runner.records.run_directory import CONFIG
 
@@ -19,52 +16,30 @@ IDS = "loggers.json"
 CONFUSION = "val/confusion"
 
 
-@dataclass(frozen=True)
 class RunFacts:
-    """What a run has recorded about itself when it starts."""
+    """What a run that is about to train has recorded about itself."""
 
-    name: str  # of its directory
-    experiment: str  # the configuration's name
-    sweep: str | None  # the name of the sweep's directory
-    outputs: Path  # the directory of all runs
-    config: dict[str, Any]
-    result: dict[str, Any]  # the content of result.json, in which the state is still running
-
-    @property
-    def choices(self) -> dict[str, str]:
-        """Facts that are not in the configuration."""
-        return {key: self.result[key] for key in ("model", "data", "parallel", "world_size") if key in self.result}
+    def __init__(self, directory: Path):
+        self.name = directory.name
+        self.sweep = directory.parent.name if is_sweep(directory.parent) else None
+        self.outputs = directory.parents[2 if self.sweep else 1]  # the directory of all runs
+        self.config = read_mapping(directory / CONFIG)
+        self.result = read_result(directory) or {}
+        choices = ("model", "data", "parallel", "world_size")  # which are not in the configuration
+        self.choices = {key: self.result[key] for key in choices if key in self.result}
 
 
-def read_facts(directory: Path) -> RunFacts:
-    """Return the facts of a run that is about to train."""
-    config = read_mapping(directory / CONFIG)
-    named = next((parent for parent in directory.parents if parent.name == config["name"]), directory.parent)
-    return RunFacts(
-        name=directory.name,
-        experiment=config["name"],
-        sweep=directory.parent.name if is_sweep(directory.parent) else None,
-        outputs=named.parent,
-        config=config,
-        result=read_result(directory) or {},
-    )
-
-
-def read_ids(directory: Path, option: str) -> dict[str, str]:
-    """Return the ids that the run has with a logger, by the server, file or project that contains the run."""
-    return _read_all_ids(directory).get(option, {})
+def read_ids(directory: Path) -> dict[str, dict[str, str]]:
+    """Return the ids that the run has, by logger and by the server, file or project that contains the run."""
+    path = directory / IDS
+    return read_mapping(path) if path.exists() else {}
 
 
 def save_id(directory: Path, option: str, location: str, run_id: str) -> None:
     """Save the id that the run has with a logger, for later attempts."""
-    ids = _read_all_ids(directory)
+    ids = read_ids(directory)
     ids.setdefault(option, {})[location] = run_id
     write_atomically(directory / IDS, dumps(ids, indent=1) + "\n")
-
-
-def _read_all_ids(directory: Path) -> dict[str, dict[str, str]]:
-    path = directory / IDS
-    return read_mapping(path) if path.exists() else {}
 
 
 class History:
@@ -94,7 +69,7 @@ class History:
 def logged_metrics(directory: str) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield the step and the metrics of each line of metrics.jsonl."""
     for line in read_metrics(Path(directory)):
-        yield line.pop("step"), parse_metrics({name: value for name, value in line.items() if name != "epoch"})
+        yield line.pop("step"), {name: value for name, value in line.items() if name != "epoch"}
 
 
 class ProjectRun(Logger):
@@ -121,35 +96,26 @@ class ProjectRun(Logger):
 class BackgroundThread:
     """Makes calls one after another, so that training does not wait for a server.
 
-    The exception of a call is raised by the next method; later calls are dropped.
+    The exception of a call is raised by the next method, which drops the calls that wait.
     """
 
     def __init__(self, name: str):
-        self._calls: queue.Queue[Callable[[], object]] = queue.Queue()
-        self._error: Exception | None = None
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._calls: set[Future[object]] = set()
 
     def submit(self, call: Callable[[], object]) -> None:
-        self._raise()
-        self._calls.put(call)
+        self.wait(0)
+        self._calls.add(self._executor.submit(call))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for all calls. Return False after a timeout."""
-        with self._calls.all_tasks_done:
-            is_done = self._calls.all_tasks_done.wait_for(lambda: not self._calls.unfinished_tasks, timeout_s)
-        self._raise()
-        return is_done
+        done, self._calls = wait(self._calls, timeout_s, FIRST_EXCEPTION)
+        for call in done:
+            if error := call.exception():
+                self.stop()
+                raise error
+        return not self._calls
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        while True:
-            call = self._calls.get()
-            try:
-                if self._error is None:
-                    call()
-            except Exception as error:
-                self._error = error
-            self._calls.task_done()
+    def stop(self) -> None:
+        """Drop the calls that wait, for which Python's exit would wait otherwise."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 TEXT_HEIGHT = 14
-MAX_NUMBERED_CLASSES = 20  # the cells of a larger matrix have no space for numbers
 RIGHT, WRONG = (0, 100, 0), (190, 0, 0)
 
 
@@ -19,9 +18,8 @@ def draw_confusion(counts: torch.Tensor) -> Any:
     from PIL import Image, ImageDraw  # installed with torchvision
 
     num_classes = len(counts)
-    is_numbered = num_classes <= MAX_NUMBERED_CLASSES
-    size = 30 if is_numbered else max(600 // num_classes, 3)
-    margin = 44 if is_numbered else 20
+    size, margin = max(min(600 // num_classes, 30), 3), 44
+    is_numbered = size == 30  # smaller cells have no space for numbers
     image = Image.new("RGB", (margin + num_classes * size + 4, margin + num_classes * size + 4), "white")
     draw = ImageDraw.Draw(image)
     draw.text((margin, 2), "predicted", fill="black")

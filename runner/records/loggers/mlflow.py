@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from runner.errors import require_packages
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
-from runner.records.loggers.dashboard import BackgroundThread, History, RunFacts, read_facts, read_ids, save_id
+from runner.records.loggers.dashboard import BackgroundThread, History, RunFacts, read_ids, save_id
 from runner.records.loggers.images import draw_confusion
 from runner.records.records import Trial, dotted, to_text
 
@@ -23,7 +23,7 @@ STORE, ARTIFACTS, LOCK = "mlflow.db", "mlflow-artifacts", ".mlflow.lock"  # in t
 STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 INTERVAL_S = 2.0  # between two batches of metrics
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # of a batch, and of a value: MLflow's limits
-RESPONSE_S, FLUSH_S, CLOSE_S = 10, 10, 60
+RESPONSE_S, MAX_RETRIES, FLUSH_S, CLOSE_S = 10, 2, 10, 60
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +49,23 @@ class MLflow(Logger):
 
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
         """Start the run, or continue it. Raises ConnectionError if the server does not respond or rejects the run."""
-        path, facts = Path(directory), read_facts(Path(directory))
-        with _quiet():
-            from mlflow import MlflowClient  # takes seconds, so it is imported only if it was chosen
-            from mlflow.environment_variables import MLFLOW_TRACKING_URI
+        path, facts = Path(directory), RunFacts(Path(directory))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of SQLAlchemy, about MLflow
+            import mlflow.environment_variables as variables  # takes seconds, so it is imported only if it was chosen
             from mlflow.exceptions import MlflowException
 
-            uri = self._uri or MLFLOW_TRACKING_URI.get() or f"sqlite:///{facts.outputs / STORE}"
+            uri = self._uri or variables.MLFLOW_TRACKING_URI.get() or f"sqlite:///{facts.outputs / STORE}"
             parts = urlsplit(uri)
             credentials = f"{parts.username}:{parts.password}@" if parts.password else ""
+            if not variables.MLFLOW_HTTP_REQUEST_TIMEOUT.is_set():  # the default is two minutes
+                variables.MLFLOW_HTTP_REQUEST_TIMEOUT.set(RESPONSE_S)
+            if not variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.is_set():  # the default is seven
+                variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.set(MAX_RETRIES)
+            for name in ("mlflow", "alembic"):  # messages about MLflow's tables
+                logging.getLogger(name).setLevel(logging.WARNING)
             try:
-                with _without_retries(), _sqlite_lock(uri, facts.outputs):
-                    self._client = MlflowClient(tracking_uri=uri)
-                    experiment = self._find_experiment(self._experiment or facts.experiment, uri, facts.outputs)
-                    self._run_id, last = self._find_run(read_ids(path, "mlflow").get(uri), experiment, facts)
+                last = self._connect(uri, read_ids(path).get("mlflow", {}).get(uri), facts)
             except MlflowException as error:
                 raise ConnectionError(str(error).splitlines()[0].replace(credentials, "")) from None
         save_id(path, "mlflow", uri, self._run_id)
@@ -95,9 +98,28 @@ class MLflow(Logger):
 
     def close(self, outcome: RunOutcome) -> None:
         self._send()
-        self._thread.submit(lambda: self._end(outcome.state))
-        if not self._thread.wait(CLOSE_S):
+        self._thread.submit(lambda: self._client.set_tag(self._run_id, "state", outcome.state))
+        self._thread.submit(lambda: self._client.set_terminated(self._run_id, STATUS[outcome.state]))
+        is_complete = self._thread.wait(CLOSE_S)
+        self._thread.stop()
+        if not is_complete:
             raise TimeoutError(f"not everything was sent within {CLOSE_S} s")
+
+    def _connect(self, uri: str, run_id: str | None, facts: RunFacts) -> dict[str, int]:
+        """Create the run, or continue the one with this id. Return the last step of each of its metrics."""
+        from mlflow import MlflowClient
+
+        with ExitStack() as stack:
+            if uri.startswith("sqlite:"):  # several processes would create its tables at the same time
+                file = stack.enter_context((facts.outputs / LOCK).open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            self._client = MlflowClient(tracking_uri=uri)
+            if run_id is None:
+                experiment = self._find_experiment(self._experiment or facts.config["name"], uri, facts.outputs)
+                run_id = self._client.create_run(experiment, run_name=facts.name).info.run_id
+            self._run_id = run_id
+            self._client.update_run(run_id, status="RUNNING")
+            return {metric.key: metric.step for metric in self._client.get_run(run_id).to_proto().data.metrics}
 
     def _find_experiment(self, name: str, uri: str, outputs: Path) -> str:
         from mlflow.exceptions import MlflowException
@@ -111,20 +133,6 @@ class MLflow(Logger):
                 if (found := self._client.get_experiment_by_name(name)) is None:
                     raise
         return found.experiment_id
-
-    def _find_run(self, run_id: str | None, experiment: str, facts: RunFacts) -> tuple[str, dict[str, int]]:
-        """Return the id of the run, and the last step of each of its metrics."""
-        from mlflow.exceptions import MlflowException
-
-        if run_id is not None:
-            try:
-                found = self._client.get_run(run_id)
-                self._client.update_run(run_id, status="RUNNING")
-                return run_id, {metric.key: metric.step for metric in found.to_proto().data.metrics}
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-        return self._client.create_run(experiment, run_name=facts.name).info.run_id, {}
 
     def _describe(self, directory: Path, facts: RunFacts, trial: Trial) -> None:
         """Log parameters and tags. MLflow's parameters are immutable: one that a resumed run changes becomes a tag."""
@@ -149,8 +157,7 @@ class MLflow(Logger):
         for batch in _batches(new, MAX_PARAMS):
             self._client.log_batch(self._run_id, params=batch)
         known = [RunTag(key, str(value)) for key, value in tags.items() if value not in (None, "")]
-        for batch in _batches(known, MAX_PARAMS):
-            self._client.log_batch(self._run_id, tags=batch)
+        self._client.log_batch(self._run_id, tags=known)
 
     def _add(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -163,10 +170,6 @@ class MLflow(Logger):
         for batch in _batches(metrics, MAX_METRICS):
             self._thread.submit(functools.partial(self._client.log_batch, self._run_id, metrics=batch))
 
-    def _end(self, state: str) -> None:
-        self._client.set_tag(self._run_id, "state", state)
-        self._client.set_terminated(self._run_id, STATUS[state])
-
 
 def valid_name(name: str) -> str:
     """Return a name that MLflow accepts: letters, digits, `_-.:/` and spaces, and no part of the path is . or .."""
@@ -177,42 +180,3 @@ def valid_name(name: str) -> str:
 def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-@contextmanager
-def _without_retries() -> Iterator[None]:
-    """Let the client fail after one timeout instead of retrying for minutes, unless the user has set these limits."""
-    from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
-
-    limits = {MLFLOW_HTTP_REQUEST_MAX_RETRIES: 0, MLFLOW_HTTP_REQUEST_TIMEOUT: RESPONSE_S}
-    limits = {variable: limit for variable, limit in limits.items() if not variable.is_set()}
-    for variable, limit in limits.items():
-        variable.set(limit)
-    try:
-        yield
-    finally:
-        for variable in limits:
-            variable.unset()
-
-
-@contextmanager
-def _sqlite_lock(uri: str, directory: Path) -> Iterator[None]:
-    """Keep other runs of the directory from creating the tables of the SQLite file at the same time."""
-    if uri.startswith("sqlite:"):
-        with (directory / LOCK).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress MLflow's messages about its tables and SQLAlchemy's deprecation warnings about MLflow."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import mlflow  # noqa: F401  # which sets the levels of its loggers itself
-
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        yield

@@ -33,8 +33,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         # From earlier files of the directory TensorBoard drops later steps, which are repeated now.
-        started_before = any(Path(directory).glob("events.out.tfevents.*"))
-        self._writer = SummaryWriter(directory, purge_step=first_step + 1 if started_before else None)
+        self._writer = SummaryWriter(directory, purge_step=first_step + 1)
         self._writer.add_custom_scalars({"train against val": _charts(trial.metrics), "speed": SPEED})
         if trial.overrides:
             self._start_session(Path(directory), trial)
@@ -69,17 +68,18 @@ class TensorBoard(Logger):
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # `api` needs TensorFlow
 
-        hparams = {key: _parse(value) for key, value in trial.overrides.items()}
+        # With numbers TensorBoard uses a numeric axis.
+        numbers = {key: as_number(value) for key, value in trial.overrides.items()}
+        hparams = {key: value if numbers[key] is None else numbers[key] for key, value in trial.overrides.items()}
         name = f"{directory.name} in {directory.parent.name}"  # TensorBoard averages rows of the same name
         self._writer.file_writer.add_summary(hparams_pb(hparams, trial_id=name))
         if not trial.varied:
             return  # a single run: without an experiment summary, the table has the keys of all runs
-        types = {bool: api_pb2.DATA_TYPE_BOOL, float: api_pb2.DATA_TYPE_FLOAT64, str: api_pb2.DATA_TYPE_STRING}
         infos = []
         for key, values in trial.varied.items():
-            found = {type(_parse(value)) for value in values}
             # No domain: TensorBoard hides values outside of it, and the sweep may be extended.
-            data_type = types[found.pop() if len(found) == 1 else str]
+            is_numeric = all(as_number(value) is not None for value in values)
+            data_type = api_pb2.DATA_TYPE_FLOAT64 if is_numeric else api_pb2.DATA_TYPE_STRING
             infos.append(api_pb2.HParamInfo(name=key, type=data_type, differs=len(values) > 1))
         columns = (*trial.metrics[:MAX_EVALUATION_COLUMNS], *OTHER_COLUMNS)
         metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in columns]
@@ -109,11 +109,3 @@ def _charts(metrics: Sequence[str]) -> dict[str, list[Any]]:
         chart = name.split("/")[1]
         charts.setdefault(chart, ["Multiline", []])[1].append(name)
     return charts
-
-
-def _parse(value: str) -> bool | float | str:
-    """Return a number or a boolean if the text is one, so that TensorBoard uses a numeric axis."""
-    if value in ("true", "false"):
-        return value == "true"
-    number = as_number(value)
-    return value if number is None else number

@@ -4,11 +4,10 @@ import contextlib
 import io
 import logging
 from pathlib import Path
-from typing import Any
 
 from runner.errors import require_packages
 from runner.records.loggers.contract import RunOutcome
-from runner.records.loggers.dashboard import History, ProjectRun, RunFacts, read_facts, read_ids, save_id
+from runner.records.loggers.dashboard import History, ProjectRun, RunFacts, read_ids, save_id
 from runner.records.records import Trial, dotted
 
 log = logging.getLogger(__name__)
@@ -34,10 +33,10 @@ class Trackio(ProjectRun):
         from trackio.sqlite_storage import SQLiteStorage
 
         self._package = trackio
-        path, facts = Path(directory), read_facts(Path(directory))
-        project = self._project or facts.experiment
-        known = read_ids(path, "trackio").get(project)
-        name = known or _free_name(trackio, project, facts)
+        path, facts = Path(directory), RunFacts(Path(directory))
+        project = self._project or facts.config["name"]
+        known = read_ids(path).get("trackio", {}).get(project)
+        name = known or (f"{facts.sweep}/{facts.name}" if facts.sweep else facts.name)
         with contextlib.redirect_stdout(io.StringIO()):  # trackio prints how to show the run, as the line below does
             self._run = trackio.init(
                 project=project,
@@ -59,12 +58,3 @@ class Trackio(ProjectRun):
     def close(self, outcome: RunOutcome) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             self._package.finish()
-
-
-def _free_name(trackio: Any, project: str, facts: RunFacts) -> str:
-    """Return a name that no run of the project has: trackio identifies a run by its name."""
-    wanted = f"{facts.sweep}/{facts.name}" if facts.sweep else facts.name
-    taken = set()
-    with contextlib.suppress(ValueError):  # the project does not exist yet
-        taken = {run.name for run in trackio.Api().runs(project)}
-    return next(name for n in range(len(taken) + 1) if (name := f"{wanted}-{n}" if n else wanted) not in taken)

@@ -1,14 +1,14 @@
 """Weights & Biases: a run in a project, on its server, or offline in files of the run directory for `wandb sync`."""
 
-import functools
 import logging
+import threading
 import uuid
 from pathlib import Path
 from typing import Any, Literal
 
 from runner.errors import require_packages
 from runner.records.loggers.contract import RunOutcome
-from runner.records.loggers.dashboard import BackgroundThread, History, ProjectRun, read_facts, read_ids, save_id
+from runner.records.loggers.dashboard import History, ProjectRun, RunFacts, read_ids, save_id
 from runner.records.records import Trial
 
 CLOSE_S = 120
@@ -42,10 +42,10 @@ class WandB(ProjectRun):
         import wandb  # takes seconds, so it is imported only if it was chosen
 
         self._package = wandb
-        path, facts = Path(directory), read_facts(Path(directory))
-        project = self._project or facts.experiment
+        path, facts = Path(directory), RunFacts(Path(directory))
+        project = self._project or facts.config["name"]
         location = f"{self._entity}/{project}" if self._entity else project
-        known = read_ids(path, "wandb").get(location)
+        known = read_ids(path).get("wandb", {}).get(location)
         run_id = known or uuid.uuid4().hex[:16]
         mode = self._choose_mode()
         try:
@@ -80,9 +80,11 @@ class WandB(ProjectRun):
 
     def close(self, outcome: RunOutcome) -> None:
         self._run.summary["state"] = outcome.state
-        thread = BackgroundThread("wandb")  # without a response from the server, finish() never returns
-        thread.submit(functools.partial(self._run.finish, exit_code=int(outcome.state == "failed")))
-        if not thread.wait(CLOSE_S):
+        exit_code = int(outcome.state == "failed")
+        thread = threading.Thread(target=self._run.finish, kwargs={"exit_code": exit_code}, daemon=True)
+        thread.start()  # because finish() never returns without a response from the server
+        thread.join(CLOSE_S)
+        if thread.is_alive():
             raise TimeoutError(f"not everything was sent within {CLOSE_S} s; send the rest with `wandb sync`")
 
     def _choose_mode(self) -> Any:

@@ -1,27 +1,21 @@
-"""A report as plots: the metric by each key, the learning curves, and the throughput by world size."""
+"""A report as plots: the metric by each key, and the learning curves."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.records.monitor import LOSS
-from runner.records.report.statistics import Row, Summary
+from runner.records.report.statistics import Mean, Row, Summary
 from runner.records.tables import as_number
 
 MAX_CURVES = 10  # of the best configurations: matplotlib has no more distinct colors
-WORLD_SIZE_KEYS = ("world_size", "launcher.nproc_per_node", "launcher.nodes")
 
 
 def draw(report: Summary, directory: Path) -> list[str]:
     """Write the plots for which the jobs have data, and return their names."""
-    plots: dict[str, Callable[[Summary], Any]] = {
-        "metric_by_key.png": _metric_by_key,
-        "learning_curves.png": _learning_curves,
-        "throughput.png": _throughput,
-    }
     names = []
-    for name, plot in plots.items():
+    for name, plot in {"metric_by_key.png": _metric_by_key, "learning_curves.png": _learning_curves}.items():
         figure = plot(report)
         if figure is None:
             (directory / name).unlink(missing_ok=True)  # of an earlier report
@@ -45,21 +39,22 @@ def _metric_by_key(report: Summary) -> Any:
         return None
     figure, panels = new_figure(len(report.keys))
     for key, panel in zip(report.keys, panels, strict=True):
-        positions, names = _positions([row.values[key] for row in rows])
-        means = [row.means[report.metric] for row in rows]
-        heights = [mean.value for mean in means]
-        panel.errorbar(positions, heights, [mean.deviation or 0.0 for mean in means], fmt="o", alpha=0.5, capsize=3)
-        averages = {
-            x: statistics.fmean(y for at, y in zip(positions, heights, strict=True) if at == x) for x in positions
-        }
-        panel.plot(sorted(averages), [averages[x] for x in sorted(averages)], "-k", linewidth=1, label="mean")
+        by_value: dict[Any, list[Mean]] = {}
+        is_numeric = all(as_number(row.values[key]) is not None for row in rows)
+        for row in rows:
+            value = as_number(row.values[key]) if is_numeric else row.values[key]
+            by_value.setdefault(value, []).append(row.means[report.metric])
+        by_value = dict(sorted(by_value.items()))
+        for value, means in by_value.items():
+            heights, deviations = [mean.value for mean in means], [mean.deviation or 0.0 for mean in means]
+            panel.errorbar([value] * len(means), heights, deviations, fmt="oC0", alpha=0.5, capsize=3)
+        averages = [statistics.fmean(mean.value for mean in means) for means in by_value.values()]
+        panel.plot([*by_value], averages, "-k", linewidth=1, label="mean")
         panel.set(xlabel=key, ylabel=report.metric)
-        if names:
-            panel.set_xticks(range(len(names)), names, rotation=30 if max(map(len, names)) > 6 else 0)
-        elif min(positions) > 0 and max(positions) >= 30 * min(positions):
+        if not is_numeric:
+            panel.tick_params("x", labelrotation=30)
+        elif min(by_value) > 0 and max(by_value) >= 30 * min(by_value):
             panel.set_xscale("log")
-        elif len(set(positions)) <= 4:
-            panel.set_xticks(sorted(set(positions)))
     panels[0].legend()
     return figure
 
@@ -93,34 +88,3 @@ def _draw_band(panel: Any, row: Row, curves: list[dict[int, float]]) -> None:
         off = [statistics.stdev(column) for column in columns]
         low, high = ([m + sign * o for m, o in zip(means, off, strict=True)] for sign in (-1, 1))
         panel.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-
-
-def _throughput(report: Summary) -> Any:
-    others = [key for key in report.keys if key not in WORLD_SIZE_KEYS]
-    lines: dict[str, dict[int, list[float]]] = {}
-    for row in report.rows:
-        name = " ".join(f"{key}={row.values[key]}" for key in others) or "mean"
-        for job in row.finished:
-            if (rate := job.metrics.get("samples_per_second")) is not None:
-                lines.setdefault(name, {}).setdefault(job.world_size, []).append(rate)
-    sizes = {size for line in lines.values() for size in line}
-    if len(sizes) < 2:
-        return None
-    figure, (panel,) = new_figure(1)
-    for name, line in list(lines.items())[:MAX_CURVES]:
-        xs = sorted(line)
-        panel.plot(xs, [statistics.fmean(line[x]) for x in xs], "o-", label=name)
-    best = max(statistics.fmean(line[min(sizes)]) for line in lines.values() if min(sizes) in line)
-    panel.plot(sorted(sizes), [best * size / min(sizes) for size in sorted(sizes)], ":k", label="linear scaling")
-    panel.set(xlabel="world size", ylabel="samples/s", xticks=sorted(sizes), ylim=(0, None))
-    panel.legend(fontsize="small")
-    return figure
-
-
-def _positions(values: list[str]) -> tuple[list[float], list[str]]:
-    """Return the positions of the values on an axis, and the labels of its ticks; no labels if all are numbers."""
-    numbers = [as_number(value) for value in values]
-    if all(number is not None for number in numbers):
-        return [number for number in numbers if number is not None], []
-    names = list(dict.fromkeys(values))
-    return [float(names.index(value)) for value in values], names

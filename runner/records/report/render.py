@@ -1,7 +1,6 @@
 """A report as text: for the terminal, as Markdown, and as CSV."""
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from runner.records.tables import Cells, csv_table, markdown_table, text_table, 
 
 OTHER_METRICS = ("train/loss", "samples_per_second")  # shown after those of evaluations
 MAX_METRICS = 4  # of evaluations
-MAX_ROWS = 30  # on the terminal
 
 
 def command_of(job: RunRecord) -> str:
@@ -56,9 +54,8 @@ def best(report: Summary) -> list[str]:
     if row is None or report.metric is None:
         return []
     seeds = f" over {len(row.finished)} seeds" if len(row.finished) > 1 else ""
-    candidates = [job for job in row.finished if math.isfinite(job.metrics.get(report.metric, math.nan))]
-    sign = 1 if report.descending else -1
-    job = max(candidates, key=lambda job: sign * job.metrics[report.metric or ""])
+    values = {job: job.metrics[report.metric] for job in row.finished if report.metric in job.metrics}
+    job = (max if report.descending else min)(values, key=values.__getitem__)
     return [f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}", f"  {command_of(job)}"]
 
 
@@ -72,10 +69,7 @@ def closing(jobs: list[RunRecord]) -> str:
 
 def as_text(report: Summary) -> str:
     """Return the report for the terminal."""
-    shown = dataclasses.replace(report, rows=report.rows[:MAX_ROWS])
-    parts = [text_table(table(shown))]
-    if len(report.rows) > MAX_ROWS:
-        parts[0] += f"\nand {len(report.rows) - MAX_ROWS} more; task=report writes all of them to report.md"
+    parts = [text_table(table(report))]
     if lines := best(report):
         parts.append("\n".join(lines))
     if any(len(values) > 1 for values in report.effects.values()) and len(report.rows) > 2:

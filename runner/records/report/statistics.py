@@ -1,6 +1,5 @@
 """Statistics of jobs: means over seeds, the order of the configurations, and the effect of each key."""
 
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -14,7 +13,7 @@ from runner.records.tables import as_number
 
 # Parts of metric names: such a metric is minimized, if no job monitors it.
 MINIMIZED = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes", "mae", "mse")
-MAX_VALUES = 8  # of a key with more numbers, the effects of ranges are shown
+MAX_VALUES, NUM_RANGES = 8, 4  # of a key with more numbers, the effects of ranges are shown
 
 
 @dataclass(frozen=True)
@@ -102,17 +101,13 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
 
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
-    """Return the monitors of the finished jobs, the most frequent first.
-
-    Monitors whose metric some jobs have not measured come later. If all are such, the loss comes first, provided that
-    all jobs have it.
-    """
+    """Return the monitors of the finished jobs and the loss, the one that most jobs have measured first."""
     finished = finished_jobs(jobs)
     counts = Counter(job.monitor for job in finished if job.monitor is not None)
-    common = [monitor for monitor in (*counts, BY_LOSS) if all(monitor.name in job.metrics for job in finished)]
-    if counts and common == [BY_LOSS]:
+    if counts:
         counts[BY_LOSS] += 0
-    return sorted(counts, key=lambda monitor: (monitor not in common, -counts[monitor]))
+    measured = {monitor: sum(monitor.name in job.metrics for job in finished) for monitor in counts}
+    return sorted(counts, key=lambda monitor: (-measured[monitor], -counts[monitor]))
 
 
 def mean_of(values: Sequence[float]) -> Mean:
@@ -150,13 +145,8 @@ def _effect(rows: Sequence[Row], key: str, metric: str) -> list[tuple[str, Mean]
     numbers = {value: as_number(value) for value in by_value}
     if all(number is not None for number in numbers.values()):
         by_value = dict(sorted(by_value.items(), key=lambda item: numbers[item[0]] or 0.0))
-        if len(by_value) > MAX_VALUES:
-            return _by_range(list(by_value), by_value)
+        if len(by_value) > MAX_VALUES:  # as of numbers that a sampler has drawn
+            size, values = math.ceil(len(by_value) / NUM_RANGES), list(by_value)
+            parts = [values[start : start + size] for start in range(0, len(values), size)]
+            by_value = {f"{part[0]} to {part[-1]}": [mean for v in part for mean in by_value[v]] for part in parts}
     return [(value, mean_of(found)) for value, found in by_value.items()]
-
-
-def _by_range(ordered: list[str], by_value: dict[str, list[float]], num_ranges: int = 4) -> list[tuple[str, Mean]]:
-    """Return means over ranges of values with the same number of values, as for numbers that a sampler has drawn."""
-    bounds = [len(ordered) * number // num_ranges for number in range(num_ranges + 1)]
-    parts = [ordered[low:high] for low, high in itertools.pairwise(bounds)]
-    return [(f"{part[0]} to {part[-1]}", mean_of([v for value in part for v in by_value[value]])) for part in parts]
