@@ -1,6 +1,7 @@
 """Composition of the overrides into one configuration, which is resolved, typed and checked."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -20,13 +21,17 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration, with Hydra's own node. Raise InputError that explains every wrong override."""
     owner = GlobalHydra.instance().hydra
     assert owner is not None
+    with explained(overrides):
+        return owner.compose_config("config", list(overrides), run_mode=RunMode.RUN, with_log_configuration=False)
+
+
+@contextmanager
+def explained(overrides: Sequence[str]) -> Iterator[None]:
+    """Replace an exception that Hydra raises for the overrides by InputError, which explains every wrong override."""
     try:
-        cfg = owner.compose_config(
-            config_name="config", overrides=list(overrides), run_mode=RunMode.RUN, with_log_configuration=False
-        )
+        yield
     except Exception as error:  # Hydra's own types, and ValueError or YAMLError that it does not catch
         raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None
-    return cfg
 
 
 def options_of(group: str) -> list[str]:
