@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import deepest_line, first_line, near_hint, nearest
+from runner.errors import first_line, near_hint, nearest, user_line
 from runner.paths import ROOT, SHIPPED, shipped_target
 
 EXTRAS = {"torchmetrics": "metrics"}  # packages that an extra of this project installs
@@ -83,7 +83,7 @@ def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
 
 def _broken(path: str, error: BaseException) -> str:
     """Return the message, with the innermost line of custom code: a line of a library would not help."""
-    line = deepest_line(error)
+    line = user_line(error)
     return f"importing {path} failed{f' at {line}' if line else ''}: {first_line(error)}"
 
 
