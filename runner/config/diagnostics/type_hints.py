@@ -17,16 +17,15 @@ _WORDS: dict[Any, tuple[str, str]] = {
     float: ("a number (float)", "0.1"),
     bool: ("true or false (bool)", "true"),
     str: ("text (str)", "name"),
-    type(None): ("null", "null"),
+    type(None): ("null", ""),
 }
 
 
 def suits(annotation: Any, value: Any) -> bool:
     """Return True if the value suits the annotation, or if the annotation cannot be checked."""
-    annotation = _unaliased(annotation)
-    if annotation is Any or (isinstance(value, Mapping) and "_target_" in value):
-        return True  # the type of a nested node's object is unknown until it is created
     kind, arguments = _parts(annotation)
+    if kind is Any or (isinstance(value, Mapping) and "_target_" in value):
+        return True  # the type of a nested node's object is unknown until it is created
     if kind is Union:
         return any(suits(member, value) for member in arguments)
     if kind is typing.Literal:
@@ -41,12 +40,11 @@ def suits(annotation: Any, value: Any) -> bool:
 
 def describe(annotation: Any) -> str:
     """Return a description of the annotation: `a number (float) or null`."""
-    annotation = _unaliased(annotation)
     kind, arguments = _parts(annotation)
     if kind is Union:
-        return " or ".join(describe(member) for member in _typeable(arguments))
+        return " or ".join(map(describe, arguments))
     if choices := _choices(annotation):
-        return "one of " + ", ".join(map(show, choices))
+        return f"one of {', '.join(map(show, choices))}"
     if kind in _WORDS:
         return _WORDS[kind][0]
     for is_kind, word in ((_is_list, "list"), (_is_mapping, "mapping"), (_is_path, "path")):
@@ -57,45 +55,27 @@ def describe(annotation: Any) -> str:
 
 def fix(annotation: Any, value: Any, default: Any = None) -> str:
     """Return the end of a message: a similar valid value, the quoted text, or an example."""
-    kind, arguments = _parts(_unaliased(annotation))
+    kind, arguments = _parts(annotation)
     members = arguments if kind is Union else [annotation]
     if near := nearest(str(value), [show(choice) for member in members for choice in _choices(member)]):
         return f"; did you mean {near}?"
     if isinstance(value, (bool, int, float)) and suits(annotation, str(value)):
         return f"; for the text {show(value)} type \"'{show(value)}'\""
     usable = default is not None and suits(annotation, default)
-    example = show(default) if usable else as_typed(annotation)
+    example = show(default) if usable else _example_of(annotation)
     return f"; for example {example}" if example else ""
-
-
-def as_typed(annotation: Any) -> str | None:
-    """Return an example of a value; None if only a node with a _target_ can create one."""
-    annotation = _unaliased(annotation)
-    kind, arguments = _parts(annotation)
-    if kind is Union:
-        return as_typed(_typeable(arguments)[0])
-    if choices := _choices(annotation):
-        return show(choices[0])
-    if kind in _WORDS:
-        return _WORDS[kind][1]
-    if _is_list(kind):
-        items = [as_typed(member) or "value" for member in arguments if member is not Ellipsis] or ["value"]
-        return f"[{','.join(items if _is_fixed(kind, arguments) else items[:1] * 2)}]"
-    if _is_mapping(kind):
-        return "{name:value}"
-    return "folder/file" if _is_path(kind) else None
 
 
 def type_name(annotation: Any) -> str:
     """Return the annotation as --help shows it: `int | null`, `relu | gelu`, `list[int]`; empty for Any."""
-    kind, arguments = _parts(_unaliased(annotation))
+    kind, arguments = _parts(annotation)
     if kind is Union:
         return " | ".join(filter(None, map(type_name, arguments)))
-    if choices := _choices(kind if not arguments else annotation):
+    if choices := _choices(annotation):
         return " | ".join(map(show, choices))
     if kind in (Any, type(None)):
         return "null" if kind is not Any else ""
-    return re.sub(r"([A-Za-z_]\w*\.)+", "", inspect.formatannotation(_unaliased(annotation)))
+    return re.sub(r"([A-Za-z_]\w*\.)+", "", inspect.formatannotation(annotation if arguments else kind))
 
 
 def show(value: Any) -> str:
@@ -109,6 +89,15 @@ def show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(show, value))}]"
     return str(value)
+
+
+def _example_of(annotation: Any) -> str | None:
+    """Return a value as on the command line; None for an annotation that no number, text or choice suits."""
+    kind, arguments = _parts(annotation)
+    if kind is Union:
+        return next(filter(None, map(_example_of, arguments)), None)
+    choices = _choices(annotation)
+    return show(choices[0]) if choices else _WORDS.get(kind, (None, None))[1]
 
 
 def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
@@ -129,21 +118,11 @@ def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
 
 
 def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    kind = typing.get_origin(annotation) or annotation
-    return Union if kind is types.UnionType else kind, typing.get_args(annotation)
-
-
-def _unaliased(annotation: Any) -> Any:
-    """Return the type behind `type Name = ...` and NewType."""
+    """Return the type without its arguments, and the arguments, of what `type Name = ...` or NewType stands for."""
     while (behind := getattr(annotation, "__value__", getattr(annotation, "__supertype__", None))) is not None:
         annotation = behind
-    return annotation
-
-
-def _typeable(members: Sequence[Any]) -> Sequence[Any]:
-    """Return the members of a union that can be written in YAML; all members if only null can."""
-    typeable = [member for member in members if as_typed(member) is not None]
-    return members if typeable in ([], [type(None)]) else typeable
+    kind = typing.get_origin(annotation) or annotation
+    return Union if kind is types.UnionType else kind, typing.get_args(annotation)
 
 
 def _choices(annotation: Any) -> list[Any]:
