@@ -1,7 +1,6 @@
 """The entry point of `python -m runner` and of the console script `runner`."""
 
 import atexit
-import contextlib
 import os
 import sys
 
@@ -20,9 +19,8 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # the pipe is closed; Python would flush again at exit, and change the status
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except OSError:  # the reader of the pipe has closed it; Python would flush again at exit, and change the status
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     # Python would wait for such a thread at exit. A rank also skips Python's finalization, which takes 0.7 s.
     if is_any_running() or "RANK" in os.environ:
         atexit._run_exitfuncs()

@@ -37,7 +37,7 @@ def main() -> int:
         if args.help:
             add_to_path(args.config_dirs)
             search_path = [*map(Path, reversed(args.config_dirs)), CONF]
-            print(render_help(search_path, args.overrides), end="", flush=True)
+            print(render_help(search_path, args.overrides), end="")
             return FINISHED
         rank_info = started_by_launch(find_rank_info(init), args.local_rank)
         with composing(args.overrides, args.config_dirs, args.multirun) as arguments:
@@ -51,7 +51,6 @@ def main() -> int:
     except KeyboardInterrupt:  # a second Ctrl-C, after the messages of the first one
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it exits
         return FINISHED
 
 

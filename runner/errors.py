@@ -91,8 +91,14 @@ def user_line(error: BaseException) -> str | None:
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
         places.append((error.filename, error.lineno))
-    of_user = [f"{file}:{line}" for file, line in places if _is_user_code(file)]
+    of_user = [f"{file}:{line}" for file, line in places if is_user_code(file)]
     return of_user[-1] if of_user else None
+
+
+def is_user_code(file: str) -> bool:
+    """Return True if the file is neither the runner's nor a library's."""
+    is_library = any(name in Path(file).parts for name in PACKAGE_DIRECTORIES)
+    return not is_library and not file.startswith((_RUNNER, _STDLIB, "<frozen"))
 
 
 def failed_with(error: BaseException) -> str:
@@ -105,8 +111,3 @@ def first_line(error: BaseException) -> str:
     """Return the error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _is_user_code(file: str) -> bool:
-    is_library = any(name in Path(file).parts for name in PACKAGE_DIRECTORIES)
-    return not is_library and not file.startswith((_RUNNER, _STDLIB, "<frozen"))

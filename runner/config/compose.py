@@ -9,10 +9,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.diagnostics.keys import reference_problem, unknown_keys, without_target
+from runner.config.diagnostics.keys import reference_problem, unknown_keys
 from runner.config.diagnostics.overrides import explain
 from runner.config.recorded import check_resumable
-from runner.config.schema import GROUPS, KEYS, Config, apply_debug, as_config
+from runner.config.schema import KEYS, Config, apply_debug, as_config
 from runner.config.validate import check_input, check_types
 from runner.errors import InputError
 
@@ -42,14 +42,13 @@ def options_of(group: str) -> list[str]:
 def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself."""
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
-    nodes: Any = OmegaConf.to_container(cfg, resolve=False)
-    if messages := unknown_keys(cfg, (*KEYS, "hydra"), overrides) or without_target(nodes, GROUPS, choices):
+    if messages := unknown_keys(cfg, (*KEYS, "hydra"), overrides):
         raise InputError(*messages)
     try:
         container: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(KEYS)), resolve=True)
     except OmegaConfBaseException as error:
         raise InputError(reference_problem(cfg, error, overrides, choices)) from None
-    if messages := check_types(container):
+    if messages := check_types(container, choices):
         raise InputError(*messages)
     config = as_config(container)
     if messages := check_input(config, choices) + check_resumable(config, choices):

@@ -91,12 +91,4 @@ def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], te
     for path, node in nodes:
         if option and option[1] in node:
             return f"{path}.{text}"  # `hidden=0 must be …`, `files.val=null …`
-    if text.startswith(f"{key}."):
-        return text
-    blamed = [
-        (path, name, value) for path, node in nodes for name, value in node.items() if text.endswith(f": {value}")
-    ]
-    if len(blamed) == 1:
-        path, name, value = blamed[0]
-        return f"{path}.{name}={value}: {text}"  # torch's `Invalid learning rate: -1`
-    return f"{key}={choice}: {text}"
+    return text if text.startswith(f"{key}.") else f"{key}={choice}: {text}"

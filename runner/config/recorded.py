@@ -50,11 +50,10 @@ Changes = dict[str, list[Any]]  # by dotted key, the value before and now
 def read_config(run: Path) -> Config:
     """Return the resolved configuration of a run; a missing key has its default.
 
-    Raise InputError if there is no such run, or if the file is damaged.
+    Raise InputError if the file is missing or damaged.
     """
     if not (run / CONFIG).is_file():
-        what = f"it has no {CONFIG}" if run.is_dir() else "there is no such directory"
-        raise InputError(f"{run} is no run directory: {what}; name one under outputs/")
+        raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
     container = read_mapping(run / CONFIG)
     values = {key: container[key] for key in KEYS if key in container}
     if invalid := [key for key in SECTIONS if not isinstance(values.get(key, {}), dict)]:
@@ -88,12 +87,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     keys = [key for key in dict.fromkeys((*before, *now)) if key.partition(".")[0] in groups]
     found = {key: [None if values.get(key) == {} else values.get(key) for values in (before, now)] for key in keys}
     found = {key: values for key, values in found.items() if json.dumps(values[0]) != json.dumps(values[1])}
-    targets = [key for key in found if key.endswith(_TARGET)]
     classes = {
-        key.removesuffix(_TARGET): [
-            value.rpartition(".")[2] if isinstance(value, str) else value for value in found[key]
-        ]
-        for key in targets
+        key.removesuffix(_TARGET): [str(value).rpartition(".")[2] for value in values]
+        for key, values in found.items()
+        if key.endswith(_TARGET)
     }
     return classes | {key: values for key, values in found.items() if not _is_under(key, tuple(classes))}
 
@@ -143,15 +140,13 @@ def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None])
 
 def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
     """Return a message for each change that the checkpoint of the last attempt does not allow."""
-    before = read_config(run)
+    before, options = read_config(run), read_choices(run)
     found = differences(_relevant(before), _relevant(config))
     refused = {key: values for key, values in found.items() if _is_under(key, FIXED) or f"{key}{_TARGET}" in FIXED}
     patterns = [[str(group.get("match")) for group in each.optimizer.get("groups") or ()] for each in (before, config)]
     if "optimizer" not in found and patterns[0] != patterns[1]:
         refused["optimizer.groups"] = patterns
-    if not refused:
-        return []
-    options, messages = read_choices(run), []
+    messages = []
     for key, values in refused.items():
         if key in options and choices.get(key) not in (None, options[key]):
             values = [options[key], choices[key]]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,6 @@ from runner.config.diagnostics.keys import unknown_keys
 from runner.config.diagnostics.overrides import explain, refuse_overrides
 
 
-class Precision(Enum):
-    fp32 = 1
-    bf16 = 2
-
-
 @dataclass
 class Checkpoints:
     every: int = 1
@@ -38,7 +32,6 @@ class Top:
     epochs: int = 1
     clip: float | None = None
     seeds: list[int] = field(default_factory=list)
-    precision: Precision = Precision.fp32
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     run: str | None = None
     other: Any = None
@@ -154,7 +147,6 @@ def test_wrong_types_of_top_level_keys(loader: ConfigLoader):
         "epochs=null": " must be an integer (int); for example 3",
         "clip=x": " must be a number (float) or null; for example 0.1",
         "seeds=[x]": " must be a list (list[int])",
-        "precision=bf61": " must be one of fp32, bf16; did you mean bf16?",
         "checkpoint=3": ": is a section; checkpoint has every, keep",
         "checkpoint.keep=all": " must be an integer (int) or null; for example 1",
     }

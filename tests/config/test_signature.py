@@ -3,7 +3,6 @@
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NewType, Optional, Protocol, Union
 
@@ -13,11 +12,6 @@ from runner.config.diagnostics.signature import accepts, check_options, paramete
 from runner.config.diagnostics.type_hints import suits
 
 Width = NewType("Width", int)
-
-
-class Colour(Enum):
-    RED = 1
-    GREEN = 2
 
 
 class Shaped(Protocol):
@@ -52,7 +46,6 @@ class Everything:
         plain_bool=False,
         plain_none=None,
         plain_list=(),
-        colour: Colour | None = None,
         late: int = None,  # type: ignore[assignment]  # noqa: RUF013
     ) -> None: ...
 
@@ -168,7 +161,6 @@ def test_described_keys_are_allowed_and_checked_against_the_constructor():
         ("width", "x", "model.width=x must be an integer (int); for example 2"),
         ("plain_float", "x", "model.plain_float=x must be a number (float); for example 0.5"),
         ("plain_bool", 1, "model.plain_bool=1 must be true or false (bool); for example false"),
-        ("colour", "rad", "model.colour=rad must be one of RED, GREEN or null; did you mean RED?"),
     ],
 )
 def test_wrong_type_is_reported_with_rule_and_fix(option: str, value: Any, message: str):
@@ -181,7 +173,7 @@ def test_right_types_pass():
         == []
     )
     assert check("Everything", only_checkers="anything", penalty=1, weights=None, root="data", late=None) == []
-    assert check("Everything", plain_float=1, plain_none=[1], plain_list=3, colour="RED", nothing={"x": [1]}) == []
+    assert check("Everything", plain_float=1, plain_none=[1], plain_list=3, nothing={"x": [1]}) == []
     assert check("Everything", weights={"_target_": f"{HERE}.Tensor"}, lr={"_target_": f"{HERE}.Tensor"}) == []
 
 
@@ -211,10 +203,7 @@ def test_nested_nodes_are_checked_at_their_own_keys():
     node = {"_target_": f"{HERE}.ToyNet", "hiden": 3, "sample_shape": [1]}
     messages = check("Holder", net=node, layers=[node], **{"_recursive_": True})
     assert [message.partition("=")[0] for message in messages] == ["model.net.hiden", "model.layers.0.hiden"]
-    # With `_recursive_: false` the constructor may pass the missing arguments of nested nodes.
-    del node["sample_shape"]
-    (message,) = check("Holder", net=node, _recursive_=False)
-    assert message.startswith("model.net.hiden=3")
+    assert check("Holder", net=node, _recursive_=False) == []  # the constructor creates the nested objects
     plain = check_options("loader", {"inner": {"deep": [{"_target_": f"{HERE}.ToyNet"}]}})
     assert plain[0].startswith("loader.inner.deep.0.sample_shape must be given")
 
@@ -226,7 +215,7 @@ def test_nested_nodes_are_checked_at_their_own_keys():
         ("json.decoderr.JSONDecoder", "json has no decoderr; did you mean decoder?"),
         ("json.decoder.JSONDecodr", "json.decoder has no JSONDecodr; did you mean JSONDecoder?"),
         ("json.JSONDecoder.decod", "json.JSONDecoder has no decod; did you mean decode?"),
-        ("json.decoder", "is a module, not a class or a function; did you mean json.decoder.JSONDecoder?"),
+        ("json.decoder", "is a module, not a class or a function"),
         ("math.pi", "is a float, not a class or a function"),
         (".json", "must be a dotted path, as package.module.Name"),
     ],
@@ -248,8 +237,8 @@ def test_failing_import_names_the_innermost_line_of_custom_code(write_module, te
     write_module("outer_net.py", "import broken_inside\n")
     for module in ("broken_inside", "outer_net"):
         (message,) = check_options("model", {"_target_": f"{module}.Net"})
-        expected = f"model._target_={module}.Net: importing {module} failed at {path}:{line}: {reason}"
-        assert message.startswith(expected) and "\n" not in message
+        assert message.startswith(f"model._target_={module}.Net: importing {module} failed with: {reason}")
+        assert message.endswith(f" (at {path}:{line})") and "\n" not in message
 
 
 def test_postponed_annotations_are_evaluated_in_their_module(write_module):

@@ -60,16 +60,6 @@ def unknown_keys(cfg: DictConfig, allowed: Collection[str], overrides: Sequence[
     ]
 
 
-def without_target(nodes: Mapping[str, Any], groups: Collection[str], choices: Mapping[str, str]) -> list[str]:
-    """Return one line for each group whose option names no class."""
-    return [
-        f"{group}={choices[group]}: {option_file(group, choices[group])} has no _target_; write `_target_: "
-        "MODULE.CLASS` into it"
-        for group in groups
-        if group in choices and isinstance(nodes[group], dict) and "_target_" not in nodes[group]
-    ]
-
-
 def reference_problem(
     cfg: DictConfig, error: OmegaConfBaseException, overrides: Sequence[str], choices: Mapping[str, str]
 ) -> str:
@@ -110,8 +100,11 @@ def near_key(key: str, names: Collection[str], groups: Collection[str] = ()) -> 
 
 def key_names(cfg: DictConfig, hydras: bool = False) -> list[str]:
     """Return all dotted keys, nodes included; those of Hydra only with `hydras`."""
-    names = _dotted_names(OmegaConf.to_container(cfg, resolve=False))
-    return [name for name in names if hydras or not within(name, "hydra")]
+    names: dict[str, None] = {}
+    for key in dotted(typing.cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))):
+        parts = key.split(".")
+        names |= dict.fromkeys(".".join(parts[: number + 1]) for number in range(len(parts)))
+    return [name for name in names if "._" not in f".{name}" and (hydras or not within(name, "hydra"))]
 
 
 def key_of(line: str) -> str:
@@ -146,12 +139,3 @@ def _type_problem(cfg: DictConfig, override: Override, current: Any) -> str | No
     if dataclasses.is_dataclass(annotation):
         return f"is a section{near_key(f'{override.key_or_group}.', key_names(cfg))}"
     return f"must be {describe(annotation)}{fix(annotation, override.value(), current)}"
-
-
-def _dotted_names(node: Any, prefix: str = "") -> list[str]:
-    names = []
-    for name, value in node.items():
-        if not str(name).startswith("_"):  # _target_ and the like
-            names.append(f"{prefix}{name}")
-            names += _dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else []
-    return names

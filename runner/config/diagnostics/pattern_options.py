@@ -39,10 +39,7 @@ def check_optimizer_groups(node: Mapping[str, Any], provided: Collection[str]) -
     for index, group in enumerate(groups):
         key = f"optimizer.groups.{index}"
         if not isinstance(group, Mapping) or "match" not in group:
-            messages.append(
-                f"{key}={show(group)} must be a mapping with match, a regular expression for names; for example "
-                f"{_GROUPS_EXAMPLE}"
-            )
+            messages.append(f"{key}={show(group)} must be a mapping with match; for example {_GROUPS_EXAMPLE}")
         elif message := _pattern_problem(group["match"]):
             messages.append(f"{key}.match={show(group['match'])} {message}")
         else:

@@ -35,10 +35,9 @@ def check_options(
         described: keys that the runner reads from the node, allowed even if the constructor does not accept them.
     """
     messages = _check_call(key, node, provided, described) if "_target_" in node else []
-    # With `_recursive_: false` the constructor creates the nested objects itself, and may pass missing arguments.
-    is_completed_later = node.get("_recursive_") is False
-    for name, value in node.items():
-        messages += _check_nested(f"{key}.{name}", value, is_completed_later)
+    if node.get("_recursive_") is not False:  # otherwise the constructor creates the nested objects itself
+        for name, value in node.items():
+            messages += _check_nested(f"{key}.{name}", value)
     return messages
 
 
@@ -122,12 +121,11 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
     return messages + [f"{key}.{name} must be given{_rule(parameters[name])}" for name in missing]
 
 
-def _check_nested(key: str, value: Any, is_completed_later: bool) -> list[str]:
+def _check_nested(key: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
-        is_partial = is_completed_later and "_target_" in value
-        return check_options(key, {**value, "_partial_": True} if is_partial else value)
+        return check_options(key, value)
     items = enumerate(value) if isinstance(value, list) else ()
-    return [message for index, item in items for message in _check_nested(f"{key}.{index}", item, is_completed_later)]
+    return [message for index, item in items for message in _check_nested(f"{key}.{index}", item)]
 
 
 def _check_value(assignment: str, value: Any, parameter: inspect.Parameter) -> list[str]:

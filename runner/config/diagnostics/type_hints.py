@@ -6,7 +6,6 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, Union
 
 from runner.errors import nearest
@@ -82,8 +81,6 @@ def show(value: Any) -> str:
     """Return the value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Enum):
-        return value.name
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{show(item)}" for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -101,8 +98,6 @@ def _example_of(annotation: Any) -> str | None:
 
 
 def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
-    if issubclass(kind, Enum):
-        return isinstance(value, str) and value in kind.__members__
     if _is_path(kind):
         return isinstance(value, str)  # YAML has no paths
     if _is_list(kind):
@@ -127,9 +122,7 @@ def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _choices(annotation: Any) -> list[Any]:
     kind, arguments = _parts(annotation)
-    if kind is typing.Literal:
-        return list(arguments)
-    return list(kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else []
+    return list(arguments) if kind is typing.Literal else []
 
 
 def _is_list(kind: Any) -> bool:
