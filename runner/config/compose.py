@@ -9,10 +9,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.diagnostics.keys import reference_problem, unknown_keys
+from runner.config.diagnostics.keys import value_problem
 from runner.config.diagnostics.overrides import explain
 from runner.config.recorded import check_resumable
-from runner.config.schema import KEYS, Config, apply_debug, as_config
+from runner.config.schema import Config, apply_debug, as_config
 from runner.config.validate import check_input, check_types
 from runner.errors import InputError
 
@@ -42,12 +42,12 @@ def options_of(group: str) -> list[str]:
 def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself."""
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
-    if messages := unknown_keys(cfg, (*KEYS, "hydra"), overrides):
-        raise InputError(*messages)
     try:
-        container: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(KEYS)), resolve=True)
+        own = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+        container: Any = OmegaConf.to_container(own, resolve=True)
+        OmegaConf.merge(Config, container)  # checks the keys and types of the top level, which the copy does not keep
     except OmegaConfBaseException as error:
-        raise InputError(reference_problem(cfg, error, overrides, choices)) from None
+        raise InputError(value_problem(cfg, error, overrides, choices)) from None
     if messages := check_types(container, choices):
         raise InputError(*messages)
     config = as_config(container)

@@ -56,18 +56,17 @@ def read_config(run: Path) -> Config:
         raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
     container = read_mapping(run / CONFIG)
     values = {key: container[key] for key in KEYS if key in container}
-    if invalid := [key for key in SECTIONS if not isinstance(values.get(key, {}), dict)]:
-        raise InputError(f"{run / CONFIG}: {invalid[0]} is not a mapping, so no run has written it; restore the file")
     for key, section in SECTIONS.items():
-        known = vars(section())
-        values[key] = section(**{name: value for name, value in values.get(key, {}).items() if name in known})
+        if not isinstance(given := values.get(key, {}), dict):
+            raise InputError(f"{run / CONFIG}: {key} is not a mapping, so no run has written it; restore the file")
+        values[key] = section(**{name: value for name, value in given.items() if name in vars(section())})
     return Config(**values)
 
 
 def read_choices(run: Path) -> dict[str, str]:
     """Return the chosen options of the groups that result.json names."""
-    result = read_result(run) or {}
-    return {group: str(result[group]) for group in ("task", "model", "data", "parallel") if group in result}
+    groups = ("task", "model", "data", "parallel")
+    return {key: str(value) for key, value in (read_result(run) or {}).items() if key in groups}
 
 
 def changed_since(run: Path, config: Config) -> Changes:
@@ -110,11 +109,11 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
 def _check_checkpoint(run: Path, name: str) -> list[str]:
     if not list_checkpoints(run / CHECKPOINTS):
         return [f"run={run} has no checkpoint yet; train it first, without run="]
-    if name in (LAST, BEST) or STEP.fullmatch(name):  # validate.py reports other names
-        try:
+    try:
+        if name in (LAST, BEST) or STEP.fullmatch(name):  # validate.py reports other names
             find_checkpoint(run / CHECKPOINTS, name)
-        except ValueError as error:
-            return [f"checkpoint={name}: {error}"]
+    except ValueError as error:
+        return [f"checkpoint={name}: {error}"]
     return []
 
 
@@ -167,19 +166,16 @@ def _check_restart(run: Path) -> list[str]:
 
 
 def _newest_state(run: Path) -> TrainState | None:
-    """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid.
-
-    The hashes of the shards are only compared when they are loaded.
-    """
-    errors = []
+    """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid."""
+    problem = ""
     for path in reversed(list_checkpoints(run / CHECKPOINTS)):
         try:
-            verify(path, shards=False)
+            verify(path, shards=False)  # the hashes of the shards are compared when they are loaded
             return read_train_state(path)
         except ValueError as error:
-            errors.append(error)
-    if errors:
-        raise InputError(f"resume={run} has no valid checkpoint: {errors[0]}")
+            problem = problem or str(error)
+    if problem:
+        raise InputError(f"resume={run} has no valid checkpoint: {problem}")
     return None
 
 

@@ -4,16 +4,15 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from runner.checkpoints.layout import BEST, LAST, STEP
 from runner.config.custom_dirs import option_file
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.pattern_options import check_optimizer_groups, check_patterns
 from runner.config.diagnostics.signature import check_options, provided
-from runner.config.diagnostics.type_hints import describe, show, suits
+from runner.config.diagnostics.type_hints import show
 from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
 from runner.config.trust import check_trust
 from runner.errors import near_hint
@@ -158,12 +157,7 @@ def check_types(container: Mapping[str, Any], choices: Mapping[str, str]) -> lis
         elif group in GROUPS and group in choices and "_target_" not in node:
             file = option_file(group, choices[group])
             messages.append(f"{group}={choices[group]}: {file} has no _target_; write `_target_: MODULE.CLASS` into it")
-    types = {key: kind for key, kind in get_type_hints(Config).items() if kind is not Any and not is_dataclass(kind)}
-    return messages + [
-        f"{key}={show(container[key])} must be {describe(kind)}"
-        for key, kind in types.items()
-        if isinstance(container[key], Mapping) or not suits(kind, container[key])
-    ]
+    return messages
 
 
 def check_values(config: Config) -> list[str]:

@@ -1,7 +1,6 @@
 """Explanations of keys and references that do not fit the configuration, with the key that was probably meant."""
 
 import contextlib
-import dataclasses
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +14,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 
 from runner.config.custom_dirs import option_file
 from runner.config.diagnostics.signature import parameters_of, provided
-from runner.config.diagnostics.type_hints import describe, fix, suits
+from runner.config.schema import KEYS
 from runner.errors import nearest
 from runner.records.records import dotted
 
@@ -23,54 +22,34 @@ from runner.records.records import dotted
 def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) -> str | None:
     """Let Hydra apply the override to `cfg`; return why it is refused."""
     key, text = override.key_or_group, str(override.input_line).partition("=")[2]
-    current = None  # also for a reference that cannot be resolved
+    is_absent = override.package is not None
     with contextlib.suppress(OmegaConfBaseException):
-        current = OmegaConf.select(cfg, key, throw_on_missing=False)
+        is_absent |= override.is_delete() and OmegaConf.select(cfg, key, throw_on_missing=False) is None
     try:
         ConfigLoaderImpl._apply_overrides_to_config([override], cfg)
     except ConfigCompositionException as error:
         cause = error.__cause__ or error
-        is_absent = override.package is not None or (override.is_delete() and current is None)
         if is_absent or isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
             return _no_such_key(cfg, str(cause.full_key) if text.startswith("{") else key, text, groups)
-        return _type_problem(cfg, override, current) or one_line(cause)
+        return one_line(cause)
     return None
 
 
-def unknown_keys(cfg: DictConfig, allowed: Collection[str], overrides: Sequence[str]) -> list[str]:
-    """Return a line for each key that was added by + or a file but is not read, and for each key removed by ~."""
-    names = [str(name) for name in cfg if name != "hydra"]
-    unknown = [name for name in names if name not in allowed]
-    for name in names:
-        schema = OmegaConf.get_type(cfg, name)
-        if dataclasses.is_dataclass(schema):
-            fields = {field.name for field in dataclasses.fields(schema)}
-            unknown += [f"{name}.{inner}" for inner in cfg[name] or () if inner not in fields]
-    messages = []
-    for key in unknown:
-        lines = [line for line in overrides if within(key_of(line), key) or within(key, key_of(line))]
-        others = [name for name in [*key_names(cfg), *allowed] if not within(name, key)]
-        where = lines[-1] if lines else f"{key} (in a configuration file)"
-        messages.append(f"{where}: no such key{near_key(key, others)}")
-    removed = {line: key_of(line) for line in overrides if line.startswith("~")}
-    return messages + [
-        f"{line}: every run needs {key}; leave this out"
-        for line, key in removed.items()
-        if key in allowed and key not in cfg
-    ]
-
-
-def reference_problem(
+def value_problem(
     cfg: DictConfig, error: OmegaConfBaseException, overrides: Sequence[str], choices: Mapping[str, str]
 ) -> str:
-    """Return one line: the key whose reference cannot be resolved, its file, and the reason."""
-    key, reason = str(error.full_key or ""), one_line(error)
+    """Return one line on a key that nothing reads, a value of a wrong type, or a reference that cannot be resolved."""
+    key, reason, names = str(error.full_key or ""), one_line(error), key_names(cfg)
+    typed = [line for line in overrides if within(key_of(line), key) or within(key, key_of(line))]
+    if isinstance(error, (ConfigAttributeError, ConfigKeyError)) and not isinstance(error, InterpolationKeyError):
+        others = [name for name in (*names, *KEYS) if not within(name, key)]
+        return f"{typed[-1] if typed else f'{key} (in a configuration file)'}: no such key{near_key(key, others)}"
     raw = dotted(typing.cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))).get(key)
     group = key.partition(".")[0]
     file = option_file(group, choices.get(group, ""))
     place = f" in {file}" if file and key not in map(key_of, overrides) else ""
     found = re.search(r"'([^']+)'", reason) if isinstance(error, InterpolationKeyError) else None
-    return f"{key}={raw}{place}: {reason}{near_key(found[1], key_names(cfg)) if found else ''}"
+    return f"{key}={raw}{place}: {reason}{near_key(found[1], names) if found else ''}"
 
 
 def one_line(error: BaseException) -> str:
@@ -127,15 +106,3 @@ def _no_such_key(cfg: DictConfig, key: str, text: str, groups: Collection[str]) 
         return f"the file of {parent} has no {leaf}, but {target} takes it; type +{key}={text}"
     names = [*key_names(cfg, hydras=key.startswith("hydra.")), *(f"{parent}.{name}" for name in options)]
     return f"no such key{f' {key}' if text.startswith('{') else ''}{near_key(key, dict.fromkeys(names), groups)}"
-
-
-def _type_problem(cfg: DictConfig, override: Override, current: Any) -> str | None:
-    """Return the rule by the dataclass that types the key, if one does."""
-    parent, _, leaf = override.key_or_group.rpartition(".")
-    schema = OmegaConf.get_type(cfg, parent) if parent else OmegaConf.get_type(cfg)
-    annotation = typing.get_type_hints(schema).get(leaf) if dataclasses.is_dataclass(schema) else None
-    if annotation is None or override.is_add() or suits(annotation, override.value()):
-        return None
-    if dataclasses.is_dataclass(annotation):
-        return f"is a section{near_key(f'{override.key_or_group}.', key_names(cfg))}"
-    return f"must be {describe(annotation)}{fix(annotation, override.value(), current)}"

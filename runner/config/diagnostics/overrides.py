@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from runner.config.diagnostics.keys import key_of, key_problem, near_key, one_line, within
-from runner.config.schema import GROUPS, KEYS
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS
 from runner.errors import did_you_mean
 
 _DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.chdir", "hydra.output_subdir")
@@ -46,6 +46,8 @@ def refuse_overrides(overrides: Sequence[str]) -> list[str]:
             messages.append(f"{line}: no such key; did you mean hydra/launcher={value} or launcher={value}?")
         elif key in GROUPS and value.startswith("["):
             messages.append(f"{line} must be one option; to run several type -m {key}=ONE,OTHER")
+        elif line.startswith("~") and key in KEYS and key not in NAMED_GROUPS:
+            messages.append(f"{line}: every run needs {key}; leave this out")
         elif repeated is not line:
             messages.append(f"{line}: {key} is given twice ({repeated}); keep one")
     return messages
