@@ -159,13 +159,6 @@ def test_syntax_errors(loader: ConfigLoader):
     assert compose(loader, ['run="a\\"=b\\\\"']).run == 'a"=b\\'
 
 
-def test_message_of_hydra_is_joined_if_no_override_is_wrong(loader: ConfigLoader, tmp_path: Path):
-    (tmp_path / "config.yaml").write_text("defaults:\n  - _self_\n  - model: nothing_such\n")
-    assert explained(loader, "epochs=3") == [
-        "In 'config': Could not find 'model/nothing_such' Available options in 'model': convnet"
-    ]
-
-
 def test_overrides_of_the_search_path_add_options(loader: ConfigLoader, tmp_path: Path):
     (tmp_path / "mine/model").mkdir(parents=True)
     (tmp_path / "mine/model/own.yaml").write_text("depth: 3\n")

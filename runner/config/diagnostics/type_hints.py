@@ -10,13 +10,12 @@ from typing import Any, Union
 
 from runner.errors import nearest
 
-# type: description, and an example as on the command line
-_WORDS: dict[Any, tuple[str, str]] = {
-    int: ("an integer (int)", "1"),
-    float: ("a number (float)", "0.1"),
-    bool: ("true or false (bool)", "true"),
-    str: ("text (str)", "name"),
-    type(None): ("null", ""),
+_WORDS = {
+    int: "an integer (int)",
+    float: "a number (float)",
+    bool: "true or false (bool)",
+    str: "text (str)",
+    type(None): "null",
 }
 
 
@@ -45,7 +44,7 @@ def describe(annotation: Any) -> str:
     if choices := _choices(annotation):
         return f"one of {', '.join(map(show, choices))}"
     if kind in _WORDS:
-        return _WORDS[kind][0]
+        return _WORDS[kind]
     for is_kind, word in ((_is_list, "list"), (_is_mapping, "mapping"), (_is_path, "path")):
         if is_kind(kind):
             return f"a {word} ({type_name(annotation)})"
@@ -53,7 +52,7 @@ def describe(annotation: Any) -> str:
 
 
 def fix(annotation: Any, value: Any, default: Any = None) -> str:
-    """Return the end of a message: a similar valid value, the quoted text, or an example."""
+    """Return the end of a message: a similar valid value, the quoted text, or the default."""
     kind, arguments = _parts(annotation)
     members = arguments if kind is Union else [annotation]
     if near := nearest(str(value), [show(choice) for member in members for choice in _choices(member)]):
@@ -61,8 +60,7 @@ def fix(annotation: Any, value: Any, default: Any = None) -> str:
     if isinstance(value, (bool, int, float)) and suits(annotation, str(value)):
         return f"; for the text {show(value)} type \"'{show(value)}'\""
     usable = default is not None and suits(annotation, default)
-    example = show(default) if usable else _example_of(annotation)
-    return f"; for example {example}" if example else ""
+    return f"; for example {show(default)}" if usable else ""
 
 
 def type_name(annotation: Any) -> str:
@@ -86,15 +84,6 @@ def show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(show, value))}]"
     return str(value)
-
-
-def _example_of(annotation: Any) -> str | None:
-    """Return a value as on the command line; None for an annotation that no number, text or choice suits."""
-    kind, arguments = _parts(annotation)
-    if kind is Union:
-        return next(filter(None, map(_example_of, arguments)), None)
-    choices = _choices(annotation)
-    return show(choices[0]) if choices else _WORDS.get(kind, (None, None))[1]
 
 
 def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
