@@ -8,16 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from runner.checkpoints.layout import (
-    BEST,
-    LAST,
-    STEP,
-    TrainState,
-    find_checkpoint,
-    list_checkpoints,
-    read_train_state,
-    verify,
-)
+from runner.checkpoints import layout
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
 from runner.config.schema import KEYS, OF_TASKS, SECTIONS, Config, apply_debug
@@ -107,11 +98,11 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
 
 
 def _check_checkpoint(run: Path, name: str) -> list[str]:
-    if not list_checkpoints(run / CHECKPOINTS):
+    if not layout.list_checkpoints(run / CHECKPOINTS):
         return [f"run={run} has no checkpoint yet; train it first, without run="]
     try:
-        if name in (LAST, BEST) or STEP.fullmatch(name):  # validate.py reports other names
-            find_checkpoint(run / CHECKPOINTS, name)
+        if name in (layout.LAST, layout.BEST) or layout.STEP.fullmatch(name):  # validate.py reports other names
+            layout.find_checkpoint(run / CHECKPOINTS, name)
     except ValueError as error:
         return [f"checkpoint={name}: {error}"]
     return []
@@ -165,13 +156,13 @@ def _check_restart(run: Path) -> list[str]:
     return []
 
 
-def _newest_state(run: Path) -> TrainState | None:
+def _newest_state(run: Path) -> layout.TrainState | None:
     """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid."""
     problem = ""
-    for path in reversed(list_checkpoints(run / CHECKPOINTS)):
+    for path in reversed(layout.list_checkpoints(run / CHECKPOINTS)):
         try:
-            verify(path, shards=False)  # the hashes of the shards are compared when they are loaded
-            return read_train_state(path)
+            layout.verify(path, shards=False)  # the hashes of the shards are compared when they are loaded
+            return layout.read_train_state(path)
         except ValueError as error:
             problem = problem or str(error)
     if problem:

@@ -93,7 +93,7 @@ def test_unknown_options_suggest_the_nearest(loader: ConfigLoader):
         "model=zzz": ": no such model; choose among: convnet, toy",
         "model=null": ": no such model; choose among: convnet, toy",
         "model=[toy,toi]": ": no such model; did you mean toy? (convnet, toy)",
-        "model=spawn": ": no such model; did you mean launcher=spawn? model takes convnet, toy",
+        "model=spawn": ": no such model; did you mean launcher=spawn?",
         "+extra=null": ": no such extra; did you mean none? (none, one, two)",
         "modle@inner=toy": ": no such key; did you mean model?",
     }

@@ -117,16 +117,16 @@ class _Explanation:
             options = self._options(group)
             what = f"no such {group.rpartition('/')[2]}"
             if elsewhere := self._choose(str(name)):
-                return f"{what}; did you mean {elsewhere}? {group} takes {', '.join(options)}"
+                return f"{what}; did you mean {elsewhere}?"
             return f"{what}{did_you_mean('none' if name is None else str(name), options)}"
         return None
 
     def _sweep_problem(self, override: Override) -> str:
         if override.is_hydra_override():
             return "a sweep cannot go over Hydra's own keys; type one value"
-        key, values = override.get_key_element(), override.get_value_string()
-        is_list = override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and not self._options(override.key_or_group)
-        return "a sweep needs -m" + (f"; for one list type {key}=[{values}]" if is_list else "")
+        if override.value_type != ValueType.SIMPLE_CHOICE_SWEEP or self._options(override.key_or_group):
+            return "a sweep needs -m"
+        return f"a sweep needs -m; for one list type {override.get_key_element()}=[{override.get_value_string()}]"
 
     def _grammar_problem(self, line: str) -> str:
         key, equals, value = line.partition("=")
