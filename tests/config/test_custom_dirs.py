@@ -133,11 +133,6 @@ def test_sweeps_and_resumed_sweeps_use_the_directories(
     capsys.readouterr()
     assert here("-m", "resume=last", "model=of_two") == 0
     assert "2 jobs are done, 0 unfinished, 1 new" in capsys.readouterr().out
-    # each job is a run that the jobs of another sweep read
-    jobs = sorted(str(path.parent) for path in sweep.glob("*/result.json"))
-    assert here("-m", "task=evaluate", f"run={','.join(jobs)}", "name=all") == 0
-    (evaluated,) = (folders / "outputs" / "all").iterdir()
-    assert len(list(evaluated.glob("*/result.json"))) == 3
 
 
 def test_runs_with_different_directories_cannot_share_a_sweep(
@@ -180,13 +175,11 @@ def test_custom_module_can_import_the_builtin_package(folders: Path, monkeypatch
 
 def test_header_line_names_replaced_options(folders: Path) -> None:
     one, two = str(folders / "one"), str(folders / "two")
-    for group, option in (("callbacks", "none"), ("hydra/sweeper", "grid")):
-        (folders / "two" / group).mkdir(parents=True)
-        (folders / "two" / group / f"{option}.yaml").write_text("")
     assert describe_hidden([one, two], {"model": "toy", "data": None, "experiment": "null"}) is None
-    choices = {"model@model.model": "mlp", "callbacks": "[none, plot]", "hydra/sweeper": "grid", "data": "toy"}
-    chosen = ("model@model.model=mlp", "callbacks=none", "hydra/sweeper=grid")
-    described = ", ".join(f"{each} from {two}" for each in chosen)
+    (folders / "two" / "callbacks").mkdir()
+    (folders / "two" / "callbacks" / "none.yaml").write_text("")
+    choices = {"model@model.model": "mlp", "callbacks": "[none, plot]", "data": "toy"}
+    described = f"model@model.model=mlp from {two}, callbacks=none from {two}"
     assert describe_hidden([one, two], choices) == f"custom   {described} instead of the built-in option of that name"
 
 

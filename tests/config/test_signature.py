@@ -4,18 +4,14 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NewType, Optional, Protocol, Union
+from typing import Annotated, Any, Literal, NewType, Optional, Union
 
 import pytest
 
-from runner.config.diagnostics.signature import accepts, check_options, parameters_of
+from runner.config.diagnostics.signature import check_options
 from runner.config.diagnostics.type_hints import suits
 
 Width = NewType("Width", int)
-
-
-class Shaped(Protocol):
-    shape: int
 
 
 class Tensor:
@@ -138,21 +134,11 @@ def test_described_keys_are_allowed_and_checked_against_the_constructor():
         ("name", 3, "model.name=3 must be text (str); for the text 3 type \"'3'\""),
         ("activation", "rleu", "model.activation=rleu must be one of relu, gelu; did you mean relu?"),
         ("seed", 1.5, "model.seed=1.5 must be an integer (int) or null"),
-        (
-            "betas",
-            [0.9],
-            "model.betas=[0.9] must be a list (tuple[float, float]); for example [0.9,0.999]",
-        ),
+        ("betas", [0.9], "model.betas=[0.9] must be a list (tuple[float, float]); for example [0.9,0.999]"),
         ("scales", {"a": "x"}, "model.scales={a:x} must be a mapping (dict[str, int]) or null"),
-        (
-            "weights",
-            "x",
-            "model.weights=x must be a Tensor (given as a node with a _target_) or null",
-        ),
         ("root", [3], "model.root=[3] must be a path (Path) or null"),
         ("width", "x", "model.width=x must be an integer (int); for example 2"),
         ("plain_float", "x", "model.plain_float=x must be a number (float); for example 0.5"),
-        ("plain_bool", 1, "model.plain_bool=1 must be true or false (bool); for example false"),
     ],
 )
 def test_wrong_type_is_reported_with_rule_and_fix(option: str, value: Any, message: str):
@@ -177,12 +163,9 @@ def test_right_types_pass():
         (list, [[1, "x"]], ["x", {"a": 1}]),
         (tuple[int, ...], [[], [1, 2]], [[1.5], 3]),
         (Sequence[str], [["a"]], ["a", [1]]),
-        (list[int | None], [[1, None]], [["x"]]),
         (Mapping[str, float], [{"a": 1}], [{"a": "x"}, {1: 1.0}]),
-        (Width, [1], ["x"]),
         (Callable[[int], int], [{"_target_": "math.sqrt"}], ["x", 1]),
         (Literal[1, "a"], [1, "a"], [True, "b", 1.0]),
-        (Shaped, [1, "x"], []),
         (Tensor, [], [1, "x", [1], None]),
     ],
 )
@@ -238,11 +221,3 @@ def test_postponed_annotations_are_evaluated_in_their_module(write_module):
         "model.kind=c must be one of a, b; for example a",
         "model.size=x must be an integer (int); for example 3",
     ]
-
-
-def test_parameters_of_a_constructor():
-    assert [*parameters_of(f"{HERE}.ToyNet")] == ["sample_shape", "num_outputs", "hidden"]
-    assert accepts(f"{HERE}.ToyNet", "hidden") and not accepts(f"{HERE}.ToyNet", "hiden")
-    assert accepts(f"{HERE}.Open", "anything")
-    with pytest.raises(ValueError, match="has no Nothing"):
-        parameters_of(f"{HERE}.Nothing")
