@@ -43,7 +43,7 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself."""
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
     try:
-        own = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+        own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
         container: Any = OmegaConf.to_container(own, resolve=True)
         OmegaConf.merge(Config, container)  # checks the keys and types of the top level, which the copy does not keep
     except OmegaConfBaseException as error:

@@ -44,8 +44,9 @@ def fresh_imports() -> Iterator[None]:
         sys.path[:] = path
         for name, module in sys.modules.items():
             file = getattr(module, "__file__", None)
-            is_new = name not in known and file is not None and is_user_code(file)
-            if is_new and any(Path(file).resolve().is_relative_to(root) for root in added):
+            if name in known or file is None or not is_user_code(file):
+                continue
+            if any(Path(file).resolve().is_relative_to(root) for root in added):
                 _imported[name] = module
 
 

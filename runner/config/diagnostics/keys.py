@@ -29,9 +29,11 @@ def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) ->
         ConfigLoaderImpl._apply_overrides_to_config([override], cfg)
     except ConfigCompositionException as error:
         cause = error.__cause__ or error
-        if is_absent or isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-            return _no_such_key(cfg, str(cause.full_key) if text.startswith("{") else key, text, groups)
-        return one_line(cause)
+        is_missing = isinstance(cause, (ConfigAttributeError, ConfigKeyError))
+        if not is_absent and not is_missing:
+            return one_line(cause)
+        missing = str(getattr(cause, "full_key", key)) if text.startswith("{") else key
+        return _no_such_key(cfg, missing, text, groups)
     return None
 
 

@@ -145,8 +145,9 @@ class _Explanation:
 def _composition_problem(error: Exception) -> str:
     """Return the error of Hydra in one line, with the nearest key if a file sets a missing one."""
     missing = error.__context__
-    is_missing_key = isinstance(missing, (ConfigKeyError, ConfigAttributeError))
-    return one_line(error) + (near_key(str(missing.full_key), KEYS) if is_missing_key else "")
+    if isinstance(missing, (ConfigKeyError, ConfigAttributeError)):
+        return one_line(error) + near_key(str(missing.full_key), KEYS)
+    return one_line(error)
 
 
 def _join(subject: str, problem: str) -> str:
