@@ -8,23 +8,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.api.experiments import compose, sweep, train
-    from runner.api.runs import Run, open_run, runs, table
-    from runner.config.schema import Config
-    from runner.errors import InputError, JobFailed, Preempted
-    from runner.jobs.task import JobTask, LaunchingTask
-    from runner.launchers.env import Env
-    from runner.launchers.protocol import Launcher, Queue
-    from runner.objectives.objective import Objective, Prediction
-    from runner.parallel.loss_groups import prepare_loss_groups
-    from runner.parallel.replica import Replica
-    from runner.records.ledger import read_ledger
-    from runner.records.loggers.contract import Logger
-    from runner.records.loggers.dashboard import History, save_id
-    from runner.training.callbacks.contract import Callback, Progress, RunInfo
-    from runner.training.metrics.contract import Metric, Rows
-    from runner.training.mode import Axes, Parallel
-    from runner.training.restore import restore_evaluated
+    from runner.api.experiments import compose as compose, sweep as sweep, train as train
+    from runner.api.runs import Run as Run, open_run as open_run, runs as runs, table as table
+    from runner.config.schema import Config as Config
+    from runner.errors import InputError as InputError, JobFailed as JobFailed, Preempted as Preempted
+    from runner.jobs.task import JobTask as JobTask, LaunchingTask as LaunchingTask
+    from runner.launchers.env import Env as Env
+    from runner.launchers.protocol import Launcher as Launcher, Queue as Queue
+    from runner.objectives.objective import Objective as Objective, Prediction as Prediction
+    from runner.parallel.loss_groups import prepare_loss_groups as prepare_loss_groups
+    from runner.parallel.replica import Replica as Replica
+    from runner.records.ledger import read_ledger as read_ledger
+    from runner.records.loggers.contract import Logger as Logger
+    from runner.records.loggers.dashboard import History as History, save_id as save_id
+    from runner.training.callbacks.contract import Callback as Callback, Progress as Progress, RunInfo as RunInfo
+    from runner.training.metrics.contract import Metric as Metric, Rows as Rows
+    from runner.training.mode import Axes as Axes, Parallel as Parallel
+    from runner.training.restore import restore_evaluated as restore_evaluated
 
 _MODULES = {
     **dict.fromkeys(("compose", "sweep", "train"), "runner.api.experiments"),
@@ -46,41 +46,7 @@ _MODULES = {
     "read_ledger": "runner.records.ledger",
 }
 
-__all__ = [
-    "Axes",
-    "Callback",
-    "Config",
-    "Env",
-    "History",
-    "InputError",
-    "JobFailed",
-    "JobTask",
-    "Launcher",
-    "LaunchingTask",
-    "Logger",
-    "Metric",
-    "Objective",
-    "Parallel",
-    "Prediction",
-    "Preempted",
-    "Progress",
-    "Queue",
-    "Replica",
-    "Rows",
-    "Run",
-    "RunInfo",
-    "compose",
-    "open_run",
-    "prepare_loss_groups",
-    "read_ledger",
-    "restore_evaluated",
-    "runs",
-    "save_id",
-    "sweep",
-    "table",
-    "train",
-]
-
+__all__ = sorted(_MODULES)
 __version__ = "0.1.0"
 
 

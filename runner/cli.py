@@ -3,22 +3,18 @@
 torch is imported only when there is something to run, so that --help, --cfg and completion answer at once.
 """
 
-import io
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import NoReturn
 
-import hydra
 from hydra._internal.utils import get_args_parser  # the flags of the installed version of Hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import setup_globals
 
 from runner.config.command import composing, prepare
-from runner.config.compose import compose
+from runner.config.compose import explained
 from runner.config.custom_dirs import absolute_dirs, add_to_path
 from runner.config.help.topics import render_help
 from runner.config.resume import Arguments
@@ -41,12 +37,12 @@ def main() -> int:
         if args.help:
             add_to_path(args.config_dirs)
             search_path = [*map(Path, reversed(args.config_dirs)), CONF]
-            print(render_help(search_path, args.overrides), end="", flush=True)
+            print(render_help(search_path, args.overrides), end="")
             return FINISHED
         rank_info = find_rank_info(init)
         with composing(args.overrides, args.config_dirs, args.multirun) as arguments:
             if args.cfg or args.info is not None or args.shell_completion or args.hydra_help:
-                return _run_hydra(args, arguments)
+                return _show(args, arguments.overrides)
             return _run(arguments, args.multirun, rank_info)
     except InputError as error:
         return _refuse_on_all_ranks(error.messages, init)
@@ -55,23 +51,20 @@ def main() -> int:
     except KeyboardInterrupt:  # a second Ctrl-C, after the messages of the first one
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it exits
         return FINISHED
 
 
 def _read_flags() -> Namespace:
-    """Return the flags. Raise InputError for unknown flags, and for those of Hydra that have no effect here."""
-    parser, dirs_parser = get_args_parser(), ArgumentParser(add_help=False, allow_abbrev=False)
+    """Return the flags and overrides of sys.argv. Raise InputError for flags that do not exist or have no effect."""
+    # Hydra's own --config-dir accepts one directory, which hides nothing: see runner.config.custom_dirs.
+    parser = ArgumentParser(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
+    parser.add_argument("--local-rank", "--local_rank", type=int)  # appended by torch.distributed.launch
 
     def refuse(message: str) -> NoReturn:
         raise InputError(f"{message}; --help lists the flags")
 
-    for each in (parser, dirs_parser):
-        each.error = refuse  # type: ignore[method-assign]  # argparse would print the usage in eight lines
-    # Hydra's own flag accepts one directory, which hides nothing: see runner.config.custom_dirs.
-    dirs_parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
-    dirs, sys.argv[1:] = dirs_parser.parse_known_args()
-    parser.add_argument("--local-rank", "--local_rank")  # appended by torch.distributed.launch, as LOCAL_RANK
+    parser.error = refuse  # type: ignore[method-assign]  # argparse would print the usage in eight lines
     args, unknown = parser.parse_known_intermixed_args()
     if unknown:
         key, _, value = unknown[0].lstrip("-").partition("=")
@@ -80,15 +73,10 @@ def _read_flags() -> Namespace:
         if value := getattr(args, name):
             flag = f"--{name.replace('_', '-')}={value}"
             raise InputError(f"{flag}: the main configuration file is fixed; add your options by --config-dir=DIR")
-    for directory in dirs.config_dirs:
+    for directory in args.config_dirs:
         if not os.path.isdir(directory):
             raise InputError(f"--config-dir={directory} is not a directory; name the one with your model/*.yaml")
-    args.config_dirs = absolute_dirs(dirs.config_dirs)
-    # Hydra also reads sys.argv; it accepts neither that flag nor overrides on both sides of a flag.
-    flags = [word for word in sys.argv[1:] if not word.startswith(("--local-rank", "--local_rank"))]
-    for word in args.overrides:
-        flags.remove(word)
-    sys.argv[1:] = [*args.overrides, *flags]
+    args.config_dirs = absolute_dirs(args.config_dirs)
     return args
 
 
@@ -105,24 +93,19 @@ def _run(arguments: Arguments, multirun: bool, rank_info: RankInfo) -> int:
     return launch_and_report(config, request, rank_info)
 
 
-def _run_hydra(args: Namespace, arguments: Arguments) -> int:
-    """Let Hydra answer --cfg, --info, --hydra-help and shell completion; it reads sys.argv."""
-    sys.argv[1 : 1 + len(args.overrides)] = arguments.overrides  # with those that resume= or run= adds
-    composer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    setup_globals()
-    stderr = io.StringIO()
-    try:
-        with redirect_stderr(stderr):
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda cfg: None)()
-    except SystemExit:
-        if args.cfg and composer is not None:  # Hydra's report of an error is long and has exit status 1
-            GlobalHydra.instance().clear()
-            GlobalHydra.instance().initialize(composer)
-            compose(arguments.overrides)
-        sys.stderr.write(stderr.getvalue())
-        raise
-    sys.stderr.write(stderr.getvalue())
+def _show(args: Namespace, overrides: list[str]) -> int:
+    """Let Hydra answer --cfg, --info, --hydra-help and shell completion."""
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    with explained(overrides):
+        if args.cfg:
+            hydra.show_cfg("config", overrides, args.cfg, args.package, args.resolve)
+        elif args.info is not None:
+            hydra.show_info(args.info, "config", overrides)
+        elif args.hydra_help:
+            hydra.hydra_help("config", get_args_parser(), Namespace(overrides=overrides))
+        else:
+            hydra.shell_completion("config", overrides)
     return FINISHED
 
 

@@ -65,10 +65,10 @@ def three_lines(messages: Sequence[str]) -> list[str]:
 
 
 def nearest(word: str, choices: Collection[str]) -> str | None:
-    """Return the choice that is most similar to the word, or None; case only decides between otherwise equal ones."""
-    found = difflib.get_close_matches(word.lower(), {choice.lower() for choice in choices}, n=1)
-    equal = [choice for choice in choices if choice.lower() in found]
-    return max(equal, key=lambda choice: sum(map(str.__eq__, word, choice)), default=None)
+    """Return the choice that is most similar to the word, ignoring case, or None."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return by_lower[found[0]] if found else None
 
 
 def near_hint(word: str, choices: Collection[str]) -> str:
@@ -88,12 +88,17 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
 
 def user_line(error: BaseException) -> str | None:
     """Return `FILE:LINE` of the innermost frame in user code (neither the runner's nor a library's), or None."""
-    return _last([place for place in _places(error) if not _is_library(place[0])])
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        places.append((error.filename, error.lineno))
+    of_user = [f"{file}:{line}" for file, line in places if is_user_code(file)]
+    return of_user[-1] if of_user else None
 
 
-def deepest_line(error: BaseException) -> str | None:
-    """Return `user_line(error)`, or the innermost line of a library if no user code is involved."""
-    return user_line(error) or _last(_places(error))
+def is_user_code(file: str) -> bool:
+    """Return True if the file is neither the runner's nor a library's."""
+    is_library = any(name in Path(file).parts for name in PACKAGE_DIRECTORIES)
+    return not is_library and not file.startswith((_RUNNER, _STDLIB, "<frozen"))
 
 
 def failed_with(error: BaseException) -> str:
@@ -117,19 +122,3 @@ def raised_by(component: str, method: str) -> Iterator[None]:
         if not hasattr(error, "__notes__"):  # a component that was called by another one has been named already
             error.add_note(f"raised by {component} in {method}")
         raise
-
-
-def _places(error: BaseException) -> list[tuple[str, int | None]]:
-    """Return file and line of each frame outside of the runner, and last the place of a syntax error."""
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
-        places.append((error.filename, error.lineno))
-    return [place for place in places if not place[0].startswith((_RUNNER, "<frozen"))]
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_STDLIB) or any(name in Path(file).parts for name in PACKAGE_DIRECTORIES)
-
-
-def _last(places: Sequence[tuple[str, int | None]]) -> str | None:
-    return f"{places[-1][0]}:{places[-1][1]}" if places else None

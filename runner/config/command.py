@@ -12,7 +12,7 @@ from hydra.core.utils import JobRuntime
 
 from runner.config.compose import checked, compose
 from runner.config.custom_dirs import add_to_path, on_search_path
-from runner.config.diagnostics.overrides import given_twice, refuse_overrides
+from runner.config.diagnostics.overrides import refuse_overrides
 from runner.config.resume import Arguments, add_recorded
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, run_in_progress
@@ -27,7 +27,7 @@ def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> I
 
     `config_dirs` are absolute paths. Raise InputError for overrides that cannot be composed.
     """
-    if messages := refuse_overrides(overrides) + given_twice(overrides):
+    if messages := refuse_overrides(overrides):
         raise InputError(*messages)
     arguments = add_recorded(overrides, config_dirs, multirun)
     add_to_path(arguments.config_dirs)

@@ -1,6 +1,7 @@
 """Composition of the overrides into one configuration, which is resolved, typed and checked."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -8,10 +9,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.diagnostics.keys import reference_problem, without_target
-from runner.config.diagnostics.overrides import explain, unchosen, unknown_keys
+from runner.config.diagnostics.keys import value_problem
+from runner.config.diagnostics.overrides import explain
 from runner.config.recorded import check_resumable
-from runner.config.schema import GROUPS, KEYS, Config, apply_debug, as_config
+from runner.config.schema import Config, apply_debug, as_config
 from runner.config.validate import check_input, check_types
 from runner.errors import InputError
 
@@ -20,13 +21,17 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration, with Hydra's own node. Raise InputError that explains every wrong override."""
     owner = GlobalHydra.instance().hydra
     assert owner is not None
+    with explained(overrides):
+        return owner.compose_config("config", list(overrides), run_mode=RunMode.RUN, with_log_configuration=False)
+
+
+@contextmanager
+def explained(overrides: Sequence[str]) -> Iterator[None]:
+    """Replace an exception that Hydra raises for the overrides by InputError, which explains every wrong override."""
     try:
-        cfg = owner.compose_config(
-            config_name="config", overrides=list(overrides), run_mode=RunMode.RUN, with_log_configuration=False
-        )
+        yield
     except Exception as error:  # Hydra's own types, and ValueError or YAMLError that it does not catch
         raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None
-    return cfg
 
 
 def options_of(group: str) -> list[str]:
@@ -36,18 +41,16 @@ def options_of(group: str) -> list[str]:
 
 def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself."""
-    if messages := unknown_keys(cfg, (*KEYS, "hydra"), list(overrides)) + unchosen(cfg, GROUPS, list(overrides)):
-        raise InputError(*messages)
-    if messages := without_target(cfg, GROUPS):
-        raise InputError(*messages)
+    choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
     try:
-        container: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(KEYS)), resolve=True)
+        own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        container: Any = OmegaConf.to_container(own, resolve=True)
+        OmegaConf.merge(Config, container)  # checks the keys and types of the top level, which the copy does not keep
     except OmegaConfBaseException as error:
-        raise InputError(reference_problem(cfg, error, overrides)) from None
-    if messages := check_types(container):
+        raise InputError(value_problem(cfg, error, overrides, choices)) from None
+    if messages := check_types(container, choices):
         raise InputError(*messages)
     config = as_config(container)
-    choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
     if messages := check_input(config, choices) + check_resumable(config, choices):
         raise InputError(*messages)
     return apply_debug(config)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from runner.errors import is_user_code
 from runner.paths import CONF
 
 _searched: list[str] = []  # read by hydra_plugins.runner.search_path
@@ -39,20 +40,14 @@ def fresh_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        added = {Path(directory).resolve() for directory in sys.path if directory not in path}
+        added = [Path(directory).resolve() for directory in sys.path if directory not in path]
         sys.path[:] = path
-        new = {name: module for name, module in sys.modules.items() if name not in known}
-        _imported.update({name: module for name, module in new.items() if _import_root(name, module) in added})
-
-
-def _import_root(name: str, module: ModuleType) -> Path | None:
-    """Return the directory of sys.path in which the module was found."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return None
-    path = Path(file).resolve()
-    depth = name.count(".") + (path.stem == "__init__")
-    return path.parents[depth] if depth < len(path.parents) else None
+        for name, module in sys.modules.items():
+            file = getattr(module, "__file__", None)
+            if name in known or file is None or not is_user_code(file):
+                continue
+            if any(Path(file).resolve().is_relative_to(root) for root in added):
+                _imported[name] = module
 
 
 @contextmanager
@@ -78,17 +73,14 @@ def describe_hidden(directories: Sequence[str], choices: Mapping[str, str | None
         directories: the custom directories.
         choices: the chosen option of each group; several options as Hydra writes a list.
     """
-    found: dict[str, list[str]] = {}
+    hiding = []
     for group, chosen in choices.items():
-        for option in _options(chosen):
-            file = Path(group.partition("@")[0], f"{option}.yaml")
+        for option in str(chosen or "").strip("[]").split(","):
+            file = Path(group.partition("@")[0], f"{option.strip()}.yaml")
             custom = next((each for each in reversed(directories) if (Path(each) / file).is_file()), None)
             if custom and (CONF / file).is_file():
-                found.setdefault(custom, []).append(f"{group}={option}")
-    if not found:
-        return None
-    described = (f"{' and '.join(options)} from {directory}" for directory, options in found.items())
-    return f"custom   {'; '.join(described)} instead of the built-in option of that name"
+                hiding.append(f"{group}={option.strip()} from {custom}")
+    return f"custom   {', '.join(hiding)} instead of the built-in option of that name" if hiding else None
 
 
 def option_file(group: str, option: str) -> str | None:
@@ -101,9 +93,3 @@ def absolute_dirs(directories: Iterable[str]) -> list[str]:
     """Return absolute paths without duplicates; a repeated directory keeps its last position."""
     paths = [str(Path(directory).absolute()) for directory in directories]
     return [path for number, path in enumerate(paths) if path not in paths[number + 1 :]]
-
-
-def _options(chosen: object) -> list[str]:
-    if chosen is None:
-        return []
-    return [word.strip(" '\"").removesuffix(".yaml") for word in str(chosen).strip("[]").split(",")]

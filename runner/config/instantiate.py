@@ -47,14 +47,11 @@ def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args
 
 def check_contract(made: Any, contract: type, key: str) -> None:
     """Raise InputError if a group's object lacks a member that its contract, a Protocol, declares."""
-    declared = [
-        name
-        for base in contract.__mro__
-        if base not in (Protocol, Generic, object)
-        for name in (*inspect.get_annotations(base), *vars(base))
-        if not name.startswith("_")
-    ]
-    if missing := [name for name in dict.fromkeys(declared) if not hasattr(made, name)]:
+    declared: dict[str, Any] = {}
+    for base in contract.__mro__:
+        if base not in (Protocol, Generic, object):
+            declared |= {**inspect.get_annotations(base), **vars(base)}
+    if missing := [name for name in declared if name[0] != "_" and not hasattr(made, name)]:
         raise InputError(
             f"{key}._target_={type(made).__module__}.{type(made).__qualname__}: the class lacks "
             f"{', '.join(missing)}, which {contract.__module__}.{contract.__name__} declares"
@@ -87,16 +84,8 @@ def _nodes(key: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
 
 def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], text: str) -> str:
     """Return a constructor's message with the full key: the constructor knows its options, but not their group."""
-    option = re.match(r"(\w+)[\w.]*=", text)
+    option = re.match(r"(\w+)[\w.]*=", text)  # `hidden=0 must be …`, `files.val=null …`
     for path, node in nodes:
         if option and option[1] in node:
-            return f"{path}.{text}"  # `hidden=0 must be …`, `files.val=null …`
-    if text.startswith(f"{key}."):
-        return text
-    blamed = [
-        (path, name, value) for path, node in nodes for name, value in node.items() if text.endswith(f": {value}")
-    ]
-    if len(blamed) == 1:
-        path, name, value = blamed[0]
-        return f"{path}.{name}={value}: {text}"  # torch's `Invalid learning rate: -1`
-    return f"{key}={choice}: {text}"
+            return f"{path}.{text}"
+    return text if text.startswith(f"{key}.") else f"{key}={choice}: {text}"

@@ -8,16 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from runner.checkpoints.layout import (
-    BEST,
-    LAST,
-    STEP,
-    TrainState,
-    find_checkpoint,
-    list_checkpoints,
-    read_train_state,
-    verify,
-)
+from runner.checkpoints import layout
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
 from runner.config.schema import KEYS, OF_TASKS, SECTIONS, Config, apply_debug
@@ -50,25 +41,23 @@ Changes = dict[str, list[Any]]  # by dotted key, the value before and now
 def read_config(run: Path) -> Config:
     """Return the resolved configuration of a run; a missing key has its default.
 
-    Raise InputError if there is no such run, or if the file is damaged.
+    Raise InputError if the file is missing or damaged.
     """
     if not (run / CONFIG).is_file():
-        what = f"it has no {CONFIG}" if run.is_dir() else "there is no such directory"
-        raise InputError(f"{run} is no run directory: {what}; name one under outputs/")
+        raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
     container = read_mapping(run / CONFIG)
     values = {key: container[key] for key in KEYS if key in container}
-    if invalid := [key for key in SECTIONS if not isinstance(values.get(key, {}), dict)]:
-        raise InputError(f"{run / CONFIG}: {invalid[0]} is not a mapping, so no run has written it; restore the file")
     for key, section in SECTIONS.items():
-        known = vars(section())
-        values[key] = section(**{name: value for name, value in values.get(key, {}).items() if name in known})
+        if not isinstance(given := values.get(key, {}), dict):
+            raise InputError(f"{run / CONFIG}: {key} is not a mapping, so no run has written it; restore the file")
+        values[key] = section(**{name: value for name, value in given.items() if name in vars(section())})
     return Config(**values)
 
 
 def read_choices(run: Path) -> dict[str, str]:
     """Return the chosen options of the groups that result.json names."""
-    result = read_result(run) or {}
-    return {group: str(result[group]) for group in ("task", "model", "data", "parallel") if group in result}
+    groups = ("task", "model", "data", "parallel")
+    return {key: str(value) for key, value in (read_result(run) or {}).items() if key in groups}
 
 
 def changed_since(run: Path, config: Config) -> Changes:
@@ -88,12 +77,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     keys = [key for key in dict.fromkeys((*before, *now)) if key.partition(".")[0] in groups]
     found = {key: [None if values.get(key) == {} else values.get(key) for values in (before, now)] for key in keys}
     found = {key: values for key, values in found.items() if json.dumps(values[0]) != json.dumps(values[1])}
-    targets = [key for key in found if key.endswith(_TARGET)]
     classes = {
-        key.removesuffix(_TARGET): [
-            value.rpartition(".")[2] if isinstance(value, str) else value for value in found[key]
-        ]
-        for key in targets
+        key.removesuffix(_TARGET): [str(value).rpartition(".")[2] for value in values]
+        for key, values in found.items()
+        if key.endswith(_TARGET)
     }
     return classes | {key: values for key, values in found.items() if not _is_under(key, tuple(classes))}
 
@@ -111,13 +98,13 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
 
 
 def _check_checkpoint(run: Path, name: str) -> list[str]:
-    if not list_checkpoints(run / CHECKPOINTS):
+    if not layout.list_checkpoints(run / CHECKPOINTS):
         return [f"run={run} has no checkpoint yet; train it first, without run="]
-    if name in (LAST, BEST) or STEP.fullmatch(name):  # validate.py reports other names
-        try:
-            find_checkpoint(run / CHECKPOINTS, name)
-        except ValueError as error:
-            return [f"checkpoint={name}: {error}"]
+    try:
+        if name in (layout.LAST, layout.BEST) or layout.STEP.fullmatch(name):  # validate.py reports other names
+            layout.find_checkpoint(run / CHECKPOINTS, name)
+    except ValueError as error:
+        return [f"checkpoint={name}: {error}"]
     return []
 
 
@@ -143,15 +130,13 @@ def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None])
 
 def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
     """Return a message for each change that the checkpoint of the last attempt does not allow."""
-    before = read_config(run)
+    before, options = read_config(run), read_choices(run)
     found = differences(_relevant(before), _relevant(config))
     refused = {key: values for key, values in found.items() if _is_under(key, FIXED) or f"{key}{_TARGET}" in FIXED}
     patterns = [[str(group.get("match")) for group in each.optimizer.get("groups") or ()] for each in (before, config)]
     if "optimizer" not in found and patterns[0] != patterns[1]:
         refused["optimizer.groups"] = patterns
-    if not refused:
-        return []
-    options, messages = read_choices(run), []
+    messages = []
     for key, values in refused.items():
         if key in options and choices.get(key) not in (None, options[key]):
             values = [options[key], choices[key]]
@@ -171,20 +156,17 @@ def _check_restart(run: Path) -> list[str]:
     return []
 
 
-def _newest_state(run: Path) -> TrainState | None:
-    """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid.
-
-    The hashes of the shards are only compared when they are loaded.
-    """
-    errors = []
-    for path in reversed(list_checkpoints(run / CHECKPOINTS)):
+def _newest_state(run: Path) -> layout.TrainState | None:
+    """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid."""
+    problem = ""
+    for path in reversed(layout.list_checkpoints(run / CHECKPOINTS)):
         try:
-            verify(path, shards=False)
-            return read_train_state(path)
+            layout.verify(path, shards=False)  # the hashes of the shards are compared when they are loaded
+            return layout.read_train_state(path)
         except ValueError as error:
-            errors.append(error)
-    if errors:
-        raise InputError(f"resume={run} has no valid checkpoint: {errors[0]}")
+            problem = problem or str(error)
+    if problem:
+        raise InputError(f"resume={run} has no valid checkpoint: {problem}")
     return None
 
 

@@ -1,6 +1,5 @@
 """`resume=` and `run=`: the overrides that an earlier run or sweep recorded, merged with those of the command line."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +49,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
 
     Raise InputError if there is no such run, or if it belongs to another user who is not trusted.
     """
-    overrides, config_dirs = _expand_aliases(overrides), list(config_dirs)
+    overrides, config_dirs = [_with_full_key(override) for override in overrides], list(config_dirs)
     unchanged = Arguments(overrides, overrides, config_dirs)
     try:
         given = OverridesParser.create().parse_overrides(overrides)
@@ -59,7 +58,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
     key = next((key for key in values if key in ("run", "resume") and values[key] is not None), None)
-    if task == READS_RECORDS and (key == "run" or "report.runs" in values) and not multirun:
+    if task == READS_RECORDS and not multirun:
         return _resolve_records(unchanged, given, values)
     if key is None:
         return unchanged
@@ -72,12 +71,11 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         return unchanged
 
     named, is_rerun = f"{key}={values[key]}", key == "run" and task == "rerun"
-    path = _find_run(key, values)
+    path = _find(key, values)
     weights = [override for override in given if override.key_or_group.partition(".")[0] == "init_from"]
     if weights and not is_rerun:
         raise InputError(
-            f"{weights[0].input_line} has no effect on {named}, which restores the weights of that run; leave it out, "
-            f"or start a new run without {key}="
+            f"{weights[0].input_line} has no effect on {named}, which restores the weights of that run; leave it out"
         )
     if key == "resume":
         _check_location(path, values)
@@ -87,18 +85,15 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     kept = _not_replaced(OverridesParser.create().parse_overrides(recorded), others)
     if key == "run" and not is_rerun:
         kept = [override for override in kept if override.key_or_group not in OF_TRAINING]
-    merged = [str(override.input_line) for override in (*kept, *others)]
+    merged = _lines([*kept, *others])
     if is_rerun:
         return _rerun(merged, path, directories)
     pointing = f"{key}='{path}'"
     lasting = _recordable(merged)
-    return Arguments(
-        overrides=[*merged, pointing],
-        recorded=lasting if key == "resume" else [*lasting, pointing],
-        config_dirs=directories,
-        directory=str(path) if key == "resume" else None,
-        launch_overrides=[*merged, pointing] if key == "run" and lasting != merged else [],
-    )
+    if key == "resume":
+        return Arguments([*merged, pointing], lasting, directories, str(path))
+    launched = [*merged, pointing] if lasting != merged else []
+    return Arguments([*merged, pointing], [*lasting, pointing], directories, launch_overrides=launched)
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
@@ -118,7 +113,7 @@ def merge_overrides(recorded: list[str], given: list[str]) -> list[str]:
     """Return the recorded overrides that the given ones do not replace, and then the given ones."""
     parser = OverridesParser.create()
     kept = _not_replaced(parser.parse_overrides(recorded), parser.parse_overrides(given))
-    return [*(str(override.input_line) for override in kept), *given]
+    return [*_lines(kept), *given]
 
 
 def _not_replaced(recorded: list[Override], given: list[Override]) -> list[Override]:
@@ -129,6 +124,10 @@ def _not_replaced(recorded: list[Override], given: list[Override]) -> list[Overr
 
     replaced = ("run.", "resume.", *map(key_of, given))
     return [override for override in recorded if not key_of(override).startswith(replaced)]
+
+
+def _lines(overrides: Sequence[Override]) -> list[str]:
+    return [str(override.input_line) for override in overrides]
 
 
 def _recordable(overrides: list[str]) -> list[str]:
@@ -150,7 +149,7 @@ def _resume_sweep(
 ) -> Arguments:
     if resume.is_sweep_override():
         raise InputError(f"{resume.input_line}: one sweep at a time; type one directory, or resume=last")
-    path = _find_sweep(values)
+    path = _find("resume", values, is_for_sweep=True)
     _check_location(path, values)
     try:
         recorded, jobs = read_sweep(path), read_ledger(path)
@@ -159,9 +158,9 @@ def _resume_sweep(
     words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
     check_overrides(f"resume={values['resume']}", path, words, recorded.config_dirs, values.get("trust"), (LEDGER,))
     others = [override for override in given if override is not resume]
-    merged = merge_overrides(recorded.typed, [str(override.input_line) for override in others])
+    merged = merge_overrides(recorded.typed, _lines(others))
     # New jobs are added once; how jobs are run and chosen is recorded.
-    lasting = [str(override.input_line) for override in others if override.is_hydra_override()]
+    lasting = _lines([override for override in others if override.is_hydra_override()])
     directories = _merge_dirs(resume.input_line or "", recorded.config_dirs, config_dirs)
     return Arguments(merged, merge_overrides(recorded.typed, lasting), directories, str(path))
 
@@ -171,13 +170,12 @@ def _shared_dirs(run: Override, values: Mapping[str, Any], config_dirs: list[str
     runs = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
     found: dict[str, list[str]] = {}
     for value in (run.strip("'\"") for run in runs):
-        recorded = read_overrides(_find_run("run", {**values, "run": value}), f"run={value}", values.get("trust"))[1]
+        recorded = read_overrides(_find("run", {**values, "run": value}), f"run={value}", values.get("trust"))[1]
         found[value] = _merge_dirs(f"run={value}", recorded, config_dirs)
-    (one, expected), *others = found.items()
-    for other, directories in others:
-        if directories != expected:
+        one, expected = next(iter(found.items()))
+        if found[value] != expected:
             raise InputError(
-                f"run={one} was created with {_FLAG}{expected} and run={other} with {_FLAG}{directories}, but the "
+                f"run={one} was created with {_FLAG}{expected} and run={value} with {_FLAG}{found[value]}, but the "
                 "jobs of a sweep share one search path; run a command for each"
             )
     return expected
@@ -196,9 +194,9 @@ def _check_location(path: Path, values: Mapping[str, Any]) -> None:
     """Raise InputError for a name= or outputs= that is not the location of the resumed directory."""
     parent = path.parent.parent if is_sweep(path.parent) else path.parent
     rule = f"has no effect on resume={values['resume']}, which stays in its directory; leave it out"
-    if "name" in values and parent.name != str(values["name"]):
+    if str(values.get("name", parent.name)) != parent.name:
         raise InputError(f"name={values['name']} {rule}")
-    if "outputs" in values and parent.parent.resolve() != Path(str(values["outputs"])).resolve():
+    if Path(str(values.get("outputs", parent.parent))).resolve() != parent.parent.resolve():
         raise InputError(f"outputs={values['outputs']} {rule}")
 
 
@@ -212,32 +210,22 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
     if values["run"] != "last":
         check_is_record(Path(str(values["run"])).absolute(), "run")
         return unchanged
-    overrides = [str(override.input_line) for override in given if override.key_or_group != "run"]
+    overrides = _lines([override for override in given if override.key_or_group != "run"])
     overrides.append(f"run='{_find_last('run', values, 'sweep or run', newest_record)}'")
     return Arguments(overrides, overrides, unchanged.config_dirs)
 
 
-def _find_sweep(values: Mapping[str, Any]) -> Path:
-    value = str(values["resume"])
+def _find(key: str, values: Mapping[str, Any], is_for_sweep: bool = False) -> Path:
+    """Return the directory of the run, or of the sweep to resume, that the key names."""
+    value, file = str(values[key]), LEDGER if is_for_sweep else OVERRIDES
+    kind = "sweep" if is_for_sweep else "run"
     if value == "last":
-        return _find_last("resume", values, "sweep", _newest_sweep)
+        return _find_last(key, values, kind, _newest_sweep if is_for_sweep else newest_training_run)
     path = Path(value).absolute()
-    if not is_sweep(path):
-        what = f"no sweep (it has no {LEDGER})" if path.is_dir() else "no directory"
-        fix = f"without -m, resume={value} resumes that run" if (path / OVERRIDES).is_file() else ""
-        raise InputError(f"resume={value} is {what}; {fix or 'name a sweep-* under outputs/, or resume=last'}")
-    return path
-
-
-def _find_run(key: str, values: Mapping[str, Any]) -> Path:
-    value = str(values[key])
-    if value == "last":
-        return _find_last(key, values, "run", newest_training_run)
-    path = Path(value).absolute()
-    if is_sweep(path):
+    if is_sweep(path) and not is_for_sweep:
         raise InputError(f"{key}={value} is a sweep; {'add -m' if key == 'resume' else 'name a job'}")
-    if not (path / OVERRIDES).is_file():
-        what = f"no run directory (it has no {OVERRIDES})" if path.is_dir() else "no directory"
+    if not (path / file).is_file():
+        what = f"no {kind} directory (it has no {file})" if path.is_dir() else "no directory"
         raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
     return path
 
@@ -250,13 +238,20 @@ def _find_last(key: str, values: Mapping[str, Any], kind: str, newest: Callable[
 
 
 def _newest_sweep(parent: Path) -> Path | None:
-    sweeps = (path.parent for path in parent.glob(f"sweep-*/{LEDGER}"))
-    return max(sweeps, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], default=None)
+    return max((path.parent for path in parent.glob(f"sweep-*/{LEDGER}")), default=None)  # the names contain the time
 
 
 def _parent_directory(values: Mapping[str, Any]) -> Path:
     """Return the directory in which runs of the command's name are created."""
     return Path(str(values.get("outputs", "outputs"))).absolute() / str(values.get("name", "run"))
+
+
+def _with_full_key(override: str) -> str:
+    """Return the override with its full key: `checkpoint=best` becomes `checkpoint.load=best`."""
+    key, assigned, value = override.partition("=")
+    if assigned and not value.lstrip().startswith("{"):
+        key = ALIASES.get(key, key)
+    return f"{key}{assigned}{value}"
 
 
 def _expand_aliases(overrides: Sequence[str]) -> list[str]:

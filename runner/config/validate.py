@@ -4,16 +4,16 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from runner.checkpoints.layout import BEST, LAST, STEP
+from runner.config.custom_dirs import option_file
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.pattern_options import check_optimizer_groups, check_patterns
 from runner.config.diagnostics.signature import check_options, provided
-from runner.config.diagnostics.type_hints import describe, show, suits
-from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
+from runner.config.diagnostics.type_hints import show
+from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
 from runner.config.trust import check_trust
 from runner.errors import near_hint
 
@@ -101,13 +101,10 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
 def _check_named(group: str, node: Mapping[str, Any]) -> list[str]:
     """Check a group that is a mapping of names, so that several options of it can be chosen together."""
     if "_target_" in node:
-        return [
-            f"{group}._target_={node['_target_']}: {NAMED_GROUPS[group]} has a name; in its file write NAME: "
-            f"{{_target_: {node['_target_']}}}"
-        ]
+        needed = f"{NAMED_GROUPS[group]} has a name; in its file write NAME: {{_target_: ...}}"
+        return [f"{group}._target_={node['_target_']}: {needed}"]
     messages = [
-        f"{group}.{name}={show(value)} must be a node with a _target_; "
-        f"in its file write {name}: {{_target_: MODULE.CLASS}}"
+        f"{group}.{name}={show(value)} must be a node with a _target_"
         for name, value in node.items()
         if not isinstance(value, Mapping) or "_target_" not in value
     ]
@@ -149,20 +146,18 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
     return []
 
 
-def check_types(container: Mapping[str, Any]) -> list[str]:
+def check_types(container: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
     """Return a message for each top-level value of a wrong type, from a reference (name=${model}) or a file."""
-    types = get_type_hints(Config)
-    return [
-        f"{group}={show(container[group])} must be a node; a file chooses an option by `override /{group}: OPTION`"
-        for group in (*GROUPS, *NAMED_GROUPS)
-        if not isinstance(container[group], Mapping)
-    ] + [
-        f"{key}={show(container[key])} must be {describe(types[key])}"
-        for key in KEYS
-        if types[key] is not Any
-        and not is_dataclass(types[key])
-        and (isinstance(container[key], Mapping) or not suits(types[key], container[key]))
-    ]
+    messages = []
+    for group in (*GROUPS, *NAMED_GROUPS):
+        node = container[group]
+        if not isinstance(node, Mapping):
+            fix = f"a file chooses an option by `override /{group}: OPTION`"
+            messages.append(f"{group}={show(node)} must be a node; {fix}")
+        elif group in GROUPS and group in choices and "_target_" not in node:
+            file = option_file(group, choices[group])
+            messages.append(f"{group}={choices[group]}: {file} has no _target_; write `_target_: MODULE.CLASS` into it")
+    return messages
 
 
 def check_values(config: Config) -> list[str]:
@@ -190,12 +185,6 @@ def check_values(config: Config) -> list[str]:
         messages.append(
             f"loss_spike={config.loss_spike:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip"
         )
-    ema = config.ema
-    if ema.decay is not None and ema.warmup_steps > 0 and 2 / (ema.warmup_steps + 1) >= ema.decay:
-        messages.append(
-            f"ema.warmup_steps={ema.warmup_steps} has no effect: the decay of its first step, 2 / "
-            f"({ema.warmup_steps} + 1), is not below ema.decay={ema.decay:g}; try {math.ceil(2 / ema.decay + 9)}, or 0"
-        )
     if (tolerance := config.export.tolerance) is not None and config.export.format == "safetensors":
         messages.append(
             f"export.tolerance={tolerance:g} has no effect with export.format=safetensors, whose weights are compared "
@@ -212,8 +201,7 @@ def check_values(config: Config) -> list[str]:
         messages.append(f"checkpoint={name} must be last, best or step_N{near_hint(name, [LAST, BEST])}")
     if not NAME.fullmatch(config.name):
         messages.append(
-            f"name={config.name} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit; "
-            f"try name={_as_name(config.name)}"
+            f"name={config.name} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
         )
     if not config.outputs:
         messages.append("outputs= must be the path of a directory; try outputs=outputs")
@@ -249,10 +237,6 @@ def _choice(key: str, value: Any, choices: tuple[Any, ...]) -> list[str]:
         return []
     names = [str(choice).lower() for choice in choices if choice is not None]
     return [f"{key}={value} must be one of {', '.join(names)}{near_hint(str(value), names)}"]
-
-
-def _as_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:64] or "run"
 
 
 def _unwritable(path: Path) -> str | None:

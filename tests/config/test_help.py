@@ -106,7 +106,7 @@ def test_overview_lists_all_options_and_top_level_keys(conf: Path):
       hydra/launcher=basic  slots
       experiment=null       digits
       +extra=OPTION         one
-      hydra/sweeper         grid
+      hydra/sweeper=OPTION  grid
 
     KEYS: KEY=VALUE
 
@@ -119,12 +119,10 @@ def test_overview_lists_all_options_and_top_level_keys(conf: Path):
 
 
 def test_builtin_overview_fits_a_screen_and_a_half():
-    text = render_help([CONF], command="python -m other")
+    text = render_help([CONF])
     lines = text.splitlines()
     assert len(lines) <= 75 and max(map(len, lines)) <= 110
-    assert text.startswith("usage: python -m other [GROUP=OPTION ...]")
-    assert "\n  torchrun --nproc-per-node 4 -m other model=convnet parallel=ddp " in text
-    assert "\n  python -m other --help parallel=fsdp " in text and "\n  -m, --multirun" in text
+    assert text.startswith("usage: python -m runner [GROUP=OPTION ...]") and "\n  -m, --multirun" in text
     assert text.endswith("\n") and not any(line.endswith(" ") for line in lines)
 
 
@@ -165,28 +163,22 @@ def test_option_topic_lists_inherited_keys(conf: Path):
 
 
 def test_preset_topic_shows_its_settings_and_measured_result(conf: Path):
-    assert about(conf, "experiment=digits") == block(f"""
-    experiment=digits: 97 % in 12 s
-    on two cores
-
-      model=toy
-      epochs=3   int  few
-
-    example  python -m runner experiment=digits
-    file     {conf}/experiment/digits.yaml
-    """)
+    lines = about(conf, "experiment=digits")
+    assert lines[:5] == ["experiment=digits: 97 % in 12 s", "on two cores", "", "  model=toy", "  epochs=3   int  few"]
     assert "epochs" not in render_help([conf], ["experiment"])
 
 
-@pytest.mark.parametrize("word", ["checkpoint.every", "every", "++checkpoint.every=3"])
-def test_top_level_key(conf: Path, word: str):
-    assert about(conf, word) == block("""
+def test_top_level_key(conf: Path):
+    expected = """
     checkpoint.every
 
       checkpoint.every=1  int  epochs
 
     example  python -m runner checkpoint.every=5 seed=1
-    """)
+    """
+    assert [about(conf, word) for word in ("checkpoint.every", "every", "++checkpoint.every=3")] == [
+        block(expected)
+    ] * 3
 
 
 def test_key_of_several_options_and_prefix_of_keys(conf: Path):
@@ -199,10 +191,7 @@ def test_key_of_several_options_and_prefix_of_keys(conf: Path):
     example  python -m runner optimizer=sgd optimizer.lr=0.1
     """)
     assert "  model=convnet  model.nested.size=3  int  of the head" in about(conf, "model.nested")
-    assert about(conf, "checkpoint")[2:4] == [
-        "  checkpoint.every=1           int         epochs",
-        "  checkpoint.deeper.keep=null  int | null  how many stay",
-    ]
+    assert "  checkpoint.deeper.keep=null  int | null  how many stay" in about(conf, "checkpoint")
     assert about(conf, "keys")[2] == "  name=run                     str         runs are kept under outputs/NAME"
 
 
@@ -212,6 +201,9 @@ def test_several_topics_and_an_option_without_its_group(conf: Path):
     assert "example  python -m runner model=toy data=toy" in toy
     assert about(conf, "toy", "extra") == [*toy, "", *about(conf, "extra")]
     assert about(conf, "model=[toy,convnet]") == [*toy, "", *about(conf, "model=convnet")]
+    assert about(conf, "sgd", "one") == about(conf, "optimizer=sgd", "extra=one")
+    write(conf, {"extra/toy.yaml": ""})
+    assert about(conf, "toy") == about(conf, "model=toy", "extra=toy")  # both have that name
     assert about(conf, "hydra/launcher=basic") == about(conf, "hydra/launcher")  # a group of Hydra
     assert "  hydra.launcher.slots=2  int  jobs at once" in [line[2:] for line in about(conf, "hydra/launcher")]
 
@@ -222,37 +214,23 @@ def test_several_topics_and_an_option_without_its_group(conf: Path):
         ("model=convnt", "no such model; did you mean convnet? (convnet, toy)"),
         ("modle=convnet", "no such group, option or key; did you mean --help model=convnet?"),
         ("optimizer.lrr", "no such group, option or key; did you mean --help optimizer.lr?"),
-        ("slotz", "no such group, option or key; did you mean --help hydra/launcher=slots?"),
         ("zzz", "no such group, option or key; --help without a topic lists them"),
-        ("one", "several topics have that name; try --help model=one or extra=one"),
     ],
 )
 def test_unknown_topic_suggests_the_nearest(conf: Path, word: str, message: str):
-    write(conf, {"model/one.yaml": ""} if word == "one" else {})
     with pytest.raises(InputError) as caught:
         about(conf, word)
     assert caught.value.messages == [f"--help {word}: {message}"]
 
 
-def test_earlier_directory_adds_and_replaces_options(conf: Path, tmp_path: Path):
-    mine = {"model/own.yaml": "# mine\ndepth: 3\n", "model/toy.yaml": "# shown\n", "new/a.yaml": "# new\n"}
-    (conf / "model" / "toy.yaml").write_text("# hidden\n")
-    text = render_help([write(tmp_path / "mine", {**mine, "config.yaml": "other: 1\n"}), conf], ["all"])
-    assert "  toy      shown\n" in text
-    assert "  own      mine\n    model.depth=3  int\n" in text
-    assert "\nnew\n\n  a  new\n\nexample  python -m runner +new=a\n" in text
-    assert "hidden" not in text and "other=1" not in text
-
-
 def test_broken_files_are_named_and_the_others_shown(conf: Path):
     (conf / "model/bad.yaml").write_text("a: 1\nb: [1\nc: 2\n")
     (conf / "model/binary.yaml").write_bytes(b"\xff\xfe")
-    (conf / "model/list.yaml").write_text("# a list\n- 1\n")
     (conf / "model/round.yaml").write_text("defaults:\n  - round\n  - nowhere\n")
     text = render_help([conf], ["model"])
     assert f"  bad      cannot be read: {conf}/model/bad.yaml, line 3\n" in text
     assert f"  binary   cannot be read: {conf}/model/binary.yaml\n" in text
-    assert "  list     a list\n" in text and "  convnet  two blocks" in text
+    assert "  convnet  two blocks" in text
 
 
 def test_all_kinds_of_values(tmp_path: Path):
@@ -265,19 +243,13 @@ items:
 block: |
   one
   two
-nothing: {}  # no keys
-größe: ü  # wide
-required: ???  # (float) to be given
-last: 1"""
+required: ???  # (float) to be given"""
     rows = [
         ("g.long_list=[1, 2]", "list", "at its end"),
         ("g.mapping={a: 1, b: x}", "mapping", "behind the mapping"),
         ("g.items=[{_target_: a.B, c: [2]}]", "list", ""),
         ("g.block=one two", "str", ""),
-        ("g.nothing={}", "mapping", "no keys"),
-        ("g.größe=ü", "str", "wide"),
         ("g.required=???", "float", "to be given"),
-        ("g.last=1", "int", ""),
     ]
     shown = about(write(tmp_path, {"g/o.yaml": text}), "g")[3:-2]
     assert shown == [f"    {left:<35}{kind:<9}{comment}".rstrip() for left, kind, comment in rows]
@@ -308,13 +280,13 @@ def test_closed_pipe_is_no_error(commands: Commands) -> None:
     assert (done.stdout.splitlines()[0][:6], done.stderr) == ("usage:", "")
 
 
-@pytest.mark.parametrize("words", [("--help", "parallel=fsdp"), ("parallel=fsdp", "-h")], ids=" ".join)
 def test_topics_are_accepted_on_either_side_of_the_flag(
-    words: tuple[str, ...], here: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    here: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert here(*words) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("parallel=fsdp: fully_shard") and "int " in text
+    for words in (("--help", "parallel=fsdp"), ("parallel=fsdp", "-h")):
+        assert here(*words) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("parallel=fsdp: fully_shard") and "int " in text
     assert here("--help", "paralel") == 2
     hint = "did you mean --help parallel?"
     assert capsys.readouterr().err == f"--help paralel: no such group, option or key; {hint}\n"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.validate import TASK_FACTS
+from runner.config.schema import Config, apply_debug
+from runner.config.validate import TASK_FACTS, check_fit
 from runner.jobs.task import Task
 
 HALF = """
@@ -27,19 +28,10 @@ class Facts:
 @pytest.mark.parametrize(
     ("group", "target", "message"),
     [
-        (
-            "task",
-            "Empty",
-            "the class lacks reads_run, reads_checkpoint, needs_experiment, trains, picks_split, section",
-        ),
+        ("task", "Empty", "the class lacks reads_run, reads_checkpoint, needs_experiment, trains, picks_split"),
         ("task", "Facts", "the class lacks min_world_size, check, run, which runner.jobs.task.JobTask declares"),
         ("task", "Derived", "the class lacks run; define it"),
         ("launcher", "Empty", "join_timeout_s, launch, which runner.launchers.protocol.Launcher declares"),
-        (
-            "parallel",
-            "Empty",
-            "needs_group, meta_init, spans_devices, supported_objectives, fails_at_once, prepare, axes, check, which",
-        ),
     ],
 )
 def test_missing_contract_members_are_refused(
@@ -59,3 +51,9 @@ def test_missing_contract_members_are_refused(
 
 def test_checked_task_attributes_are_those_of_the_contract() -> None:
     assert set(TASK_FACTS) == set(get_annotations(Task))
+
+
+def test_custom_loader_without_the_builtin_options_is_accepted() -> None:
+    config = Config(loader={"_target_": "mine.Loader", "size": 3}, debug=True)
+    assert check_fit(config, "cpu") == check_fit(config, None) == []
+    assert apply_debug(config).loader == config.loader

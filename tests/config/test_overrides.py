@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig
 
-from runner.config.diagnostics.overrides import explain, refuse_overrides, unknown_keys
-
-
-class Precision(Enum):
-    fp32 = 1
-    bf16 = 2
+from runner.config.diagnostics.overrides import explain, refuse_overrides
 
 
 @dataclass
@@ -37,7 +31,6 @@ class Top:
     epochs: int = 1
     clip: float | None = None
     seeds: list[int] = field(default_factory=list)
-    precision: Precision = Precision.fp32
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     run: str | None = None
     other: Any = None
@@ -94,48 +87,30 @@ def explained(loader: ConfigLoader, *overrides: str) -> list[str]:
     return messages
 
 
-def test_every_wrong_override_is_reported_in_order(loader: ConfigLoader):
-    wrong = {
-        "optimizer.lrr=0.1": ": no such key; did you mean optimizer.lr?",
-        "model=convnt": ": no such model; did you mean convnet? (convnet, toy)",
-        "epoch=3": ": no such key; did you mean epochs?",
-        "epochs=abc": " must be an integer (int); for example 3",
-        "run=a=b": ": a value with = in it must be quoted; type 'run=\"a=b\"'",
-    }
-    right = ["clip=0.5", "+other.new=1"]
-    assert explained(loader, *wrong, *right) == [line + text for line, text in wrong.items()]
-
-
 def test_unknown_options_suggest_the_nearest(loader: ConfigLoader):
-    choose = "; choose among: convnet, toy"
     wrong = {
-        "model=zzz": f": no such model{choose}",
-        "model=": f": no such model{choose}",
-        "model=null": f": no such model{choose}",
-        "model=3": f": no such model{choose}",
+        "model=convnt": ": no such model; did you mean convnet? (convnet, toy)",
+        "model=zzz": ": no such model; choose among: convnet, toy",
+        "model=null": ": no such model; choose among: convnet, toy",
         "model=[toy,toi]": ": no such model; did you mean toy? (convnet, toy)",
-        "model=vision/bigg": f": no such model{choose}",
+        "model=spawn": ": no such model; did you mean launcher=spawn?",
         "+extra=null": ": no such extra; did you mean none? (none, one, two)",
-        "++model=toy": ": a group takes no ++; type model=toy",
-        "modle@inner=toy": ": no such group modle; did you mean model?",
+        "modle@inner=toy": ": no such key; did you mean model?",
     }
     assert explained(loader, *wrong) == [line + text for line, text in wrong.items()]
 
 
 def test_wrong_ways_to_choose_an_existing_option(loader: ConfigLoader):
-    add = "Could not override 'extra'. No match in the defaults list. To append to your default list use +extra=one"
-    for line, text in {
-        "+model=toy": "model is among the defaults already; type model=toy",
-        "~model=toy": "Could not delete 'model=toy'. No match in the defaults list",
-        "extra=one": add,
-    }.items():
-        assert explained(loader, line, "launcher=spawn") == [f"{line}: {text}"]
+    for line in ("+model=toy", "++model=toy", "~model=toy", "extra=one"):
+        (message,) = explained(loader, line, "launcher=spawn")
+        assert message.startswith(f"{line}: ")
 
 
-def test_valid_choices_are_not_reported(loader: ConfigLoader):
+def test_valid_overrides_are_not_reported(loader: ConfigLoader):
     for lines in (
         ["model=vision/big", "+extra=one", "~experiment", "~launcher"],
         ["model=toy.yaml", "model={hidden:1}"],
+        ["++epochs=4", "+model.new=1", "++model.newer=1", "~optimizer.lr", "+seeds=[1]", "clip=0.5"],
     ):
         compose(loader, lines)
         assert explained(loader, *lines, "epoch=3") == ["epoch=3: no such key; did you mean epochs?"]
@@ -143,73 +118,45 @@ def test_valid_choices_are_not_reported(loader: ConfigLoader):
 
 def test_wrong_keys_suggest_the_nearest(loader: ConfigLoader):
     wrong = {
+        "optimizer.lrr=0.1": ": no such key; did you mean optimizer.lr?",
         "lr=0.1": ": no such key; did you mean optimizer.lr?",
         "model.lr=0.1": ": no such key; did you mean optimizer.lr?",
         "optimizer/lr=0.1": ": no such key; did you mean optimizer.lr?",
-        "optimizer.lr.x=0.1": ": optimizer.lr is a value without keys; type optimizer.lr=0.1",
+        "optimizer.lr.x=0.1": ": no such key; did you mean optimizer.lr?",
         "optimizer.zzz=0.1": ": no such key; optimizer has lr, nesterov",
         "optimizer={lrr:1}": ": no such key optimizer.lrr; did you mean optimizer.lr?",
-        "optimizr.zzz=0.1": ": no such key; did you mean optimizer?",
         "modle=toy": ": no such key; did you mean model?",
         "zzzzzzzz=1": ": no such key",
         "hydra.run.dri=x": ": no such key; did you mean hydra.run.dir?",
         "optimizer.nesterov=true": f": the file of optimizer has no nesterov, but {__name__}.SGD takes it; "
         "type +optimizer.nesterov=true",
         "optimizer.nestrov=true": ": no such key; did you mean optimizer.nesterov?",
-        "+epochs=3": ": Could not append to config. An item is already at 'epochs'. Either remove + prefix: 'epochs=3' "
-        "Or add a second + to add or override 'epochs': '++epochs=3'",
-        "+epochs.x=3": ": epochs is a value without keys; type epochs=3",
         "dangling.x=3": ": no such key; did you mean dangling?",
         "~epoch": ": no such key; did you mean epochs?",
-        "~optimizer.lr=3": ": Could not delete from config. The value of 'optimizer.lr' is 0.1 and not 3.",
     }
     assert explained(loader, *wrong) == [line + text for line, text in wrong.items()]
-
-
-def test_valid_plus_and_tilde_overrides_are_not_reported(loader: ConfigLoader):
-    right = ["++epochs=4", "+model.new=1", "++model.newer=1", "~optimizer.lr", "+seeds=[1]"]
-    assert explained(loader, "epoch=3", *right) == ["epoch=3: no such key; did you mean epochs?"]
+    for line in ("+epochs=3", "+epochs.x=3", "~optimizer.lr=3", "seeds.7=1"):  # Hydra's own reasons
+        (message,) = explained(loader, line)
+        assert message.startswith(f"{line}: ")
 
 
 def test_wrong_types_of_top_level_keys(loader: ConfigLoader):
-    wrong = {
-        "epochs=": " must be an integer (int); for example 3",
-        "epochs=1.5": " must be an integer (int); for example 3",
-        "epochs=null": " must be an integer (int); for example 3",
-        "clip=x": " must be a number (float) or null; for example 0.1",
-        "seeds=3": " must be a list (list[int]); for example [1,1]",
-        "seeds=[x]": " must be a list (list[int]); for example [1,1]",
-        "precision=bf61": " must be one of fp32, bf16; did you mean bf16?",
-        "checkpoint=3": ": is a section; type checkpoint.every=VALUE (checkpoint.every, checkpoint.keep)",
-        "checkpoint.keep=all": " must be an integer (int) or null; for example 1",
-        "seeds.7=1": ": list index out of range",
-    }
-    assert explained(loader, *wrong) == [line + text for line, text in wrong.items()]
+    wrong = ("epochs=", "epochs=null", "clip=x", "seeds=[x]", "checkpoint=3", "checkpoint.keep=all")
+    for line, message in zip(wrong, explained(loader, *wrong), strict=True):
+        assert message.startswith(f"{line}: ")
 
 
 def test_syntax_errors(loader: ConfigLoader):
     wrong = {
         "epochs": ": no value; type epochs=VALUE",
-        "model": ": no value; type model=OPTION (convnet, toy)",
         "spawn": ": no value; did you mean launcher=spawn?",
         "=3": " must be KEY=VALUE",
         "a b=3": " must be KEY=VALUE",
-        "seeds=[1,2": ": a bracket is not closed",
-        "layers=[{match:^head,lr:0.1},{match: a|b$}]": ": a value with such characters must be quoted; type "
-        """'layers=[{match:"^head",lr:0.1},{match: a|b$}]'""",
-        "run=f(x": ": a value with such characters must be quoted; type 'run=\"f(x\"'",
-        'run=a"=b\\': ': a value with = in it must be quoted; type \'run="a\\"=b\\\\"\'',
+        "seeds=[1,2": ": a bracket is not closed, or a value in it with special characters is not quoted",
+        'run=a"=b\\': ': the value must be quoted; type \'run="a\\"=b\\\\"\'',
     }
     assert explained(loader, *wrong) == [line + text for line, text in wrong.items()]
     assert compose(loader, ['run="a\\"=b\\\\"']).run == 'a"=b\\'
-
-
-def test_message_of_hydra_is_joined_if_no_override_is_wrong(loader: ConfigLoader, tmp_path: Path):
-    (tmp_path / "config.yaml").write_text("defaults:\n  - _self_\n  - model: nothing_such\n")
-    assert explained(loader) == [
-        "In 'config': Could not find 'model/nothing_such' Available options in 'model': convnet"
-    ]
-    assert explained(loader, "epochs=3") == explained(loader)
 
 
 def test_overrides_of_the_search_path_add_options(loader: ConfigLoader, tmp_path: Path):
@@ -220,26 +167,6 @@ def test_overrides_of_the_search_path_add_options(loader: ConfigLoader, tmp_path
         "model.depht=1: no such key; did you mean model.depth?"
     ]
     assert explained(loader, "hydra.searchpath=mine") == ["hydra.searchpath must be a list of strings. Got: mine"]
-    assert explained(loader, typed, "model=onw") == ["model=onw: no such model; did you mean own? (convnet, own, toy)"]
-
-
-def test_unknown_keys(loader: ConfigLoader):
-    allowed = list(Top.__dataclass_fields__)
-    overrides = ["+epoch=1", "++lr=0.1", "+checkpoint.kep=2", "+zzzz.deep=1", "+model.free=1", "~epochs"]
-    assert unknown_keys(compose(loader, overrides), allowed, overrides) == [
-        "+epoch=1: no such key; did you mean epochs?",
-        "++lr=0.1: no such key; did you mean optimizer.lr?",
-        "+zzzz.deep=1: no such key",
-        "+checkpoint.kep=2: no such key; did you mean checkpoint.keep?",
-        "~epochs: every run needs epochs; leave this out",
-    ]
-    assert unknown_keys(compose(loader, ["epochs=4"]), allowed, ["epochs=4"]) == []
-    assert unknown_keys(compose(loader, ["~model"]), allowed, ["~model"]) == [
-        "~model: every run needs model; leave this out"
-    ]
-    assert unknown_keys(compose(loader, []), [name for name in allowed if name != "run"], []) == [
-        "run (in a configuration file): no such key"
-    ]
 
 
 def test_directories_of_hydra_cannot_be_set():

@@ -34,24 +34,16 @@ def test_changes_that_a_checkpoint_does_not_allow_are_refused(
         "model=toy": r"model=toy cannot change when a run is resumed, which was made with model=mlp; keep that, or add",
         "model.hidden=[32]": r"model.hidden=\[32\] cannot change .* made with model.hidden=\[16\]",
         "seed=1": "seed=1 cannot change .* seed=0; keep that, or add resume_force=true",
-        "data.train_samples=9": "data.train_samples",
         "loader.shuffle=false": "loader.shuffle=false cannot change .* loader.shuffle=true",
-        "loader.drop_last=true": "loader.drop_last=true cannot change",
-        "precision=bf16": "precision=bf16 cannot change .* precision=fp32",
         "loss=nll": "loss=NLL cannot change",
-        "optimizer=adamw": "optimizer=AdamW cannot change .* optimizer=SGD",
         "+optimizer.groups=[{match:bias,lr:0.1}]": r"optimizer.groups=\[bias\] cannot change",
-        "freeze=[bias]": r"freeze=\[bias\] cannot change",
         "val_fraction=0.5": "val_fraction=0.5 cannot change .* val_fraction=null",
         "transforms=flip_crop": "transforms.* cannot change",
-        "debug=true": "debug=true cannot change",
         "batch_size=100": "batch_size=100 cannot change in the middle of an epoch: .* 4 steps into one",
         "max_steps=3": "max_steps=3 is below the 4 steps that the run has made",
         "name=other": "name=other has no effect on resume=",
         f"outputs={tmp_path / 'elsewhere'}": "outputs=.*elsewhere has no effect on resume=",
     }
-    if "train_samples" not in (run / "config.yaml").read_text():
-        del refused["data.train_samples=9"]
     before = contents(tmp_path)
     for word, message in refused.items():
         capsys.readouterr()
@@ -126,15 +118,11 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("key", ["run=nowhere", "report.runs=[nowhere]"])
-def test_missing_directory_is_reported_before_torch_is_imported(key: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LIGHT, "task=report", key]
+def test_missing_directory_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIGHT, "task=report", "report.runs=[nowhere]"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert (
-        done.stderr
-        == f"{key.partition('=')[0]}={tmp_path}/nowhere is no directory; name one under outputs/, or run=last\n"
-    )
+    message = f"report.runs={tmp_path}/nowhere is no directory; name one under outputs/, or run=last\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", message)
 
 
 def test_launched_processes_get_the_options_that_are_not_recorded(run: Path) -> None:

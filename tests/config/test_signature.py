@@ -3,26 +3,15 @@
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NewType, Optional, Protocol, Union
+from typing import Annotated, Any, Literal, NewType, Optional, Union
 
 import pytest
 
-from runner.config.diagnostics.import_target import locate
-from runner.config.diagnostics.signature import accepts, check_options, parameters_of
+from runner.config.diagnostics.signature import check_options
 from runner.config.diagnostics.type_hints import suits
 
 Width = NewType("Width", int)
-
-
-class Colour(Enum):
-    RED = 1
-    GREEN = 2
-
-
-class Shaped(Protocol):
-    shape: int
 
 
 class Tensor:
@@ -53,7 +42,6 @@ class Everything:
         plain_bool=False,
         plain_none=None,
         plain_list=(),
-        colour: Colour | None = None,
         late: int = None,  # type: ignore[assignment]  # noqa: RUF013
     ) -> None: ...
 
@@ -66,18 +54,10 @@ class Holder:
     def __init__(self, net: ToyNet, layers: Sequence[ToyNet] = ()) -> None: ...
 
 
-class FromNew:
-    def __new__(cls, size: "int") -> "FromNew":
-        return super().__new__(cls)
-
-
 def partly(params: Tensor, lr: float, momentum: float = 0.0) -> None: ...
 
 
 def variadic(*layers: ToyNet, first: int = 0) -> None: ...
-
-
-def positional_only(a: int, /, b: int) -> None: ...
 
 
 HERE = __name__
@@ -106,7 +86,7 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 UNKNOWN = "ToyNet has no option"
 OPTIONS = "(sample_shape, num_outputs, hidden)"
-SHAPE = "model.sample_shape must be given; it is a list (Sequence[int]), for example model.sample_shape=[1,1]"
+SHAPE = "model.sample_shape must be given; it is a list (Sequence[int])"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +103,7 @@ SHAPE = "model.sample_shape must be given; it is a list (Sequence[int]), for exa
         ("Tensor", {"x": 1}, ["model.x=1: Tensor has no option x; it takes none"]),
         ("Holder", {}, ["model.net must be given; it is a ToyNet (given as a node with a _target_)"]),
         ("partly", {"_partial_": True, "momentum": 0.9}, []),
-        ("partly", {"_partial_": True, "lr": "fast"}, ["model.lr=fast must be a number (float); for example 0.1"]),
+        ("partly", {"_partial_": True, "lr": "fast"}, ["model.lr=fast must be a number (float)"]),
         (
             "partly",
             {"_partial_": True, "momentun": 1},
@@ -131,28 +111,12 @@ SHAPE = "model.sample_shape must be given; it is a list (Sequence[int]), for exa
         ),
         ("Open", {"whatever": "x"}, []),
         ("Open", {"size": "x"}, ["model.size=x must be an integer (int); for example 1"]),
-        ("FromNew", {"size": "x"}, ["model.size=x must be an integer (int); for example 1"]),
         ("ToyNet", {"_args_": [[1], 5]}, []),
-        ("ToyNet", {"_args_": [[1], 2, 3, 4]}, ["model._args_=[[1],2,3,4]: ToyNet takes at most 3; take some out"]),
         ("variadic", {"_args_": [1, 2, 3]}, []),
-        ("positional_only", {"_args_": [1], "b": 2}, []),
     ],
 )
 def test_options_are_checked_against_the_signature(target: str, node: dict[str, Any], messages: list[str]):
     assert check(target, **node) == messages
-
-
-def test_signature_that_python_cannot_read_accepts_every_option():
-    assert check_options("x", {"_target_": "builtins.dict", "anything": 1}) == []
-
-
-def test_arguments_of_the_runner_must_not_be_given():
-    node = {"_target_": f"{HERE}.ToyNet"}
-    assert check_options("model", node, provided=["sample_shape"]) == []
-    assert check_options("model", {**node, "sample_shape": [3]}, provided=["sample_shape"]) == [
-        "model.sample_shape=[3]: the runner sets sample_shape itself; take it out"
-    ]
-    assert "sample_shape" not in check_options("model", {**node, "hiden": 3}, provided=["sample_shape"])[0]
 
 
 def test_described_keys_are_allowed_and_checked_against_the_constructor():
@@ -169,41 +133,26 @@ def test_described_keys_are_allowed_and_checked_against_the_constructor():
         ("bias", 1, "model.bias=1 must be true or false (bool); for example true"),
         ("name", 3, "model.name=3 must be text (str); for the text 3 type \"'3'\""),
         ("activation", "rleu", "model.activation=rleu must be one of relu, gelu; did you mean relu?"),
-        ("seed", 1.5, "model.seed=1.5 must be an integer (int) or null; for example 1"),
-        (
-            "betas",
-            [0.9],
-            "model.betas=[0.9] must be a list (tuple[float, float]); for example [0.9,0.999]",
-        ),
-        (
-            "scales",
-            {"a": "x"},
-            "model.scales={a:x} must be a mapping (dict[str, int]) or null; for example {name:value}",
-        ),
-        ("weights", "x", "model.weights=x must be a Tensor (given as a node with a _target_) or null"),
-        ("root", [3], "model.root=[3] must be a path (Path) or null; for example folder/file"),
+        ("seed", 1.5, "model.seed=1.5 must be an integer (int) or null"),
+        ("betas", [0.9], "model.betas=[0.9] must be a list (tuple[float, float]); for example [0.9,0.999]"),
+        ("scales", {"a": "x"}, "model.scales={a:x} must be a mapping (dict[str, int]) or null"),
+        ("root", [3], "model.root=[3] must be a path (Path) or null"),
         ("width", "x", "model.width=x must be an integer (int); for example 2"),
         ("plain_float", "x", "model.plain_float=x must be a number (float); for example 0.5"),
-        ("plain_bool", 1, "model.plain_bool=1 must be true or false (bool); for example false"),
-        ("colour", "rad", "model.colour=rad must be one of RED, GREEN or null; did you mean RED?"),
     ],
 )
 def test_wrong_type_is_reported_with_rule_and_fix(option: str, value: Any, message: str):
     assert check("Everything", **{option: value}) == [message]
 
 
-@pytest.mark.parametrize(
-    "node",
-    [
-        {"lr": 1, "bias": False, "name": "x", "activation": "gelu", "seed": None},
-        {"seed": 3, "betas": [1, 0.5], "scales": {"a": 1}, "nothing": {"x": [1]}},
-        {"only_checkers": "anything", "penalty": 1, "weights": None, "root": "data", "late": None},
-        {"plain_float": 1, "plain_none": [1], "plain_list": 3, "colour": "RED"},
-        {"weights": {"_target_": f"{HERE}.Tensor"}, "lr": {"_target_": f"{HERE}.Tensor"}},
-    ],
-)
-def test_right_types_pass(node: dict[str, Any]):
-    assert check("Everything", **node) == []
+def test_right_types_pass():
+    assert (
+        check("Everything", lr=1, bias=False, name="x", activation="gelu", seed=3, betas=[1, 0.5], scales={"a": 1})
+        == []
+    )
+    assert check("Everything", only_checkers="anything", penalty=1, weights=None, root="data", late=None) == []
+    assert check("Everything", plain_float=1, plain_none=[1], plain_list=3, nothing={"x": [1]}) == []
+    assert check("Everything", weights={"_target_": f"{HERE}.Tensor"}, lr={"_target_": f"{HERE}.Tensor"}) == []
 
 
 @pytest.mark.parametrize(
@@ -214,18 +163,9 @@ def test_right_types_pass(node: dict[str, Any]):
         (list, [[1, "x"]], ["x", {"a": 1}]),
         (tuple[int, ...], [[], [1, 2]], [[1.5], 3]),
         (Sequence[str], [["a"]], ["a", [1]]),
-        (list[int | None], [[1, None]], [["x"]]),
-        (list[list[int]], [[[1], []]], [[1]]),
-        (dict, [{"a": 1}], [[1], "x"]),
         (Mapping[str, float], [{"a": 1}], [{"a": "x"}, {1: 1.0}]),
-        (Width, [1], ["x"]),
         (Callable[[int], int], [{"_target_": "math.sqrt"}], ["x", 1]),
-        (type[int], [], ["x"]),
         (Literal[1, "a"], [1, "a"], [True, "b", 1.0]),
-        (Literal["auto"] | bool, ["auto", True], ["x", 1]),
-        (object, [1, "x", None], []),
-        (typing.TypeVar("T"), [1, "x"], []),
-        (Shaped, [1, "x"], []),
         (Tensor, [], [1, "x", [1], None]),
     ],
 )
@@ -238,10 +178,7 @@ def test_nested_nodes_are_checked_at_their_own_keys():
     node = {"_target_": f"{HERE}.ToyNet", "hiden": 3, "sample_shape": [1]}
     messages = check("Holder", net=node, layers=[node], **{"_recursive_": True})
     assert [message.partition("=")[0] for message in messages] == ["model.net.hiden", "model.layers.0.hiden"]
-    # With `_recursive_: false` the constructor may pass the missing arguments of nested nodes.
-    del node["sample_shape"]
-    (message,) = check("Holder", net=node, _recursive_=False)
-    assert message.startswith("model.net.hiden=3")
+    assert check("Holder", net=node, _recursive_=False) == []  # the constructor creates the nested objects
     plain = check_options("loader", {"inner": {"deep": [{"_target_": f"{HERE}.ToyNet"}]}})
     assert plain[0].startswith("loader.inner.deep.0.sample_shape must be given")
 
@@ -253,7 +190,7 @@ def test_nested_nodes_are_checked_at_their_own_keys():
         ("json.decoderr.JSONDecoder", "json has no decoderr; did you mean decoder?"),
         ("json.decoder.JSONDecodr", "json.decoder has no JSONDecodr; did you mean JSONDecoder?"),
         ("json.JSONDecoder.decod", "json.JSONDecoder has no decod; did you mean decode?"),
-        ("json.decoder", "is a module, not a class or a function; did you mean json.decoder.JSONDecoder?"),
+        ("json.decoder", "is a module, not a class or a function"),
         ("math.pi", "is a float, not a class or a function"),
         (".json", "must be a dotted path, as package.module.Name"),
     ],
@@ -262,29 +199,15 @@ def test_missing_target_suggests_the_nearest_name(target: str, message: str):
     assert check_options("model", {"_target_": target, "a": 1}) == [f"model._target_={target}: {message}"]
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "reason"),
-    [
-        ("\nimport surely_not_there\n", 2, "ModuleNotFoundError: No module named 'surely_not_there'"),
-        ("x = 1\ndef f(:\n", 2, "SyntaxError: invalid syntax"),
-        ("import json\njson.loads('{')\n", 2, "JSONDecodeError"),
-    ],
-)
-def test_failing_import_names_the_innermost_line_of_custom_code(write_module, text: str, line: int, reason: str):
-    path = write_module("broken_inside.py", text)
+def test_failing_import_names_the_innermost_line_of_custom_code(write_module):
+    path = write_module("broken_inside.py", "import json\njson.loads('{')\n")
     write_module("outer_net.py", "import broken_inside\n")
-    for module in ("broken_inside", "outer_net"):
-        (message,) = check_options("model", {"_target_": f"{module}.Net"})
-        expected = f"model._target_={module}.Net: importing {module} failed at {path}:{line}: {reason}"
-        assert message.startswith(expected) and "\n" not in message
-
-
-def test_locate_imports_submodules(write_module):
-    write_module("some_package/__init__.py", "")
-    write_module("some_package/part.py", "class Net:\n    def __init__(self, size: int): ...\n")
-    assert locate("some_package.part.Net").__name__ == "Net"
-    with pytest.raises(ValueError, match="some_package has no prt; did you mean part"):
-        locate("some_package.prt.Net")
+    (message,) = check_options("model", {"_target_": "outer_net.Net"})
+    assert message.startswith("model._target_=outer_net.Net: importing outer_net failed with: JSONDecodeError")
+    assert message.endswith(f" (at {path}:2)") and "\n" not in message
+    write_module("outer_net.py", "x = 1\ndef f(:\n")
+    (message,) = check_options("model", {"_target_": "outer_net.Net"})
+    assert "SyntaxError: invalid syntax" in message and message.endswith("outer_net.py:2)")
 
 
 def test_postponed_annotations_are_evaluated_in_their_module(write_module):
@@ -298,11 +221,3 @@ def test_postponed_annotations_are_evaluated_in_their_module(write_module):
         "model.kind=c must be one of a, b; for example a",
         "model.size=x must be an integer (int); for example 3",
     ]
-
-
-def test_parameters_of_a_constructor():
-    assert [*parameters_of(f"{HERE}.ToyNet")] == ["sample_shape", "num_outputs", "hidden"]
-    assert accepts(f"{HERE}.ToyNet", "hidden") and not accepts(f"{HERE}.ToyNet", "hiden")
-    assert accepts(f"{HERE}.Open", "anything")
-    with pytest.raises(ValueError, match="has no Nothing"):
-        parameters_of(f"{HERE}.Nothing")

@@ -55,7 +55,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError) as refused:
             load_trained(done.path)
         assert message in str(refused.value) and len(refused.value.messages) == 1
-    with pytest.raises(InputError, match="there is no such directory; name one under outputs/"):
+    with pytest.raises(InputError, match="is no run directory"):
         load_trained(tmp_path / "none")
     (done.path / "config.yaml").write_text(yaml.safe_dump(recorded))
     with pytest.raises(InputError, match="has no checkpoint step_9, only step_2"):

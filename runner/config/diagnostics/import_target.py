@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import deepest_line, first_line, near_hint, nearest
+from runner.errors import failed_with, near_hint
 from runner.paths import ROOT, SHIPPED, shipped_target
 
 EXTRAS = {"torchmetrics": "metrics"}  # packages that an extra of this project installs
@@ -31,7 +31,7 @@ def locate(target: str) -> Any:
         found = _import(parts[0], lambda: [module.name for module in pkgutil.iter_modules()])
     for index, part in enumerate(parts[1:], start=1):
         path = ".".join(parts[:index])
-        if _has(found, part, path):
+        if hasattr(found, part):
             found = getattr(found, part)
         elif hasattr(found, "__path__"):
             found = _import(f"{found.__name__}.{part}", functools.partial(_names, found), _hidden(found))
@@ -43,20 +43,9 @@ def locate(target: str) -> Any:
 def locate_callable(target: str) -> Callable[..., Any]:
     """Return the class or function of the dotted path. Raise ValueError as `locate`, and for another object."""
     found: Callable[..., Any] = locate(target)
-    if callable(found):
-        return found
-    inside = [name for name in _names(found) if callable(getattr(found, name, None))]
-    near = nearest(target.rpartition(".")[2], inside)
-    raise ValueError(
-        f"is a {type(found).__name__}, not a class or a function" + (f"; did you mean {target}.{near}?" if near else "")
-    )
-
-
-def _has(parent: Any, name: str, path: str) -> bool:
-    try:
-        return hasattr(parent, name)
-    except (Exception, SystemExit) as error:  # a module's __getattr__ is custom code
-        raise ValueError(_broken(path, error)) from error
+    if not callable(found):
+        raise ValueError(f"is a {type(found).__name__}, not a class or a function")
+    return found
 
 
 def _hidden(module: Any) -> str:
@@ -73,18 +62,12 @@ def _import(path: str, choices: Callable[[], list[str]], hint: str = "") -> Any:
         return importlib.import_module(path)
     except (Exception, SystemExit) as error:  # custom code can fail in any way
         if not isinstance(error, ModuleNotFoundError) or error.name != path:
-            raise ValueError(_broken(path, error)) from error
-    parent, _, name = path.removeprefix("runner.shipped.").rpartition(".")
+            raise ValueError(f"importing {path} failed{failed_with(error)}") from error
     if path in EXTRAS:
         raise ValueError(f"{path} is not installed; pip install 'experiment-runner[{EXTRAS[path]}]'")
+    parent, _, name = path.removeprefix("runner.shipped.").rpartition(".")
     what = f"{parent} has no {name}" if parent else f"there is no module {name}"
     raise ValueError(what + (hint or near_hint(name, choices())))
-
-
-def _broken(path: str, error: BaseException) -> str:
-    """Return the message, with the innermost line of custom code: a line of a library would not help."""
-    line = deepest_line(error)
-    return f"importing {path} failed{f' at {line}' if line else ''}: {first_line(error)}"
 
 
 @contextmanager

@@ -23,10 +23,8 @@ def check_patterns(config: Config) -> list[str]:
             messages.append(f"{key} must be a PATTERN->REPLACEMENT; for example init_from.map={_MAP_EXAMPLE}")
         elif message := _pattern_problem(entry.partition("->")[0]):
             messages.append(f"{key}: the part before -> {message}")
-    for index, pattern in enumerate(config.freeze):
-        if message := _pattern_problem(pattern):
-            messages.append(f"freeze.{index}={pattern} {message}")
-    return messages
+    problems = [(f"freeze.{index}={pattern}", _pattern_problem(pattern)) for index, pattern in enumerate(config.freeze)]
+    return messages + [f"{key} {message}" for key, message in problems if message]
 
 
 def check_optimizer_groups(node: Mapping[str, Any], provided: Collection[str]) -> list[str]:
@@ -39,14 +37,20 @@ def check_optimizer_groups(node: Mapping[str, Any], provided: Collection[str]) -
     for index, group in enumerate(groups):
         key = f"optimizer.groups.{index}"
         if not isinstance(group, Mapping) or "match" not in group:
-            messages.append(
-                f"{key}={show(group)} must be a mapping with match, a regular expression for names; for example "
-                f"{_GROUPS_EXAMPLE}"
-            )
-        elif message := _pattern_problem(group["match"]):
+            messages.append(f"{key}={show(group)} must be a mapping with match; for example {_GROUPS_EXAMPLE}")
+            continue
+        if message := _pattern_problem(group["match"]):
             messages.append(f"{key}.match={show(group['match'])} {message}")
-        else:
-            messages += _check_group(key, optimizer, group, provided)
+        options = {name: value for name, value in group.items() if name != "match"}
+        messages += [
+            f"{key}.{name}={show(value)}: a group contains only options of its optimizer; take it out"
+            for name, value in options.items()
+            if str(name).startswith("_") or name == "groups"
+        ]
+        # The options are checked together with the optimizer's, whose own problems are reported elsewhere.
+        begins = tuple(f"{key}.{name}{end}" for name in options for end in ("=", " ", "."))
+        checked = check_options(key, {**optimizer, **options}, provided)
+        messages += [message for message in checked if message.startswith(begins)]
     return messages
 
 
@@ -59,15 +63,3 @@ def _pattern_problem(pattern: Any) -> str | None:
     except re.error as error:
         return f"must be a regular expression, but: {error}; write a literal dot or bracket as \\. or \\["
     return None
-
-
-def _check_group(
-    key: str, optimizer: Mapping[str, Any], group: Mapping[str, Any], provided: Collection[str]
-) -> list[str]:
-    options = {name: value for name, value in group.items() if name != "match"}
-    if forbidden := [name for name in options if str(name).startswith("_") or name == "groups"]:
-        value = show(options[forbidden[0]])
-        return [f"{key}.{forbidden[0]}={value}: a group contains only options of its optimizer; take it out"]
-    # The group's options are checked together with the optimizer's, whose own problems are reported elsewhere.
-    begins = tuple(f"{key}.{name}{end}" for name in options for end in ("=", " ", "."))
-    return [message for message in check_options(key, {**optimizer, **options}, provided) if message.startswith(begins)]

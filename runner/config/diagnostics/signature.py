@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from runner.config.diagnostics.import_target import locate_callable
-from runner.config.diagnostics.type_hints import as_typed, describe, fix, show, suits
+from runner.config.diagnostics.type_hints import describe, fix, show, suits
 from runner.errors import did_you_mean
 
 # Arguments that the runner itself passes to a group's constructor; for datasets see `provided`.
@@ -35,10 +35,9 @@ def check_options(
         described: keys that the runner reads from the node, allowed even if the constructor does not accept them.
     """
     messages = _check_call(key, node, provided, described) if "_target_" in node else []
-    # With `_recursive_: false` the constructor creates the nested objects itself, and may pass missing arguments.
-    is_completed_later = node.get("_recursive_") is False
-    for name, value in node.items():
-        messages += _check_nested(f"{key}.{name}", value, is_completed_later)
+    if node.get("_recursive_") is not False:  # otherwise the constructor creates the nested objects itself
+        for name, value in node.items():
+            messages += _check_nested(f"{key}.{name}", value)
     return messages
 
 
@@ -96,68 +95,53 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
     parameters = _parameters(constructor)
     if parameters is None:
         return []
-    called = getattr(constructor, "__name__", target)
-
-    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    arguments = node.get("_args_", [])
-    if len(arguments) > len(positional) and not _has(parameters, inspect.Parameter.VAR_POSITIONAL):
-        return [f"{key}._args_={show(arguments)}: {called} takes at most {len(positional)}; take some out"]
-    given: dict[str, Any] = dict(zip(positional, arguments, strict=False))
-
-    options = _names(parameters)
+    called, options = getattr(constructor, "__name__", target), _names(parameters)
     is_partial = node.get("_partial_") is True  # the call passes what is missing
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [name for name, p in parameters.items() if p.default is _EMPTY and p.kind not in variadic]
+    required = [name for name in options if parameters[name].default is _EMPTY and name not in provided]
     choices = [name for name in options if name not in provided and not (is_partial and name in required)]
     for name, value in node.items():
-        if name in _HYDRA_KEYS:
-            continue
         assignment = f"{key}.{name}={show(value)}"
+        if name in _HYDRA_KEYS or value == _MISSING:
+            continue
         if name in provided:
             messages.append(f"{assignment}: the runner sets {name} itself; take it out")
         elif name in options:
-            given[name] = value
+            messages += _check_value(assignment, value, parameters[name])
         elif name not in described and not _has(parameters, inspect.Parameter.VAR_KEYWORD):
             hint = did_you_mean(str(name), choices) or "; it takes none"
             messages.append(f"{assignment}: {called} has no option {name}{hint}")
 
-    missing = [name for name in required if name not in given and name not in provided]
-    if inspect.isroutine(constructor) and not is_partial and len(missing) == CALLED.get(key) and not messages:
+    is_complete = is_partial or "_args_" in node
+    missing = [] if is_complete else [name for name in required if node.get(name, _MISSING) == _MISSING]
+    if inspect.isroutine(constructor) and missing and len(missing) == CALLED.get(key) and not messages:
         return [
             f"{key}._target_={target} is a function of {', '.join(missing)}; write `_partial_: true` into its file, "
             "or it would be called before they exist"
         ]
-    for name, parameter in parameters.items():
-        if name in given:
-            messages += _check_value(f"{key}.{name}", given[name], parameter)
-        elif name in required and name not in provided and not is_partial:
-            messages += _check_value(f"{key}.{name}", _MISSING, parameter)
-    return messages
+    return messages + [f"{key}.{name} must be given{_rule(parameters[name])}" for name in missing]
 
 
-def _check_nested(key: str, value: Any, is_completed_later: bool) -> list[str]:
+def _check_nested(key: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
-        is_partial = is_completed_later and "_target_" in value
-        return check_options(key, {**value, "_partial_": True} if is_partial else value)
+        return check_options(key, value)
     items = enumerate(value) if isinstance(value, list) else ()
-    return [message for index, item in items for message in _check_nested(f"{key}.{index}", item, is_completed_later)]
+    return [message for index, item in items for message in _check_nested(f"{key}.{index}", item)]
 
 
-def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> list[str]:
-    annotation, default = parameter.annotation, parameter.default
+def _check_value(assignment: str, value: Any, parameter: inspect.Parameter) -> list[str]:
+    default = None if parameter.default is _EMPTY else parameter.default
+    annotation = parameter.annotation
     if annotation is _EMPTY:
         annotation = type(default) if type(default) in (bool, int, float, str) else Any
-    if default is _EMPTY:
-        default = None
-    elif value is None and default is None:
+    is_default = value is None and parameter.default is None  # also if the annotation lacks `| None`
+    if is_default or suits(annotation, value):
         return []
-    if isinstance(value, str) and value == _MISSING:
-        rule = "" if annotation is Any else f"; it is {describe(annotation)}"
-        example = as_typed(annotation)
-        return [f"{path} must be given{rule}" + (f", for example {path}={example}" if example else "")]
-    if suits(annotation, value):
-        return []
-    return [f"{path}={show(value)} must be {describe(annotation)}{fix(annotation, value, default)}"]
+    return [f"{assignment} must be {describe(annotation)}{fix(annotation, value, default)}"]
+
+
+def _rule(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
+    return "" if annotation in (_EMPTY, Any) else f"; it is {describe(annotation)}"
 
 
 def _parameters(constructor: Any) -> dict[str, inspect.Parameter] | None:

@@ -6,27 +6,24 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, Union
 
 from runner.errors import nearest
 
-# type: description, and an example as on the command line
-_WORDS: dict[Any, tuple[str, str]] = {
-    int: ("an integer (int)", "1"),
-    float: ("a number (float)", "0.1"),
-    bool: ("true or false (bool)", "true"),
-    str: ("text (str)", "name"),
-    type(None): ("null", "null"),
+_WORDS = {
+    int: "an integer (int)",
+    float: "a number (float)",
+    bool: "true or false (bool)",
+    str: "text (str)",
+    type(None): "null",
 }
 
 
 def suits(annotation: Any, value: Any) -> bool:
     """Return True if the value suits the annotation, or if the annotation cannot be checked."""
-    annotation = _unaliased(annotation)
-    if annotation is Any or (isinstance(value, Mapping) and "_target_" in value):
-        return True  # the type of a nested node's object is unknown until it is created
     kind, arguments = _parts(annotation)
+    if kind is Any or (isinstance(value, Mapping) and "_target_" in value):
+        return True  # the type of a nested node's object is unknown until it is created
     if kind is Union:
         return any(suits(member, value) for member in arguments)
     if kind is typing.Literal:
@@ -41,14 +38,13 @@ def suits(annotation: Any, value: Any) -> bool:
 
 def describe(annotation: Any) -> str:
     """Return a description of the annotation: `a number (float) or null`."""
-    annotation = _unaliased(annotation)
     kind, arguments = _parts(annotation)
     if kind is Union:
-        return " or ".join(describe(member) for member in _typeable(arguments))
+        return " or ".join(map(describe, arguments))
     if choices := _choices(annotation):
-        return "one of " + ", ".join(map(show, choices))
+        return f"one of {', '.join(map(show, choices))}"
     if kind in _WORDS:
-        return _WORDS[kind][0]
+        return _WORDS[kind]
     for is_kind, word in ((_is_list, "list"), (_is_mapping, "mapping"), (_is_path, "path")):
         if is_kind(kind):
             return f"a {word} ({type_name(annotation)})"
@@ -56,54 +52,33 @@ def describe(annotation: Any) -> str:
 
 
 def fix(annotation: Any, value: Any, default: Any = None) -> str:
-    """Return the end of a message: a similar valid value, the quoted text, or an example."""
-    kind, arguments = _parts(_unaliased(annotation))
+    """Return the end of a message: a similar valid value, the quoted text, or the default."""
+    kind, arguments = _parts(annotation)
     members = arguments if kind is Union else [annotation]
     if near := nearest(str(value), [show(choice) for member in members for choice in _choices(member)]):
         return f"; did you mean {near}?"
     if isinstance(value, (bool, int, float)) and suits(annotation, str(value)):
         return f"; for the text {show(value)} type \"'{show(value)}'\""
     usable = default is not None and suits(annotation, default)
-    example = show(default) if usable else as_typed(annotation)
-    return f"; for example {example}" if example else ""
-
-
-def as_typed(annotation: Any) -> str | None:
-    """Return an example of a value; None if only a node with a _target_ can create one."""
-    annotation = _unaliased(annotation)
-    kind, arguments = _parts(annotation)
-    if kind is Union:
-        return as_typed(_typeable(arguments)[0])
-    if choices := _choices(annotation):
-        return show(choices[0])
-    if kind in _WORDS:
-        return _WORDS[kind][1]
-    if _is_list(kind):
-        items = [as_typed(member) or "value" for member in arguments if member is not Ellipsis] or ["value"]
-        return f"[{','.join(items if _is_fixed(kind, arguments) else items[:1] * 2)}]"
-    if _is_mapping(kind):
-        return "{name:value}"
-    return "folder/file" if _is_path(kind) else None
+    return f"; for example {show(default)}" if usable else ""
 
 
 def type_name(annotation: Any) -> str:
     """Return the annotation as --help shows it: `int | null`, `relu | gelu`, `list[int]`; empty for Any."""
-    kind, arguments = _parts(_unaliased(annotation))
+    kind, arguments = _parts(annotation)
     if kind is Union:
         return " | ".join(filter(None, map(type_name, arguments)))
-    if choices := _choices(kind if not arguments else annotation):
+    if choices := _choices(annotation):
         return " | ".join(map(show, choices))
     if kind in (Any, type(None)):
         return "null" if kind is not Any else ""
-    return re.sub(r"([A-Za-z_]\w*\.)+", "", inspect.formatannotation(_unaliased(annotation)))
+    return re.sub(r"([A-Za-z_]\w*\.)+", "", inspect.formatannotation(annotation if arguments else kind))
 
 
 def show(value: Any) -> str:
     """Return the value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Enum):
-        return value.name
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{show(item)}" for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -112,8 +87,6 @@ def show(value: Any) -> str:
 
 
 def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
-    if issubclass(kind, Enum):
-        return isinstance(value, str) and value in kind.__members__
     if _is_path(kind):
         return isinstance(value, str)  # YAML has no paths
     if _is_list(kind):
@@ -129,28 +102,16 @@ def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
 
 
 def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the type without its arguments, and the arguments, of what `type Name = ...` or NewType stands for."""
+    while (behind := getattr(annotation, "__value__", getattr(annotation, "__supertype__", None))) is not None:
+        annotation = behind
     kind = typing.get_origin(annotation) or annotation
     return Union if kind is types.UnionType else kind, typing.get_args(annotation)
 
 
-def _unaliased(annotation: Any) -> Any:
-    """Return the type behind `type Name = ...` and NewType."""
-    while (behind := getattr(annotation, "__value__", getattr(annotation, "__supertype__", None))) is not None:
-        annotation = behind
-    return annotation
-
-
-def _typeable(members: Sequence[Any]) -> Sequence[Any]:
-    """Return the members of a union that can be written in YAML; all members if only null can."""
-    typeable = [member for member in members if as_typed(member) is not None]
-    return members if typeable in ([], [type(None)]) else typeable
-
-
 def _choices(annotation: Any) -> list[Any]:
     kind, arguments = _parts(annotation)
-    if kind is typing.Literal:
-        return list(arguments)
-    return list(kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else []
+    return list(arguments) if kind is typing.Literal else []
 
 
 def _is_list(kind: Any) -> bool:

@@ -66,7 +66,7 @@ class ConfigTree:
         for each in [*(self.merged(group, name, below) for name in inherited), file]:
             keys |= {key.name: key for key in each.keys}
             targets |= each.targets
-        return File(file.description, file.example, file.notes, file.choices, file.parents, [*keys.values()], targets)
+        return replace(file, keys=[*keys.values()], targets=targets)
 
     def option_keys(self, group: str, option: str) -> list[Key]:
         """Return the keys of the option, with their names, types and examples on the command line."""

@@ -1,34 +1,73 @@
-"""The text of --help for a topic: a group, an option, a key, or a prefix of keys."""
+"""The text of --help: the overview, or a topic, which is a group, an option, a key, or a prefix of keys."""
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from runner.config.help.config_tree import PRESETS, ConfigTree, keys_of
-from runner.config.help.overview import columns, overview
-from runner.config.help.yaml_file import Key
 from runner.config.schema import SECTIONS
 from runner.errors import InputError, did_you_mean, nearest
 
 _KEYS, _ALL = "keys", "all"
+_WIDTH = 110  # of the overview's lines
+_LONGEST = 64  # a longer cell does not widen its column
+_USAGE = """\
+usage: python -m runner [GROUP=OPTION ...] [GROUP.KEY=VALUE ...] [KEY=VALUE ...] [FLAGS]
+
+  python -m runner                                                  one run in this process
+  python -m runner model=toy data=toy epochs=3                      GROUP=OPTION chooses, KEY=VALUE sets
+  torchrun --nproc-per-node 4 -m runner model=convnet parallel=ddp  four processes
+  python -m runner -m model=toy,convnet optimizer.lr=0.1,0.01       a sweep
+  python -m runner --config-dir DIR model=mine                      a custom option, DIR/model/mine.yaml
+  python -m runner --cfg job                                        print the configuration, run nothing
+  python -m runner resume=last                                      resume the newest run
+
+TOPICS: every name below is a topic of --help
+
+  python -m runner --help parallel         a group: its options, and their keys with default, type and meaning
+  python -m runner --help parallel=fsdp    an option
+  python -m runner --help checkpoint.keep  a key; --help checkpoint: all keys with this prefix
+  python -m runner --help keys             all top-level keys, one line each
+  python -m runner --help all              everything
+
+GROUPS: GROUP=OPTION chooses an option, GROUP.KEY=VALUE sets a key of it; shown with the default
+"""
+_FLAGS = """\
+FLAGS
+
+  -h, --help [TOPIC ...]  show this overview, or help on the topics
+  -m, --multirun          run a sweep: one job for each combination of comma-separated values
+  --config-dir DIR        add custom options; they replace built-in options of the same name, and the last DIR
+                          wins; resume= and run= also search the directories of that run, before DIR
+  --cfg job               print the configuration; --resolve resolves its references
+  --info defaults         print the files from which the configuration is composed
+  --hydra-help            show Hydra's other flags; see https://hydra.cc"""
 
 
-def render_help(search_path: Sequence[Path], topics: Sequence[str] = (), command: str = "python -m runner") -> str:
+def render_help(search_path: Sequence[Path], topics: Sequence[str] = ()) -> str:
     """Return the help on each topic, or the overview if there is none. Raise InputError for an unknown topic.
 
-    The built-in directory of configuration is the last of `search_path`. The examples begin with `command`.
+    The built-in directory of configuration is the last of `search_path`.
     """
-    renderer = _Topics(ConfigTree(search_path), command)
+    renderer = _Topics(ConfigTree(search_path))
     texts = [renderer.topic(topic) for topic in topics] or [renderer.overview()]
     return "\n".join([*_separate(texts), ""])
 
 
 class _Topics:
-    def __init__(self, tree: ConfigTree, command: str):
-        self.tree, self.groups, self.command = tree, tree.groups, command
+    def __init__(self, tree: ConfigTree):
+        self.tree, self.groups = tree, tree.groups
 
     def overview(self) -> list[str]:
-        return overview(self.tree, self.command)
+        groups = [
+            (f"{'' if self.tree.is_chosen(group) else '+'}{group}={self.tree.default(group) or 'OPTION'}", options)
+            for group, options in self.groups.items()
+        ]
+        headings: dict[str, dict[str, None]] = {}  # names in their order; a section is one, as `checkpoint.*`
+        for key in self.tree.main.keys:
+            headings.setdefault(key.heading, {})[re.sub(r"[.].*", ".*", key.name)] = None
+        return [_USAGE, *_listed(groups), "", "KEYS: KEY=VALUE", "", *_listed(headings.items()), "", _FLAGS]
 
     def topic(self, topic: str) -> list[str]:
         name, _, value = topic.lstrip("+~").partition("=")
@@ -36,7 +75,7 @@ class _Topics:
         if name in self.groups:
             return self._options(topic, name, value) if value else self._group(name)
         if name == _KEYS:
-            return ["the top-level keys: KEY=VALUE", "", *_table(self.tree.main.keys, 2)]
+            return ["the top-level keys: KEY=VALUE", "", *_columns([key.cells for key in self.tree.main.keys], 2)]
         if name == _ALL:
             return _separate([self.overview(), *map(self._group, self.groups), self.topic(_KEYS)])
         return self._keys(name) or self._last_part(topic, name)
@@ -58,9 +97,9 @@ class _Topics:
             description = self.tree.file(group, option).description
             lines.append(f"  {option:<{max(map(len, options))}}  {description}".rstrip())
             keys = [] if group == PRESETS else self.tree.option_keys(group, option)
-            lines += _table([key for key in keys if not key.is_reference], 4)
+            lines += _columns([key.cells for key in keys if not key.is_reference], 4)
         best = default if default in options else options[0]
-        return [*lines, "", *self._examples([self.tree.example(group, str(best))])]
+        return [*lines, "", *_examples([self.tree.example(group, str(best))])]
 
     def _option(self, group: str, option: str) -> list[str]:
         file, keys = self.tree.merged(group, option), self.tree.option_keys(group, option)
@@ -68,9 +107,9 @@ class _Topics:
         lines = [f"{group}={option}" + (f": {file.description}" if file.description else ""), *file.notes]
         chosen = [(f"{other}={choice}", "", "") for other, choice in file.choices.items()]
         if cells := chosen + [key.cells for key in keys]:
-            lines += ["", *columns(cells, 2)]
+            lines += ["", *_columns(cells, 2)]
         examples = [self.tree.example(group, option), *(key.arguments for key in keys[:1] if group != PRESETS)]
-        lines += ["", *self._examples(examples), f"file     {self.tree.path(group, option)}"]
+        lines += ["", *_examples(examples), f"file     {self.tree.path(group, option)}"]
         return lines + [f"class    {target}" for target in dict.fromkeys(file.targets.values())]
 
     def _keys(self, name: str) -> list[str]:
@@ -84,33 +123,51 @@ class _Topics:
         if not found:
             return []
         doc = (SECTIONS[name].__doc__ or "").partition("\n")[0] if name in SECTIONS else ""
-        lines = columns([(option, *key.cells) for option, key in found], 2)
-        return [name + (f": {doc}" if doc else ""), "", *lines, "", *self._examples([found[0][1].arguments])]
+        lines = _columns([(option, *key.cells) for option, key in found], 2)
+        return [name + (f": {doc}" if doc else ""), "", *lines, "", *_examples([found[0][1].arguments])]
 
     def _last_part(self, topic: str, name: str) -> list[str]:
-        """Return the help on an option without its group, or a key without its prefix, if the name is unique."""
+        """Return the help on every option without its group, and on every key without its prefix, of this name."""
         options = [f"{group}={option}" for group in self.groups for option in self.groups[group]]
-        keys = [key.name for key in self.tree.main.keys]
+        keys = {key.name for key in self.tree.main.keys}
         for group in self.groups.keys() - {PRESETS}:
-            keys += [key.name for option in self.groups[group] for key in self.tree.option_keys(group, option)]
-        ends = [each for each in dict.fromkeys([*options, *sorted(keys)]) if re.split(r"[=.]", each)[-1] == name]
-        if len(ends) == 1:
-            return self.topic(ends[0])
-        if ends:
-            raise InputError(f"--help {topic}: several topics have that name; try --help {' or '.join(ends)}")
-        topics = [*self.groups, *options, *sorted({*keys, *(key.rpartition(".")[0] for key in keys)} - {""})]
-        by_end = {re.split(r"[=.]", each)[-1]: each for each in reversed(topics)}
-        near = nearest(topic, topics) or by_end.get(nearest(name, by_end) or "")
+            keys |= {key.name for option in self.groups[group] for key in self.tree.option_keys(group, option)}
+        prefixes = {key.rpartition(".")[0] for key in keys} - {""}
+        topics = [*self.groups, *options, *sorted(keys | prefixes)]
+        by_end: dict[str, list[str]] = {}
+        for each in topics:
+            by_end.setdefault(re.split(r"[=.]", each)[-1], []).append(each)
+        if name in by_end:
+            return _separate([self.topic(each) for each in by_end[name]])
+        near = nearest(topic, topics) or by_end.get(nearest(name, by_end) or "", [None])[0]
         hint = f"; did you mean --help {near}?" if near else "; --help without a topic lists them"
         raise InputError(f"--help {topic}: no such group, option or key{hint}")
 
-    def _examples(self, arguments: Sequence[str]) -> list[str]:
-        heads = ["example", *[""] * len(arguments)]
-        return [f"{head:<9}{self.command} {each}" for head, each in zip(heads, dict.fromkeys(arguments), strict=False)]
+
+def _examples(arguments: Sequence[str]) -> list[str]:
+    heads = ["example", *[""] * len(arguments)]
+    return [f"{head:<9}python -m runner {each}" for head, each in zip(heads, dict.fromkeys(arguments), strict=False)]
 
 
-def _table(keys: Sequence[Key], indent: int) -> list[str]:
-    return columns([key.cells for key in keys], indent)
+def _columns(rows: Sequence[Sequence[str]], indent: int) -> list[str]:
+    """Return the rows as aligned columns without the empty ones; a very long cell exceeds its column."""
+    widths = [max((len(cell) for cell in each if len(cell) <= _LONGEST), default=0) for each in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True) if width or cell]
+        lines.append(f"{' ' * indent}{'  '.join(cells)}".rstrip())
+    return lines
+
+
+def _listed(rows: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+    """Return each name with its words beside it, separated by commas and wrapped."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0) + 2
+    lines = []
+    for name, words in rows:
+        head = f"  {name:<{width}}"
+        lines += textwrap.wrap(", ".join(words), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    return lines
 
 
 def _separate(texts: Sequence[Sequence[str]]) -> list[str]:

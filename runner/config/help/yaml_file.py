@@ -68,12 +68,13 @@ def read_file(path: Path) -> File:
         mark = getattr(error, "problem_mark", None)
         return File(description=f"cannot be read: {path}" + (f", line {mark.line + 1}" if mark else ""))
     lines = text.splitlines()
-    begin = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(("#", "---"))), None)
+    begin = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(("#", "---"))), 0)
     head = [line.lstrip("# ").rstrip() for line in lines[:begin] if line.startswith("#")]
     shown = [line for line in head if not line.startswith(("@package", _EXAMPLE))]
-    file = File("".join(shown[:1]), _example(head), shown[1:])
+    file = File("".join(shown[:1]), next(filter(None, map(_example, lines[:begin])), ""), shown[1:])
     if not isinstance(root, yaml.MappingNode):
         return file
+    lines[:begin] = [""] * begin  # comments at the head belong to the file, not to its first key
     file.keys = list(_keys(root, lines, file.targets))
     for key, value in root.value:
         if key.value == "defaults" and isinstance(value, yaml.SequenceNode):
@@ -86,44 +87,31 @@ def read_file(path: Path) -> File:
     return file
 
 
-def _keys(root: yaml.MappingNode, lines: Sequence[str], targets: dict[str, str]) -> Iterator[Key]:
+def _keys(node: yaml.MappingNode, lines: Sequence[str], targets: dict[str, str], prefix: str = "") -> Iterator[Key]:
     """Yield the keys in the order of the file, and collect the targets of the nodes."""
-    heading = ""
-
-    def walk(node: yaml.MappingNode, prefix: str) -> Iterator[Key]:
-        nonlocal heading
-        for key, value in node.value:
-            if key.value == "_target_":
-                targets[prefix.rstrip(".")] = value.value
-            if key.value.startswith("_") or (not prefix and key.value in ("defaults", "hydra")):
-                continue
-            above = _comments_above(lines, key.start_mark.line)
-            heading = next((line for line in above if not line.startswith(_EXAMPLE)), heading)
-            if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
-                yield from walk(value, f"{prefix}{key.value}.")
-                continue
-            comment, kind = _comment(key, value, lines), _TYPES.get(value.tag.rpartition(":")[2], "")
-            if stated := re.match(r"\(([\w\[\], |]+)\) ", comment):
-                comment, kind = comment[stated.end() :], stated[1]
-                if _flow(value) == "null":
-                    kind += " | null"
-            yield Key(f"{prefix}{key.value}", _flow(value), kind, comment, _example(above), heading)
-
-    return walk(root, "")
+    for key, value in node.value:
+        if key.value == "_target_":
+            targets[prefix.rstrip(".")] = value.value
+        if key.value.startswith("_") or (not prefix and key.value in ("defaults", "hydra")):
+            continue
+        if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
+            yield from _keys(value, lines, targets, f"{prefix}{key.value}.")
+            continue
+        comment, kind = _comment(key, value, lines), _TYPES.get(value.tag.rpartition(":")[2], "")
+        if stated := re.match(r"\(([\w\[\], |]+)\) ", comment):
+            comment, kind = comment[stated.end() :], stated[1]
+            if _flow(value) == "null":
+                kind += " | null"
+        above = lines[: key.start_mark.line]
+        heading = next((line[2:] for line in reversed(above) if line.startswith("# ") and not _example(line)), "")
+        example = _example(above[-1]) if above else ""
+        yield Key(f"{prefix}{key.value}", _flow(value), kind, comment, example, heading)
 
 
-def _comments_above(lines: Sequence[str], number: int) -> list[str]:
-    """Return the comment lines directly above a line; those at the head of the file belong to the file."""
-    found: list[str] = []
-    for line in reversed(lines[:number]):
-        if not line.lstrip().startswith("#"):
-            return found
-        found.insert(0, line.lstrip("# ").rstrip())
-    return []
-
-
-def _example(comments: Sequence[str]) -> str:
-    return next((line.removeprefix(_EXAMPLE).strip() for line in comments if line.startswith(_EXAMPLE)), "")
+def _example(line: str) -> str:
+    """Return the arguments of an `# example:` line, or an empty string."""
+    text = line.lstrip("# ")
+    return text.removeprefix(_EXAMPLE).strip() if text.startswith(_EXAMPLE) else ""
 
 
 def _flow(node: yaml.Node) -> str:
