@@ -21,7 +21,8 @@ from runner.records.report.plots import new_figure
 from runner.records.run_directory import RunDirectory
 from runner.records.tables import csv_table, markdown_table, text_table, without_empty_columns
 
-OPERATIONS = tuple("broadcast reduce all_reduce scatter gather all_gather reduce_scatter all_to_all send_recv".split())
+OPERATIONS: tuple[str, ...] = ("broadcast", "reduce", "all_reduce", "scatter", "gather")
+OPERATIONS += ("all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 log = logging.getLogger(__name__)
 

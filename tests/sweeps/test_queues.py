@@ -95,7 +95,7 @@ def test_a_queue_and_something_else_are_refused(here: Here, slurm: Path, capfd: 
     assert here(*SWEEP, "seed=0,1") == 0
     before = (only_run(slurm).path / "ledger.jsonl").read_text()
     assert here("-m", "resume=last", "launcher.dry_run=true") == 2
-    assert "leave resume= out to print those of a new sweep" in capfd.readouterr().err
+    assert "leave resume= out to print the jobs of a new sweep" in capfd.readouterr().err
     assert (only_run(slurm).path / "ledger.jsonl").read_text() == before and arrays_of(slurm) == ["0-1"]
 
 
