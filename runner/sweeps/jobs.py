@@ -38,30 +38,31 @@ class Job:
 
 @dataclass
 class Composer:
-    """Composes jobs, each only once. `choices` are the chosen options of each composed job's groups."""
+    """Composes jobs, each only once."""
 
     master: DictConfig
     loader: ConfigLoader
-    choices: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    _configs: dict[tuple[str, ...], Config] = field(default_factory=dict)
+    _composed: dict[tuple[str, ...], tuple[Config, dict[str, str]]] = field(default_factory=dict)
 
-    def compose(self, job: Sequence[str]) -> Config:
-        """Return the checked configuration. Raises InputError if a value of the job is invalid by itself."""
+    def compose(self, job: Sequence[str]) -> tuple[Config, dict[str, str]]:
+        """Return the checked configuration and the chosen option of each group.
+
+        Raises InputError if a value of the job is invalid by itself.
+        """
         from runner.config.compose import checked
 
-        if tuple(job) not in self._configs:
+        if tuple(job) not in self._composed:
             overrides = complete_overrides(job)
             try:
                 cfg = self.loader.load_sweep_config(self.master, overrides)
-                self.choices[tuple(job)] = dict(cfg.hydra.runtime.choices)
-                self._configs[tuple(job)] = checked(cfg, overrides)
+                self._composed[tuple(job)] = checked(cfg, overrides), dict(cfg.hydra.runtime.choices)
             except InputError:
                 raise
             except Exception as error:
                 # Hydra's own overrides are included, because one of them may add a directory to the search path.
                 messages = explain(error, [*self.master.hydra.overrides.hydra, *overrides], self.loader)
                 raise InputError(*messages) from None
-        return self._configs[tuple(job)]
+        return self._composed[tuple(job)]
 
 
 def complete_overrides(job: Sequence[str]) -> list[str]:
@@ -141,8 +142,12 @@ def _zipped_groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]
 
 def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer) -> list[Job]:
     """Return the jobs whose configuration none of the recorded jobs has, with new numbers."""
-    known = {_identity(composer.compose(job.overrides)) for job in recorded}
-    added = [job for job in jobs if _identity(composer.compose(job)) not in known] if known else list(jobs)
+
+    def identity(job: Sequence[str]) -> str:
+        return json.dumps(flatten(composer.compose(job)[0]), sort_keys=True)
+
+    known = {identity(job.overrides) for job in recorded}
+    added = [job for job in jobs if identity(job) not in known] if known else list(jobs)
     first = max((job.number for job in recorded), default=-1) + 1
     varying = varying_keys([*(job.overrides for job in recorded), *jobs])
     return [Job(number, make_label(number, job, varying), job) for number, job in enumerate(added, start=first)]
@@ -200,10 +205,6 @@ def make_label(number: int, job: Sequence[str], varying: Sequence[str]) -> str:
     values = dict(override.partition("=")[::2] for override in job)
     text = "_".join(f"{key.lstrip('+~').split('.')[-1]}-{_short(values[key])}" for key in varying if key in values)
     return f"{number}-{re.sub(r'[^A-Za-z0-9._-]+', '.', text)}"[:MAX_LABEL_LENGTH].rstrip("-._")
-
-
-def _identity(config: Config) -> str:
-    return json.dumps(flatten(config), sort_keys=True)
 
 
 def _short(value: str) -> str:

@@ -21,16 +21,17 @@ UNDECIDED = ("queued", "running")
 
 
 def check_launchers(
-    configs: Sequence[Config], choices: Sequence[Mapping[str, str]], rank_info: RankInfo, adds_jobs: bool
+    jobs: Sequence[tuple[Config, Mapping[str, str]]], rank_info: RankInfo, adds_jobs: bool
 ) -> tuple[bool, bool]:
     """Return whether the jobs are for a queue, and whether they are only printed.
 
-    choices: the chosen options of each job's groups. adds_jobs: the sweeper needs results before it adds jobs. Raises
-    InputError if the launchers cannot be used in this sweep, and if a queued job could not run in its world.
+    jobs: the configuration of each, with the chosen option of each group. adds_jobs: the sweeper needs results before
+    it adds jobs. Raises InputError if the launchers cannot be used in this sweep, and if a queued job could not run in
+    its world.
     """
     from runner.launchers.launch import check_ahead, check_queueable, make_launcher
 
-    launchers = [make_launcher(config) for config in configs]
+    launchers = [make_launcher(config) for config, _ in jobs]
     if any(launcher.started_on_each for launcher in launchers):
         raise InputError(
             "launcher.nodes: each machine would create its own sweep; use torchrun --nnodes ... -m runner -m ..."
@@ -38,7 +39,7 @@ def check_launchers(
     queues = [cast(Queue, launcher) for launcher in launchers if launcher.queues]
     if not queues:
         return False, False
-    named = next(chosen for chosen, launcher in zip(choices, launchers, strict=True) if launcher.queues)
+    named = next(chosen for (_, chosen), launcher in zip(jobs, launchers, strict=True) if launcher.queues)
     conflicts = {
         "hydra/sweeper=optuna needs the result of each before it proposes the next": adds_jobs,
         "runner.sweep waits for local jobs": rank_info.is_embedded,
@@ -52,7 +53,7 @@ def check_launchers(
     for conflict, applies in conflicts.items():
         if applies:
             raise InputError(f"launcher={named['launcher']} queues jobs, but {conflict}; use only one of the two")
-    for config, chosen, queue in zip(configs, choices, queues, strict=True):
+    for (config, chosen), queue in zip(jobs, queues, strict=True):
         check_queueable(config, chosen)
         if queue.world_size is not None:
             check_ahead(config, chosen, queue.world_size)

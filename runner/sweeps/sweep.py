@@ -80,9 +80,9 @@ class Sweep:
                 The jobs are then examples, and the sweeper adds its own with `add_job`.
         """
         composer = Composer(master, loader)
-        configs = [composer.compose(job) for job in jobs]
-        choices = [composer.choices[tuple(job)] for job in jobs]
-        self.queues, self.dry_run = check_launchers(configs, choices, self.rank_info, adds_jobs=prepare is not None)
+        composed = [composer.compose(job) for job in jobs]
+        configs = [config for config, _ in composed]
+        self.queues, self.dry_run = check_launchers(composed, self.rank_info, adds_jobs=prepare is not None)
         check(configs)
         if self.dry_run:
             if self.directory is not None:

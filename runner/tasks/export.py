@@ -4,14 +4,13 @@ import contextlib
 import inspect
 import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from runner.checkpoints.saved_state import weights_sha256
 from runner.config.schema import Config
@@ -29,18 +28,7 @@ from runner.records.record_files import dumps
 from runner.records.records import read_metrics
 from runner.records.result import read_result
 from runner.records.run_directory import Request
-from runner.tasks.exported import (
-    PACKAGES,
-    SUFFIXES,
-    Example,
-    describe_tensors,
-    difference,
-    make_example,
-    trace,
-    write_onnx,
-    write_program,
-    write_safetensors,
-)
+from runner.tasks import exported
 
 WAIT_S = 3600.0  # the other ranks' timeout while rank 0 exports
 NUM_SAMPLES = 4  # samples on which an exported program is compared with the model
@@ -75,7 +63,8 @@ class Export(LaunchingTask):
 def _export(config: Config, request: Request) -> Path:
     """Export the model and return the file's path. Raise ValueError or OSError if that fails."""
     assert config.run is not None
-    require_packages(f"export.format={config.export.format}", config.export.format, *PACKAGES[config.export.format])
+    kind = config.export.format
+    require_packages(f"export.format={kind}", kind, *exported.PACKAGES[kind])
     run = Path(config.run)
     trained = restore_model(config, request.choices, run, config.checkpoint.load)
     path = _path_of(config, request, run, trained)
@@ -95,7 +84,7 @@ def _export(config: Config, request: Request) -> Path:
 
 def _path_of(config: Config, request: Request, run: Path, trained: Trained) -> Path:
     """Return the path of the exported file. Raise InputError if its suffix belongs to another format."""
-    suffix = SUFFIXES[config.export.format]
+    suffix = exported.SUFFIXES[config.export.format]
     if config.export.output is None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.choices["model"])
         return run.absolute() / "export" / f"{name}-{trained.checkpoint.name}{suffix}"
@@ -110,31 +99,31 @@ def _path_of(config: Config, request: Request, run: Path, trained: Trained) -> P
 
 def _write(config: Config, request: Request, trained: Trained, path: Path) -> list[str]:
     """Write the file and its JSON description. Return the lines to print."""
-    model, exported = trained.model, config.export.format
+    model, kind = trained.model, config.export.format
     facts = _facts(config, request, trained)
     lines: list[str] = []
-    examples: list[Example] = []  # of several samples, and of one
+    examples: list[exported.Example] = []  # of several samples, and of one
     try:
         dataset = load_split(config, request.choices, World(RankInfo(), None, as_backend(config.backend)), config.split)
         for num_samples in (min(NUM_SAMPLES, len(dataset)), 1):
-            examples.append(make_example(config, request.choices, model, dataset, num_samples))
+            examples.append(exported.make_example(config, request.choices, model, dataset, num_samples))
         arguments = inspect.signature(model.forward).bind(*examples[0].args, **examples[0].kwargs).arguments
         classes = getattr(dataset, "classes", None)
         facts |= {
-            "inputs": describe_tensors(arguments, examples[0].num_samples),
-            "outputs": describe_tensors(examples[0].run(model), examples[0].num_samples),
+            "inputs": exported.describe_tensors(arguments, examples[0].num_samples),
+            "outputs": exported.describe_tensors(examples[0].run(model), examples[0].num_samples),
             "classes": [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None,
         }
     except InputError as error:
-        if exported != "safetensors":
-            raise InputError(f"export.format={exported} runs the model on samples: {error.messages[0]}") from None
+        if kind != "safetensors":
+            raise InputError(f"export.format={kind} runs the model on samples: {error.messages[0]}") from None
         lines.append(f"inputs   not described: {error.messages[0]}")
-    if exported == "safetensors":
-        facts["tied"] = write_safetensors(model, path)
+    if kind == "safetensors":
+        facts["tied"] = exported.write_safetensors(model, path)
         lines += [f"tied     {name} is stored as {kept}" for name, kept in facts["tied"].items()]
         lines.append("checked  the file was read again and contains these weights")
     else:
-        facts["batch"], largest = _write_program(config, trained, examples, path)
+        facts["batch"], largest = _write_program(config, model, examples, path)
         facts["largest_difference"] = largest
         batch = "any number of samples" if facts["batch"] is None else "one sample only, because of the model"
         lines.append(f"batches  {batch}")
@@ -143,25 +132,26 @@ def _write(config: Config, request: Request, trained: Trained, path: Path) -> li
     return lines
 
 
-def _write_program(config: Config, trained: Trained, examples: list[Example], path: Path) -> tuple[int | None, float]:
+def _write_program(
+    config: Config, model: nn.Module, examples: list[exported.Example], path: Path
+) -> tuple[int | None, float]:
     """Write a program and compare its outputs with the model's.
 
     Return the number of samples that it accepts (None for any number), and the largest difference of its outputs.
     """
-    model, exported = trained.model, config.export.format
-    writes: Callable[..., Callable[[Example], list[Tensor]]] = write_onnx if exported == "onnx" else write_program
+    kind = config.export.format
     batch, program = None, None
     with contextlib.suppress(Exception):  # tracing has many kinds of errors; a batch of one sample may still work
-        program = trace(model, examples[0], any_batch=True) if examples[0].num_samples > 1 else None
+        program = exported.trace(model, examples[0], any_batch=True) if examples[0].num_samples > 1 else None
     if program is None:
         batch, examples = 1, examples[1:]
     try:
-        run = writes(program or trace(model, examples[0], any_batch=False), path)
-        found = [difference(run(each), tensors(each.run(model))) for each in examples]
+        run = exported.PROGRAM_WRITERS[kind](program or exported.trace(model, examples[0], any_batch=False), path)
+        found = [exported.difference(run(each), tensors(each.run(model))) for each in examples]
     except Exception as error:
         # Each part of a tracer or backend has its own errors for unsupported models.
-        reason = f"export.format={exported}: the export of the model failed{failed_with(error)}"
-        if exported == "onnx" and config.precision == "fp64":
+        reason = f"export.format={kind}: the export of the model failed{failed_with(error)}"
+        if kind == "onnx" and config.precision == "fp64":
             raise InputError(f"{reason}; onnxruntime lacks float64 operators: try precision=fp32") from None
         raise InputError(f"{reason}; try export.format=safetensors") from None
     allowed = config.export.tolerance
@@ -196,7 +186,7 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
         "checkpoint": {"read_as": config.checkpoint.load, "step": step, "epoch": trained.progress.epoch},
         "monitor": recorded.get("monitor"),
         "metrics": metrics,
-        "versions": versions() | {package: version(package) for package in PACKAGES[config.export.format]},
+        "versions": versions() | {package: version(package) for package in exported.PACKAGES[config.export.format]},
         "git": {"trained": recorded.get("git"), "exported": git_state()},
         "choices": dict(request.choices),
         "configuration": asdict(config),

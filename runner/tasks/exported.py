@@ -158,6 +158,9 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> Callable[[E
     return run
 
 
+PROGRAM_WRITERS = {"torch_export": write_program, "onnx": write_onnx}
+
+
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest absolute difference, relative to the largest expected number; NaN if an output is NaN.
 

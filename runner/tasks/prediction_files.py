@@ -215,9 +215,6 @@ def flatten(columns: Columns) -> Columns:
     return flat
 
 
-def _texts(values: np.ndarray[Any, Any]) -> list[Any]:
+def _texts(values: np.ndarray[Any, Any]) -> list[str]:
     """Return the shortest texts: numpy prints a float32 with its own digits, Python as a float64 with twice as many."""
-    if values.dtype == np.bool_:
-        values = values.astype(np.int64)
-    exact = values.dtype == np.float64 or values.dtype.kind in "iu"
-    return values.tolist() if exact else [str(value) for value in values]
+    return [str(value) for value in (values.astype(np.int64) if values.dtype == np.bool_ else values)]

@@ -118,12 +118,10 @@ def test_a_resumed_study_keeps_its_storage_and_direction_and_proposes_new_trials
 
 
 @pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")  # Optuna's own, which Python 3.13 reports
-def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path) -> None:
     arguments = ("-m", *TOY, *STUDY, "hydra.sweeper.n_trials=1", "hydra.sweeper.study_name=both")
     arguments += ("hydra.sweeper.storage=sqlite:///study.db", "optimizer.lr=interval(0.01,0.1)")
     assert here(*arguments) == here(*arguments, "seed=1") == 0
-    assert here(*arguments, "hydra.sweeper.direction=maximize") == 2
-    assert "the direction of study both is minimize; keep it" in capfd.readouterr().err
     study = optuna.load_study(study_name="both", storage=f"sqlite:///{tmp_path}/study.db")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
     del study
@@ -169,18 +167,14 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("line", INVALID)
-def test_invalid_options_are_refused(line: str, here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert here("-m", *TOY, "hydra/sweeper=optuna", *line.split()) == 2
-    error = capfd.readouterr().err
-    assert INVALID[line] in error and error.count("\n") <= 3
-    assert list(tmp_path.glob("outputs/run/*")) == []
-
-
-def test_missing_optuna_is_reported_with_the_extra(
+def test_invalid_options_are_refused(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    for line, message in INVALID.items():
+        assert here("-m", *TOY, "hydra/sweeper=optuna", *line.split()) == 2
+        error = capfd.readouterr().err
+        assert message in error and error.count("\n") <= 3
     monkeypatch.setattr("runner.errors.find_spec", lambda name: None)
     assert here("-m", *TOY, "hydra/sweeper=optuna", "seed=range(3)") == 2
     assert "pip install 'experiment-runner[optuna]'" in capfd.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("outputs/run/*")) == []
