@@ -22,7 +22,6 @@ from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.records.result import read_result
 from runner.sweeps.jobs import Job
-from runner.sweeps.slot_process import SlotJob
 from runner.sweeps.sweep import Sweep
 
 POLL_S = 0.02
@@ -93,7 +92,7 @@ def run_in_slots(
                     listed = ", ".join(map(str, used))
                     print(f"job {num_jobs - len(waiting)} of {num_jobs} on slot {listed}: {job.label}", flush=True)
                     own_cores, own_gpus = ([each for slot in used for each in of[slot]] for of in (cores, gpus))
-                    running.append(_start(sweep, job, SlotJob(config, request, own_cores, own_gpus), used))
+                    running.append(_start(sweep, job, used, pickle.dumps((config, request, own_cores, own_gpus))))
                 for each in [each for each in running if each.process.poll() is not None]:
                     running.remove(each)
                     free = sorted(free + each.slots)
@@ -119,7 +118,7 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
     return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
 
 
-def _start(sweep: Sweep, job: Job, slot_job: SlotJob, slots: list[int]) -> RunningJob:
+def _start(sweep: Sweep, job: Job, slots: list[int], description: bytes) -> RunningJob:
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the job has ended
     sweep.write_state(job, "running", slots=slots)
     process = subprocess.Popen(
@@ -131,7 +130,7 @@ def _start(sweep: Sweep, job: Job, slot_job: SlotJob, slots: list[int]) -> Runni
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(pickle.dumps(slot_job))
+        process.stdin.write(description)
         process.stdin.flush()  # it stays open: the end of the file signals the job that this process has died
     return RunningJob(job, slots, process, stderr)
 
