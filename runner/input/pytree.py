@@ -28,8 +28,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
     """Return the tensors by their path: "" for a single tensor, `.size` in a mapping, `.0` in a sequence."""
-    leaves, _ = tree_flatten_with_path(register_types(tree))
-    names = ("".join(f".{next(iter(vars(key).values()))}" for key in path) for path, _ in leaves)
+    leaves: list[tuple[Any, Any]] = tree_flatten_with_path(register_types(tree))[0]
+    names = ("".join(f".{dataclasses.astuple(key)[0]}" for key in path) for path, _ in leaves)
     return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
 
