@@ -13,6 +13,7 @@ from torch.utils._pytree import (
     register_dataclass,
     register_pytree_node,
     tree_flatten,
+    tree_flatten_with_path,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
@@ -23,6 +24,13 @@ from torch.utils.data import default_collate
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves, in order."""
     return [leaf for leaf in tree_leaves(register_types(tree)) if isinstance(leaf, torch.Tensor)]
+
+
+def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors by their path: "" for a single tensor, `.size` in a mapping, `.0` in a sequence."""
+    leaves: list[tuple[Any, Any]] = tree_flatten_with_path(register_types(tree))[0]
+    names = ("".join(f".{dataclasses.astuple(key)[0]}" for key in path) for path, _ in leaves)
+    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from runner.config.custom_dirs import searched_dirs
 from runner.config.diagnostics.overrides import explain
 from runner.config.diagnostics.type_hints import show
-from runner.config.resume import add_recorded, merge_overrides
+from runner.config.resume import add_recorded
 from runner.config.schema import Config
 from runner.errors import InputError, did_you_mean
 from runner.records.ledger import JobRecord
@@ -38,42 +38,31 @@ class Job:
 
 @dataclass
 class Composer:
-    """Composes jobs, each only once. `choices` are the chosen options of each composed job's groups."""
+    """Composes jobs, each only once."""
 
     master: DictConfig
     loader: ConfigLoader
-    choices: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    _configs: dict[tuple[str, ...], Config] = field(default_factory=dict)
+    _composed: dict[tuple[str, ...], tuple[Config, dict[str, str]]] = field(default_factory=dict)
 
-    def compose(self, job: Sequence[str]) -> Config:
-        """Return the checked configuration. Raises InputError if a value of the job is invalid by itself."""
+    def compose(self, job: Sequence[str]) -> tuple[Config, dict[str, str]]:
+        """Return the checked configuration and the chosen option of each group.
+
+        Raises InputError if a value of the job is invalid by itself.
+        """
         from runner.config.compose import checked
 
-        if tuple(job) not in self._configs:
+        if tuple(job) not in self._composed:
             overrides = complete_overrides(job)
             try:
                 cfg = self.loader.load_sweep_config(self.master, overrides)
-                self.choices[tuple(job)] = dict(cfg.hydra.runtime.choices)
-                self._configs[tuple(job)] = checked(cfg, overrides)
+                self._composed[tuple(job)] = checked(cfg, overrides), dict(cfg.hydra.runtime.choices)
             except InputError:
                 raise
             except Exception as error:
                 # Hydra's own overrides are included, because one of them may add a directory to the search path.
                 messages = explain(error, [*self.master.hydra.overrides.hydra, *overrides], self.loader)
                 raise InputError(*messages) from None
-        return self._configs[tuple(job)]
-
-    def compose_all(self, jobs: Sequence[Sequence[str]]) -> list[Config]:
-        """Return the configurations. Raises InputError with the messages of all jobs, each message once."""
-        configs, messages = [], []
-        for job in jobs:
-            try:
-                configs.append(self.compose(job))
-            except InputError as error:
-                messages += [message for message in error.messages if message not in messages]
-        if messages:
-            raise InputError(*messages)
-        return configs
+        return self._composed[tuple(job)]
 
 
 def complete_overrides(job: Sequence[str]) -> list[str]:
@@ -138,17 +127,13 @@ def _zipped_groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]
     if isinstance(zipped, str):
         raise InputError(f"hydra.sweeper.zip={zipped} must be a list of keys, as [optimizer.lr,batch_size]")
     groups = [list(zipped)] if zipped and isinstance(zipped[0], str) else [list(group) for group in zipped or ()]
-    seen: list[str] = []
+    names = [key for group in groups for key in group]
     for group in groups:
         option = f"hydra.sweeper.zip=[{','.join(map(str, group))}]"
-        if len(group) < 2:
-            raise InputError(f"{option} must name at least two keys, whose values change together")
-        for key in group:
-            if key not in values:
-                raise InputError(f"{option}: {key} has no values{did_you_mean(str(key), list(values))}")
-            if key in seen:
-                raise InputError(f"{option}: {key} is named twice; keep one")
-            seen.append(key)
+        if len(group) < 2 or len(set(names)) < len(names):
+            raise InputError(f"{option} must name at least two keys, each only once")
+        if missing := [key for key in group if key not in values]:
+            raise InputError(f"{option}: {missing[0]} has no values{did_you_mean(str(missing[0]), list(values))}")
         if len({len(values[key]) for key in group}) > 1:
             counts = ", ".join(f"{key} has {len(values[key])}" for key in group)
             raise InputError(f"{option} needs keys with equally many values, but {counts}")
@@ -157,57 +142,50 @@ def _zipped_groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]
 
 def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer) -> list[Job]:
     """Return the jobs whose configuration none of the recorded jobs has, with new numbers."""
-    known = {_identity(composer.compose(job.overrides)) for job in recorded}
-    added = [job for job in jobs if _identity(composer.compose(job)) not in known] if known else list(jobs)
+
+    def identity(job: Sequence[str]) -> str:
+        return json.dumps(flatten(composer.compose(job)[0]), sort_keys=True)
+
+    known = {identity(job.overrides) for job in recorded}
+    added = [job for job in jobs if identity(job) not in known] if known else list(jobs)
     first = max((job.number for job in recorded), default=-1) + 1
     varying = varying_keys([*(job.overrides for job in recorded), *jobs])
     return [Job(number, make_label(number, job, varying), job) for number, job in enumerate(added, start=first)]
 
 
 def check_shared(
-    directory: Path,
-    recorded: Sequence[JobRecord],
-    shared: dict[str, Any],
-    job: Sequence[str],
-    swept: Sequence[str],
-    composer: Composer,
+    directory: Path, recorded: Sequence[JobRecord], shared: dict[str, Any], config: Config, swept: Sequence[str]
 ) -> None:
     """Raise InputError if files or overrides have changed a value that all recorded jobs share.
 
-    job: one job of this command. swept: the keys that have several values in this command. These keys, and those that
-    differ between the recorded jobs, may have new values.
+    config: one job of this command. swept: the keys that have several values in this command. These keys, and those
+    that differ between the recorded jobs, may have new values.
     """
-    varying = {*varying_keys([job.overrides for job in recorded]), *swept}
-    fixed = [override for override in job if override.partition("=")[0] not in varying]
-    changed: dict[str, str] = {}
-    for each in recorded:
-        unchanged = set(fixed) <= set(each.overrides)
-        now = flatten(composer.compose(each.overrides if unchanged else merge_overrides(each.overrides, fixed)))
-        for key, before in shared.items():
-            if key not in now or json.dumps(now[key]) != json.dumps(before):
-                values = show(before), show(now[key]) if key in now else "removed"
-                if key.endswith("._target_"):
-                    values = values[0].rpartition(".")[2], values[1].rpartition(".")[2]
-                changed[key] = f"{key.removesuffix('._target_')} ({values[0]}, now {values[1]})"
-    # Another class changes the keys of its group as well.
-    chosen = {key.removesuffix("._target_") for key in changed if key.endswith("._target_")}
-    named = [text for key, text in changed.items() if key.endswith("._target_") or key.split(".")[0] not in chosen]
-    if named:
+    now, varying = flatten(config), _prefixes([*varying_keys([job.overrides for job in recorded]), *swept])
+    changed = [
+        f"{key} ({show(before)}, now {show(now.get(key))})"
+        for key, before in shared.items()
+        if not f"{key}.".startswith(varying) and json.dumps(now.get(key)) != json.dumps(before)
+    ]
+    if changed:
         raise InputError(
-            f"resume={directory}: values that its jobs share have changed: {', '.join(named)}; restore them, or start "
-            "a new sweep"
+            f"resume={directory}: values that its jobs share have changed: {', '.join(changed)}; restore them, or "
+            "start a new sweep"
         )
 
 
 def shared_values(configs: Sequence[Config], swept: Sequence[str]) -> dict[str, Any]:
     """Return the values, by dotted key, that all configurations have in common, except those of the swept keys."""
     first, *others = map(flatten, configs)
-    prefixes = tuple(f"{key.lstrip('+')}." for key in swept)
     return {
         key: value
         for key, value in first.items()
-        if not f"{key}.".startswith(prefixes) and all(key in other and other[key] == value for other in others)
+        if not f"{key}.".startswith(_prefixes(swept)) and all(key in other and other[key] == value for other in others)
     }
+
+
+def _prefixes(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{key.lstrip('+')}." for key in keys)
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -227,10 +205,6 @@ def make_label(number: int, job: Sequence[str], varying: Sequence[str]) -> str:
     values = dict(override.partition("=")[::2] for override in job)
     text = "_".join(f"{key.lstrip('+~').split('.')[-1]}-{_short(values[key])}" for key in varying if key in values)
     return f"{number}-{re.sub(r'[^A-Za-z0-9._-]+', '.', text)}"[:MAX_LABEL_LENGTH].rstrip("-._")
-
-
-def _identity(config: Config) -> str:
-    return json.dumps(flatten(config), sort_keys=True)
 
 
 def _short(value: str) -> str:

@@ -10,79 +10,61 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.help.config_tree import ConfigTree
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError
+from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.protocol import Queue, SubmissionUnknown
 from runner.paths import CONF
-from runner.records.ledger import JobRecord, read_ledger
+from runner.records.ledger import DONE, JobRecord, read_ledger
 from runner.records.run_directory import Request
 from runner.sweeps.jobs import Job
 
 UNDECIDED = ("queued", "running")
 
 
-class PartlyQueued(Exception):
-    """Not all jobs have been submitted: the queue refused some of them, or did not answer."""
-
-
 def check_launchers(
-    configs: Sequence[Config], choices: Sequence[Mapping[str, str]], rank_info: RankInfo, adds_jobs: bool
+    jobs: Sequence[tuple[Config, Mapping[str, str]]], rank_info: RankInfo, adds_jobs: bool
 ) -> tuple[bool, bool]:
-    """Return whether all jobs are for a queue, and whether they are only printed.
+    """Return whether the jobs are for a queue, and whether they are only printed.
 
-    choices: the chosen options of each job's groups. adds_jobs: the sweeper needs results before it adds jobs. Raises
-    InputError if the launchers cannot be used in this sweep, and if a queued job could not run in its world.
+    jobs: the configuration of each, with the chosen option of each group. adds_jobs: the sweeper needs results before
+    it adds jobs. Raises InputError if the launchers cannot be used in this sweep, and if a queued job could not run in
+    its world.
     """
     from runner.launchers.launch import check_ahead, check_queueable, make_launcher
 
-    launchers = [make_launcher(config) for config in configs]
-    jobs = zip(configs, choices, launchers, strict=True)
-    queued = [(config, chosen, cast(Queue, launcher)) for config, chosen, launcher in jobs if launcher.queues]
+    launchers = [make_launcher(config) for config, _ in jobs]
     if any(launcher.started_on_each for launcher in launchers):
         raise InputError(
-            "launcher.nodes: each machine would create its own sweep; start the sweep with torchrun on all of them "
-            "(torchrun --nnodes ... -m runner -m ...), or with a launcher that queues jobs"
+            "launcher.nodes: each machine would create its own sweep; use torchrun --nnodes ... -m runner -m ..."
         )
-    if not queued:
+    queues = [cast(Queue, launcher) for launcher in launchers if launcher.queues]
+    if not queues:
         return False, False
-    named, hydra_launcher = (f"{key}={queued[0][1][key]}" for key in ("launcher", "hydra/launcher"))
-    if adds_jobs:
-        raise InputError(
-            f"{named} queues jobs, but hydra/sweeper=optuna needs the result of each before it proposes the next; "
-            "start the sweep inside a job, with launcher=env"
-        )
-    if rank_info.is_embedded:
-        raise InputError(f"{named} queues jobs, but runner.sweep waits for local jobs; start the sweep in a shell")
-    if not rank_info.may_start_processes:
-        raise InputError(
-            f"{named} queues jobs, but {rank_info.source} has started this process as rank {rank_info.rank} of "
-            f"{rank_info.world_size}, and each rank would queue them; use only one of the two"
-        )
-    if hydra_launcher != "hydra/launcher=basic":
-        raise InputError(f"{hydra_launcher} runs jobs on this machine, but {named} queues them; remove one")
-    messages: list[str] = []
-    for config, chosen, launcher in queued:
-        try:
-            check_queueable(config, chosen)
-            if launcher.world_size is not None:
-                check_ahead(config, chosen, launcher.world_size)
-        except InputError as error:
-            messages += [message for message in error.messages if message not in messages]
-    if messages:
-        raise InputError(*messages)
-    num_printed = sum(launcher.dry_run for _, _, launcher in queued)
-    if 0 < num_printed < len(configs):
-        raise InputError(
-            f"launcher.dry_run=true: {num_printed} of {len(configs)} jobs would be printed and the others run; set it "
-            "for all"
-        )
-    return len(queued) == len(configs), num_printed > 0
+    named = next(chosen for (_, chosen), launcher in zip(jobs, launchers, strict=True) if launcher.queues)
+    conflicts = {
+        "hydra/sweeper=optuna needs the result of each before it proposes the next": adds_jobs,
+        "runner.sweep waits for local jobs": rank_info.is_embedded,
+        f"{rank_info.source} has started this process as rank {rank_info.rank} of {rank_info.world_size}": (
+            not rank_info.may_start_processes
+        ),
+        f"hydra/launcher={named['hydra/launcher']} runs jobs on this machine": named["hydra/launcher"] != "basic",
+        "other jobs have another launcher": len(queues) < len(launchers),
+        "launcher.dry_run differs between them": len({queue.dry_run for queue in queues}) > 1,
+    }
+    for conflict, applies in conflicts.items():
+        if applies:
+            raise InputError(f"launcher={named['launcher']} queues jobs, but {conflict}; use only one of the two")
+    for (config, chosen), queue in zip(jobs, queues, strict=True):
+        check_queueable(config, chosen)
+        if queue.world_size is not None:
+            check_ahead(config, chosen, queue.world_size)
+    return True, queues[0].dry_run
 
 
 def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, record: Callable[..., None]) -> bool:
     """Submit the jobs, as many at once as their queue accepts. Return True if they may still be in the queue.
 
-    record(job, state, **facts) is called for each submitted job. Raises InputError if none was accepted, and
-    PartlyQueued if only some were, or if the queue did not answer.
+    record(job, state, **facts) is called for each submitted job. Raises InputError if no job was accepted, and
+    JobFailed with a printed message if only some were, or if the queue did not answer.
     """
     from runner.launchers.launch import make_launcher
 
@@ -96,23 +78,22 @@ def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, recor
         queues.append(queue)
         size = queue.max_jobs() or len(group)
         for batch in (group[first : first + size] for first in range(0, len(group), size)):
-            reason = ""
+            failure: Exception | None = None
             try:
                 names = queue.submit_sweep([(config, request) for _, config, request in batch], directory)
-                num_queued += len(names)
-            except InputError as error:
-                if not num_queued:
+            except (InputError, SubmissionUnknown) as error:
+                names, failure = getattr(error, "names", []), error
+                if isinstance(error, InputError) and not num_queued:
                     raise
-                names, reason = [], f"{error}\n{num_queued} of {len(queued)} jobs are queued"
-            except SubmissionUnknown as error:
-                names, reason = error.names, f"{len(error.names)} jobs may be queued, {num_queued} are"
             for (job, _, _), name in zip(batch, names, strict=False):  # printed jobs have no names
                 record(job, "queued", queued_as=name, queue=config.launcher["_target_"])
-            if reason:
-                left = len(queued) - num_queued - len(names)
-                raise PartlyQueued(
-                    f"{reason}, {left} are not; python -m runner -m resume={directory} submits those that are not"
-                )
+            num_queued += len(names)
+            if failure is not None:
+                may_be = "may be" if isinstance(failure, SubmissionUnknown) else "are"
+                summary = f"{num_queued} of {len(queued)} jobs {may_be} queued"
+                resume = f"python -m runner -m resume={directory} submits those that are not"
+                print_messages([*str(failure).splitlines(), f"{summary}; {resume}"])
+                raise JobFailed(summary)
     have_ended = [queue.wait_for_sweep() for queue in queues]
     return bool(queues) and not all(have_ended)
 
@@ -126,19 +107,28 @@ def find_ended(jobs: Sequence[JobRecord]) -> set[str]:
     return {name for queue, queued_as in names.items() for name in _queue_class(queue).find_ended(queued_as)}
 
 
+def find_unfinished(path: Path, recorded: Sequence[JobRecord], num_added: int) -> list[Job]:
+    """Return the jobs of a resumed sweep that are neither done nor in a queue, and print their number."""
+    left = [job for job in recorded if job.state not in DONE]
+    ended = find_ended(left)
+    unfinished = [Job(job.number, job.label, job.overrides) for job in left if job.queued_as in {None, *ended}]
+    if recorded:
+        num_queued = len(left) - len(unfinished)
+        done = f"{len(recorded) - len(left)} jobs are done" + (f", {num_queued} in the queue" if num_queued else "")
+        print(f"resuming {path}: {done}, {len(unfinished)} unfinished, {num_added} new", flush=True)
+    return unfinished
+
+
 def read_jobs_and_queues(directory: Path) -> list[JobRecord]:
     """Return the jobs of the ledger. A job that has left its queue without an outcome has failed.
 
     The ledger stands if a queue cannot be queried on this machine.
     """
-    jobs = read_ledger(directory)
     try:
-        ended = find_ended([job for job in jobs if job.state in UNDECIDED])
+        ended = find_ended([job for job in read_ledger(directory) if job.state in UNDECIDED])
     except ValueError:
-        return jobs
-    if not ended:
-        return jobs
-    jobs = read_ledger(directory)  # a job may have recorded its outcome before its queue was queried
+        ended = set()
+    jobs = read_ledger(directory)  # again: a job may have recorded its outcome before its queue was queried
     for job in jobs:
         if job.queued_as in ended and job.state in UNDECIDED:
             log = _queue_class(job.queue).log_file(directory, job.queued_as)

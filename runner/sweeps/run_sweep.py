@@ -1,6 +1,7 @@
 """One sweep from its overrides to the table of its jobs."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,15 +11,15 @@ from hydra.errors import InstantiationException
 from runner.config.compose import compose
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, Preempted, print_messages
-from runner.records.ledger import DONE, JobRecord, SweepRecord, unlock_sweep
+from runner.errors import InputError, JobFailed, Preempted
+from runner.records.ledger import DONE, JobRecord, SweepRecord, is_sweep, read_ledger, unlock_sweep
 from runner.records.monitor import main_metrics
 from runner.records.records import read_jobs
 from runner.records.report.render import closing
 from runner.records.report.statistics import monitors_of
 from runner.records.tables import text_table
 from runner.sweeps.jobs import first_job
-from runner.sweeps.queues import PartlyQueued, read_jobs_and_queues
+from runner.sweeps.queues import read_jobs_and_queues, submit
 from runner.sweeps.sweep import Sweep
 
 STOPPED = 143  # the status of the SystemExit by which a stopped job ends Hydra's loop over the jobs
@@ -47,6 +48,11 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)
+    except InputError:
+        path = Path(str(sweep.directory))
+        if sweep.is_new and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path))):
+            shutil.rmtree(path)
+        raise
     except InstantiationException as error:  # of the sweeper or of Hydra's launcher; a job's own is its failure
         key = str(error).rpartition("full_key: ")[2].strip()
         raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
@@ -62,10 +68,9 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
 def _finish(sweep: Sweep) -> int:
     """Submit the jobs that are for a queue, or print the table of the jobs. Return the exit status."""
     try:
-        is_waiting = sweep.submit()
-    except PartlyQueued as error:
-        print_messages(str(error).splitlines())
-        return 1
+        is_waiting = submit(sweep.queued, Path(str(sweep.directory)), sweep.write_state)
+    except JobFailed as error:
+        return error.status
     if sweep.dry_run:
         return 0
     if is_waiting:

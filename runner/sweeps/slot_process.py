@@ -5,44 +5,33 @@ import pickle
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 
 from runner.config.custom_dirs import add_to_path
-from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import install_handlers
 from runner.jobs.process_tuning import begin_imports, tune_process
-from runner.records.run_directory import Request
-
-
-@dataclass(frozen=True)
-class SlotJob:
-    """The job, which the process reads from standard input. That stays open until the sweep's process exits."""
-
-    config: Config
-    request: Request
-    cores: list[int]
-    gpus: list[int]  # indices among those that the sweep's process sees
 
 
 def main() -> int:
-    """Run the job. Return the exit status that the job would have by itself."""
-    job: SlotJob = pickle.load(sys.stdin.buffer)  # a pipe to which only the sweep's process writes
+    """Run the job that standard input describes. Return the exit status that the job would have by itself."""
+    # A pipe to which only the sweep's process writes. It stays open until that process exits.
+    config, request, cores, gpus = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_sweep, daemon=True, name="sweep").start()
-    confine(job.cores, job.gpus)
-    add_to_path(job.request.config_dirs)
+    confine(cores, gpus)
+    add_to_path(request.config_dirs)
     from runner.launchers.launch import launch_and_report
 
     tune_process()
-    return launch_and_report(job.config, job.request, RankInfo())
+    return launch_and_report(config, request, RankInfo())
 
 
 def confine(cores: list[int], gpus: list[int]) -> None:
-    """Confine this process and its children to these devices. It must not have used CUDA yet."""
+    """Confine this process and its children to these cores, and to these GPUs of those that the sweep's process sees.
+
+    The process must not have used CUDA yet.
+    """
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-    else:
-        os.environ.setdefault("OMP_NUM_THREADS", str(len(cores)))
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(gpus) + 1)))
         names = visible.split(",")

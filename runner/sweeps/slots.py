@@ -21,9 +21,7 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.records.result import read_result
-from runner.records.run_directory import Request
 from runner.sweeps.jobs import Job
-from runner.sweeps.slot_process import SlotJob
 from runner.sweeps.sweep import Sweep
 
 POLL_S = 0.02
@@ -38,25 +36,20 @@ class RunningJob:
     slots: list[int]
     process: subprocess.Popen[bytes]
     stderr: IO[bytes]
-    start: float
 
 
 def check_slots(slots: Any, configs: Sequence[Config]) -> None:
     """Raise InputError if this machine lacks devices for the slots, or if a job cannot run in them."""
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
-        raise InputError(f"hydra.launcher.slots={slots} must be an integer of at least 1; try 2")
     num_cores, num_gpus = len(allowed_cores()), _count_gpus(configs)
     devices, kind = (num_gpus, "GPUs") if num_gpus else (num_cores, "CPU cores")
-    if slots > devices:
+    if not isinstance(slots, int) or not 1 <= slots <= devices:
         raise InputError(
-            f"hydra.launcher.slots={slots} must be at most {devices}, the number of {kind} that the jobs can use here; "
-            f"try hydra.launcher.slots={devices}"
+            f"hydra.launcher.slots={slots} must be an integer from 1 to {devices}, the number of {kind} that the jobs "
+            "can use here"
         )
     for config in configs:
         if config.debug:
             raise InputError("debug=true needs the process of the terminal; remove it, or hydra/launcher=slots")
-        if config.launcher.get("nodes", 1) != 1:
-            raise InputError("hydra/launcher=slots runs jobs only on this machine; remove launcher.nodes")
         if (ranks := count_ranks(config)) > slots:
             raise InputError(
                 f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher.slots={slots}; "
@@ -77,14 +70,19 @@ def run_in_slots(
     jobs: the overrides of each job, of which the first has position `first` in the sweep. Raises SystemExit(143) after
     a signal, when the running jobs have saved.
     """
-    waiting = [
-        _compose(sweep, position, overrides, master, loader) for position, overrides in enumerate(jobs, start=first)
-    ]
+    from runner.config.compose import checked
+
+    waiting = []
+    for job, overrides in zip(sweep.jobs[first:], map(list, jobs), strict=True):
+        cfg = loader.load_sweep_config(master, overrides)
+        request = sweep.request(job, overrides, dict(cfg.hydra.runtime.choices))
+        waiting.append((job, checked(cfg, overrides), request))
     configs = [config for _, config, _ in waiting]
     check_slots(slots, configs)
     cores, gpus = divide(sorted(allowed_cores()), slots), divide(list(range(_count_gpus(configs))), slots)
     free, num_jobs = list(range(slots)), len(waiting)
     running: list[RunningJob] = []
+    deadline: float | None = None  # of the running jobs, after a signal
     with handling_signals():
         try:
             while running or (waiting and not received()):
@@ -94,17 +92,19 @@ def run_in_slots(
                     listed = ", ".join(map(str, used))
                     print(f"job {num_jobs - len(waiting)} of {num_jobs} on slot {listed}: {job.label}", flush=True)
                     own_cores, own_gpus = ([each for slot in used for each in of[slot]] for of in (cores, gpus))
-                    running.append(_start(sweep, job, SlotJob(config, request, own_cores, own_gpus), used))
+                    running.append(_start(sweep, job, used, pickle.dumps((config, request, own_cores, own_gpus))))
                 for each in [each for each in running if each.process.poll() is not None]:
                     running.remove(each)
                     free = sorted(free + each.slots)
-                    _record_outcome(sweep, each)
-                if received():
+                    _record_outcome(sweep, each, deadline is not None)
+                if received() and deadline is None:
+                    deadline = time.monotonic() + SAVE_TIMEOUT_S
                     for each in running:
                         each.process.send_signal(signal.SIGTERM)
-                    break
+                if deadline is not None and time.monotonic() > deadline:
+                    for each in running:
+                        _kill(each.process)
                 time.sleep(POLL_S)
-            _await_stopped(sweep, running)
         finally:
             for each in running:  # for example after a second Ctrl-C
                 _kill(each.process)
@@ -118,18 +118,7 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
     return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
 
 
-def _compose(
-    sweep: Sweep, position: int, overrides: Sequence[str], master: DictConfig, loader: ConfigLoader
-) -> tuple[Job, Config, Request]:
-    from runner.config.compose import checked
-
-    cfg = loader.load_sweep_config(master, list(overrides))
-    job = sweep.jobs[position]
-    request = sweep.request(job, list(overrides), dict(cfg.hydra.runtime.choices))
-    return job, checked(cfg, list(overrides)), request
-
-
-def _start(sweep: Sweep, job: Job, slot_job: SlotJob, slots: list[int]) -> RunningJob:
+def _start(sweep: Sweep, job: Job, slots: list[int], description: bytes) -> RunningJob:
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the job has ended
     sweep.write_state(job, "running", slots=slots)
     process = subprocess.Popen(
@@ -141,12 +130,12 @@ def _start(sweep: Sweep, job: Job, slot_job: SlotJob, slots: list[int]) -> Runni
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(pickle.dumps(slot_job))
+        process.stdin.write(description)
         process.stdin.flush()  # it stays open: the end of the file signals the job that this process has died
-    return RunningJob(job, slots, process, stderr, time.monotonic())
+    return RunningJob(job, slots, process, stderr)
 
 
-def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool = False) -> None:
+def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
     """Record and print the outcome of a job. `stopped` is True if it was signaled to stop."""
     assert ended.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
@@ -163,21 +152,9 @@ def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool = False) -> N
         state = {2: "refused", 143: "preempted"}.get(status, "failed")
         if stopped and status < 0:  # it was killed while it was saving, or had no signal handler yet
             state = "preempted"
-        died = f"died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        text = stderr if state == "refused" else result.get("error") or stderr or died
+        text = stderr if state == "refused" else result.get("error") or stderr or f"exit status {status}"
         sweep.write_state(ended.job, state, error=text)
-    print(f"{ended.job.label} {state} after {time.monotonic() - ended.start:.1f} s  {text}", flush=True)
-
-
-def _await_stopped(sweep: Sweep, running: list[RunningJob]) -> None:
-    deadline = time.monotonic() + SAVE_TIMEOUT_S
-    for each in list(running):
-        try:
-            each.process.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            _kill(each.process)
-        running.remove(each)
-        _record_outcome(sweep, each, stopped=True)
+    print(f"{ended.job.label} {state}  {text}", flush=True)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -11,38 +11,76 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from hydra.plugins.launcher import Launcher
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.schema import Config
-from runner.errors import InputError
-from runner.records.ledger import DONE, read_ledger
+from runner.errors import InputError, first_line
+from runner.records.ledger import DONE, is_sweep, read_ledger
 from runner.sweeps.jobs import Job, complete_overrides, first_value
-from runner.sweeps.pruner import TrialPruner, open_storage
-from runner.sweeps.study_options import Options, check_options, check_storage, distribution
+from runner.sweeps.study_options import Options, TrialPruner, check_options, distribution, open_storage
 from runner.sweeps.sweep import Sweep
 
 FAILED = ("failed", "refused")  # such a trial is not run again
+JOURNAL = "study.journal"
 
 Trial = tuple[Job, TrialPruner]
 
 
 @dataclass
 class Study:
-    """Optuna's study on rank 0, and the sweep that runs its trials."""
+    """Optuna's study, which rank 0 opens, and the sweep that runs its trials."""
 
     sweep: Sweep
     options: Options
     fixed: list[str]  # the overrides that all jobs share
     swept: dict[str, Override]  # by key
-    study: Any
+    study: Any = None
+
+    def open(self, directory: Path) -> None:
+        """Open or create the study of the sweep in this directory. Raises InputError if the options do not fit it."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        options = self.options
+        direction: Any = options.direction
+        options.storage = options.storage or str(directory / JOURNAL)
+        try:
+            for name in ("sampler", "pruner"):
+                instantiate(getattr(options, name))
+            self.study = optuna.create_study(
+                storage=open_storage(options.storage),
+                study_name=options.study_name or directory.name,
+                direction=direction,
+                load_if_exists=True,
+            )
+        except InstantiationException as error:
+            raise InputError(f"hydra.sweeper.{name}: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # databases have their own classes
+            raise InputError(f"hydra.sweeper.storage={options.storage}: {first_line(error)}") from None
+        name, known = self.study.study_name, self.study.direction.name.lower()
+        if known != direction:
+            raise InputError(
+                f"hydra.sweeper.direction={direction}: the direction of study {name} is {known}; keep it, or set "
+                "another study_name"
+            )
+        num_trials = len(self.study.get_trials(deepcopy=False))
+        recorded = read_ledger(directory) if is_sweep(directory) else []
+        if any(job.trial is not None and job.trial >= num_trials for job in recorded):
+            raise InputError(
+                f"hydra.sweeper.storage={options.storage}: the study {name} lacks trials of {directory}; keep the "
+                "storage and the study_name with which the sweep was started"
+            )
+        # A resumed study needs another seed: with the same one, the sampler would propose the first trials again.
+        seed = options.sampler.get("seed")
+        self.study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + num_trials}))
 
     def next_trials(self) -> list[Trial]:
         """Return the trials that were interrupted, or else at most `n_jobs` new ones; none after `n_trials`."""
         self.report_outcomes()
-        jobs = read_ledger(self._directory)
+        jobs = read_ledger(Path(str(self.sweep.directory)))
         interrupted = [job for job in jobs if job.trial is not None and job.state not in (*DONE, *FAILED)]
         if interrupted:
             return [self._with_pruner(Job(job.number, job.label, job.overrides), job.trial) for job in interrupted]
@@ -61,7 +99,8 @@ class Study:
         """
         from optuna.trial import TrialState
 
-        trials, metric, jobs = self.study.get_trials(deepcopy=False), self.options.metric, read_ledger(self._directory)
+        trials, metric = self.study.get_trials(deepcopy=False), self.options.metric
+        jobs = read_ledger(Path(str(self.sweep.directory)))
         finished = [job for job in jobs if job.state == "finished"]
         if finished and not any(metric in job.metrics for job in finished):
             raise InputError(
@@ -69,25 +108,18 @@ class Study:
                 f"has: {', '.join(sorted(finished[0].metrics))}"
             )
         for job in jobs:
-            if job.trial is None or trials[job.trial].state.is_finished():
+            if job.trial is None or trials[job.trial].state.is_finished() or job.state not in (*DONE, *FAILED):
                 continue
             value = job.metrics.get(metric, math.nan)
-            if job.state == "pruned":
-                self.study.tell(job.trial, state=TrialState.PRUNED)
-            elif job.state in FAILED or (job.state == "finished" and not math.isfinite(value)):
-                self.study.tell(job.trial, state=TrialState.FAIL)
-            elif job.state == "finished":
+            if job.state == "finished" and math.isfinite(value):
                 self.study.tell(job.trial, value)
+            else:
+                self.study.tell(job.trial, state=TrialState.PRUNED if job.state == "pruned" else TrialState.FAIL)
 
     def _with_pruner(self, job: Job, trial: int | None) -> Trial:
-        storage = self.options.storage_in(self._directory)
         pruner: Any = OmegaConf.to_container(self.options.pruner)
-        assert trial is not None
-        return job, TrialPruner(storage, self.study.study_name, trial, self.options.metric, pruner)
-
-    @property
-    def _directory(self) -> Path:
-        return Path(str(self.sweep.directory))
+        assert trial is not None and self.options.storage is not None
+        return job, TrialPruner(self.options.storage, self.study.study_name, trial, self.options.metric, pruner)
 
 
 def run_study(
@@ -106,24 +138,22 @@ def run_study(
     swept = {key: override for key, override in overrides.items() if override.is_sweep_override()}
     fixed = [f"{key}={o.get_value_element_as_str()}" for key, o in overrides.items() if key not in swept]
     example = [*fixed, *(f"{key}={first_value(override)}" for key, override in swept.items())]
+    study = Study(sweep, options, fixed, swept)
 
     def check_all(configs: Sequence[Config]) -> None:
         if sweep.rank_info.rank == 0:
             check_options(options, swept, configs[0])
-            check_storage(options, Path(sweep.directory) if sweep.directory else None)
         check(configs)
 
-    sweep.open([example], list(swept), master, loader, check_all, adds_jobs=True)
+    sweep.open([example], list(swept), master, loader, check_all, prepare=study.open)
     sweep.jobs = []
-    study: list[Study] = []  # one, on rank 0
-
-    def next_trials() -> str:
-        if not study:
-            study.append(_open(sweep, options, fixed, swept))
-        return json.dumps([(asdict(job), asdict(pruner)) for job, pruner in study[0].next_trials()])
-
     for number in itertools.count():
-        trials = json.loads(sweep.broadcast(f"trials{number}", next_trials))
+        trials = json.loads(
+            sweep.broadcast(
+                f"trials{number}",
+                lambda: json.dumps([(asdict(job), asdict(pruner)) for job, pruner in study.next_trials()]),
+            )
+        )
         if not trials:
             return
         first = len(sweep.jobs)
@@ -131,27 +161,3 @@ def run_study(
             sweep.jobs.append(Job(**job))
             sweep.pruners[sweep.jobs[-1].number] = TrialPruner(**pruner)
         launcher.launch([complete_overrides(job.overrides) for job in sweep.jobs[first:]], initial_job_idx=first)
-
-
-def _open(sweep: Sweep, options: Options, fixed: list[str], swept: dict[str, Override]) -> Study:
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    directory = Path(str(sweep.directory))
-    direction: Any = options.direction
-    study = optuna.create_study(
-        storage=open_storage(options.storage_in(directory)),
-        study_name=options.study_name or directory.name,
-        direction=direction,
-        load_if_exists=True,
-    )
-    trials = study.get_trials(deepcopy=False)
-    if any(job.trial is not None and job.trial >= len(trials) for job in read_ledger(directory)):
-        raise InputError(
-            f"hydra.sweeper.storage={options.storage}: the study {study.study_name} lacks trials of {directory}; keep "
-            "the storage and the study_name with which the sweep was started"
-        )
-    # A resumed study needs another seed: with the same one, the sampler would propose the first trials again.
-    seed = options.sampler.get("seed")
-    study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + len(trials)}))
-    return Study(sweep, options, fixed, swept, study)

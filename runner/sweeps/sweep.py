@@ -1,7 +1,6 @@
 """A sweep: it checks its jobs, creates or resumes its directory, and runs each job."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,16 +18,9 @@ from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.records.ledger import DONE, SweepRecord, lock_sweep, read_ledger, read_sweep, write_lines, write_state
 from runner.records.result import read_result
 from runner.records.run_directory import Request, new_directory
-from runner.sweeps.jobs import (
-    Composer,
-    Job,
-    check_shared,
-    make_label,
-    number_jobs,
-    shared_values,
-)
-from runner.sweeps.pruner import TrialPruner
-from runner.sweeps.queues import check_launchers, find_ended, submit
+from runner.sweeps.jobs import Composer, Job, check_shared, make_label, number_jobs, shared_values
+from runner.sweeps.queues import check_launchers, find_unfinished
+from runner.sweeps.study_options import TrialPruner
 
 if TYPE_CHECKING:  # imports torch
     from runner.distributed.world import World
@@ -42,10 +34,8 @@ class Sweep:
         directory: The directory of the sweep; None until a new one is created.
         arguments: The overrides of the sweep, with several values for some keys, but without those of Hydra.
         jobs: The jobs that are left, in the order in which they run, by Hydra's job.num.
-        queued: The jobs for a queue, which are submitted together.
-        all_queued: All jobs are for a queue.
-        dry_run: They are only printed: nothing is written.
-        is_new: This command has created the directory.
+        queues: The jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
+        is_new: This process has created the directory.
         pruners: The pruners of a study's jobs, by job number.
     """
 
@@ -55,8 +45,8 @@ class Sweep:
     backend: dict[str, Any]
     arguments: list[str]
     jobs: list[Job] = field(default_factory=list)
+    queues: bool = False
     queued: list[tuple[Job, Config, Request]] = field(default_factory=list)
-    all_queued: bool = False
     dry_run: bool = False
     is_new: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
@@ -68,7 +58,7 @@ class Sweep:
         master: DictConfig,
         loader: ConfigLoader,
         check: Callable[[list[Config]], None],
-        adds_jobs: bool = False,
+        prepare: Callable[[Path], None] | None = None,
     ) -> None:
         """Compose and check every job, then create or resume the sweep's directory, and set `jobs`.
 
@@ -79,19 +69,17 @@ class Sweep:
             jobs: The overrides of each job.
             swept: The keys that have several values.
             check: Checks further requirements on all configurations, and raises InputError.
-            adds_jobs: The jobs are examples, and the sweeper adds its own with `add_job`.
+            prepare: Called with the directory on rank 0, before anything is written there; it may raise InputError.
+                The jobs are then examples, and the sweeper adds its own with `add_job`.
         """
         composer = Composer(master, loader)
-        configs = composer.compose_all(jobs)
-        choices = [composer.choices[tuple(job)] for job in jobs]
-        self.all_queued, self.dry_run = check_launchers(configs, choices, self.rank_info, adds_jobs)
+        composed = [composer.compose(job) for job in jobs]
+        configs = [config for config, _ in composed]
+        self.queues, self.dry_run = check_launchers(composed, self.rank_info, adds_jobs=prepare is not None)
         check(configs)
         if self.dry_run:
             if self.directory is not None:
-                raise InputError(
-                    f"launcher.dry_run=true: the jobs of resume={self.directory} have been printed to scripts there; "
-                    "leave resume= out to print those of a new sweep"
-                )
+                raise InputError("launcher.dry_run=true: leave resume= out to print the jobs of a new sweep")
             self.directory = str(Path(configs[0].outputs).absolute() / configs[0].name / "sweep-STAMP")
             self.jobs = number_jobs(jobs, [], composer)
             return
@@ -99,11 +87,22 @@ class Sweep:
             raise InputError(*messages)
 
         def plan() -> str:
-            new_jobs = [] if adds_jobs else jobs
+            self.is_new = self.directory is None
             if self.directory is None:
-                self._create(new_jobs, swept, configs, composer)
-            else:
-                self._resume(new_jobs, jobs[0], swept, configs, composer)
+                self.directory = str(new_directory(configs[0].outputs, configs[0].name, prefix="sweep-"))
+            path = Path(self.directory)
+            lock_sweep(path)
+            recorded = [] if self.is_new else read_ledger(path)
+            self.record.shared = shared_values(configs, swept)
+            if not self.is_new:
+                before = read_sweep(path).shared
+                check_shared(path, recorded, before, configs[0], swept)
+                self.record.shared = {key: value for key, value in before.items() if key in self.record.shared}
+            if prepare is not None:
+                prepare(path)
+            added = number_jobs([] if prepare else jobs, recorded, composer)
+            self.jobs = [*find_unfinished(path, recorded, len(added)), *added]
+            write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, added))
             return json.dumps([self.directory, [asdict(job) for job in self.jobs]])
 
         self.directory, planned = json.loads(self.broadcast("sweep", plan))
@@ -139,7 +138,7 @@ class Sweep:
         position, overrides = int(hydra.job.num), list(hydra.overrides.task)
         job = self.jobs[position]
         add_to_path(self.record.config_dirs)  # the process of a launcher has not imported from them yet
-        if self.rank_info.rank == 0 and not self.all_queued:
+        if self.rank_info.rank == 0 and not self.queues:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         request = self.request(job, overrides, dict(hydra.runtime.choices))
         try:
@@ -160,16 +159,6 @@ class Sweep:
             raise
         self.write_outcome(job, metrics)
         return metrics
-
-    def submit(self) -> bool:
-        """Submit or print the jobs that are for a queue. Return True if they may still be in the queue."""
-        directory = Path(str(self.directory))
-        try:
-            return submit(self.queued, directory, self.write_state)
-        except InputError:
-            if self.is_new and self.all_queued:
-                shutil.rmtree(directory)
-            raise
 
     def request(self, job: Job, overrides: list[str], choices: dict[str, str]) -> Request:
         """Return the request of a job. `overrides` are those with which it is composed."""
@@ -205,39 +194,6 @@ class Sweep:
         job = Job(number, make_label(number, overrides, varying), overrides)
         write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
-
-    def _create(self, jobs: list[list[str]], swept: list[str], configs: list[Config], composer: Composer) -> None:
-        self.record.shared = shared_values(configs, swept)
-        path = new_directory(configs[0].outputs, configs[0].name, prefix="sweep-")
-        self.is_new = True
-        lock_sweep(path)
-        self.jobs = number_jobs(jobs, [], composer)
-        write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, self.jobs))
-        self.directory = str(path)
-
-    def _resume(
-        self, jobs: list[list[str]], example: list[str], swept: list[str], configs: list[Config], composer: Composer
-    ) -> None:
-        path = Path(str(self.directory))
-        lock_sweep(path)
-        recorded, before = read_ledger(path), read_sweep(path)
-        check_shared(path, recorded, before.shared, example, swept, composer)
-        shared = shared_values(configs, swept)
-        self.record.shared = {key: value for key, value in before.shared.items() if key in shared}
-        for job in recorded:
-            if job.state in DONE and job.end is None:  # the sweep was killed before it recorded the outcome
-                write_state(path, job.number, job.state, metrics=job.metrics)
-        added = number_jobs(jobs, recorded, composer)
-        if (self.record.typed, self.record.shared) != (before.typed, before.shared):
-            write_lines(path, {"sweep": asdict(self.record)})
-        write_lines(path, *map(asdict, added))
-        left = [job for job in recorded if job.state not in DONE]
-        ended = find_ended(left)
-        queued = [job for job in left if job.queued_as and job.queued_as not in ended]
-        unfinished = [Job(job.number, job.label, job.overrides) for job in left if job not in queued]
-        self.jobs = [*unfinished, *added]
-        done = f"{len(recorded) - len(left)} jobs are done" + (f", {len(queued)} in the queue" if queued else "")
-        print(f"resuming {path}: {done}, {len(unfinished)} unfinished, {len(added)} new", flush=True)
 
 
 def _outcome_of(error: BaseException) -> tuple[str, str]:

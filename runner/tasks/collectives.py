@@ -3,28 +3,86 @@
 import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from runner.config.schema import Config
+from runner.distributed import collectives
 from runner.distributed.world import World
 from runner.jobs.task import JobTask
 from runner.records.report.plots import new_figure
 from runner.records.run_directory import RunDirectory
 from runner.records.tables import csv_table, markdown_table, text_table, without_empty_columns
-from runner.tasks.collective_calls import CALLS, CollectiveCall
+
+OPERATIONS: tuple[str, ...] = ("broadcast", "reduce", "all_reduce", "scatter", "gather")
+OPERATIONS += ("all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 log = logging.getLogger(__name__)
-COLUMNS = ("operation", "bytes", "seconds", "algorithm_gb_s", "bus_gb_s")
 
 
 @dataclass(frozen=True)
-class Measurement:
+class CollectiveCall:
+    """A collective on this rank's data. All ranks must make the same call."""
+
+    call: Callable[[], Any]
+    num_bytes: int  # of the whole data; see Measurement
+    result: Tensor | None  # written by the call; None if this rank only sends
+    expected: list[float]  # the value of each of the result's equal parts after the first call
+
+    def differences(self) -> list[str]:
+        """Return a message for each value of the result that is not the expected one."""
+        parts = [] if self.result is None else self.result.view(len(self.expected), -1).tolist()
+        pairs = [(value, expected) for part, expected in zip(parts, self.expected, strict=False) for value in part]
+        return [f"returned {value:g} instead of {expected:g}" for value, expected in pairs if value != expected]
+
+
+def make_call(operation: str, rank: int, n: int, per_rank: int, device: torch.device) -> CollectiveCall:
+    """Return the call of this rank, one of `n`. The whole data has `per_rank` float32 values for each rank.
+
+    If rank r sends a single value, it sends r + 1. The root is the last rank, so that a collective which ignores its
+    root and uses rank 0 fails the check.
+    """
+
+    def filled(parts: Iterable[float], size: int) -> Tensor:
+        return torch.tensor(list(parts), dtype=torch.float32, device=device).repeat_interleave(size)
+
+    part, whole = filled([rank + 1], per_rank), filled([rank + 1], n * per_rank)
+    terms = filled((rank + 1 + s for s in range(n)), per_rank)  # for rank s, which receives the sum over all ranks
+    messages = filled((rank * n + s for s in range(n)), per_rank)  # for rank s
+    to_part, to_whole = torch.zeros_like(part), torch.zeros_like(whole)
+    root, total, numbers = n - 1, n * (n + 1) / 2, [r + 1.0 for r in range(n)]
+    is_root = rank == root
+    scattered, gathered = (list(tensor.chunk(n)) if is_root else None for tensor in (messages, to_whole))
+    ring = [dist.P2POp(dist.isend, whole, (rank + 1) % n), dist.P2POp(dist.irecv, to_whole, (rank - 1) % n)]
+
+    def send_recv() -> None:
+        # In one batch: on GPUs a send waits for its receiver, so a ring of single calls would deadlock.
+        for work in dist.batch_isend_irecv(ring):
+            work.wait()
+
+    calls: dict[str, tuple[Callable[[], Any], Tensor | None, list[float]]] = {
+        "broadcast": (lambda: dist.broadcast(whole, src=root), whole, [n]),
+        "reduce": (lambda: dist.reduce(whole, dst=root), whole if is_root else None, [total]),
+        "all_reduce": (lambda: dist.all_reduce(whole), whole, [total]),
+        "scatter": (lambda: dist.scatter(to_part, scattered, src=root), to_part, [root * n + rank]),
+        "gather": (lambda: dist.gather(part, gathered, dst=root), to_whole if is_root else None, numbers),
+        "all_gather": (lambda: collectives.all_gather_single(to_whole, part), to_whole, numbers),
+        "reduce_scatter": (lambda: collectives.reduce_scatter_single(to_part, terms), to_part, [total + n * rank]),
+        "all_to_all": (lambda: dist.all_to_all_single(to_whole, messages), to_whole, [r * n + rank for r in range(n)]),
+        "send_recv": (send_recv, to_whole, [(rank - 1) % n + 1]),
+    }
+    call, result, expected = calls[operation]
+    return CollectiveCall(call, whole.nbytes, result, expected)
+
+
+class Measurement(NamedTuple):
     """The time of one collective in seconds, and its bandwidths in 10^9 bytes per second.
 
     As in nccl-tests, the number of bytes is the size of the whole data: the data of all ranks after a gather or before
@@ -33,22 +91,10 @@ class Measurement:
     """
 
     operation: str
-    num_bytes: int
+    bytes: int
     seconds: float
-    world_size: int
-
-    @property
-    def algorithm_gb_s(self) -> float:
-        return self.num_bytes / self.seconds / 1e9
-
-    @property
-    def bus_gb_s(self) -> float:
-        return self.algorithm_gb_s * bus_factor(self.operation, self.world_size)
-
-    @property
-    def cells(self) -> list[str]:
-        numbers = (self.seconds, self.algorithm_gb_s, self.bus_gb_s)
-        return [self.operation, str(self.num_bytes), *(f"{number:.4g}" for number in numbers)]
+    algorithm_gb_s: float
+    bus_gb_s: float
 
 
 def bus_factor(operation: str, world_size: int) -> float:
@@ -74,16 +120,14 @@ class Collectives(JobTask):
         sizes: Sequence[int] = (1024, 65536, 1048576, 16777216),
         repeats: int = 10,
         warmup: int = 2,
-        operations: Sequence[str] = tuple(CALLS),
+        operations: Sequence[str] = OPERATIONS,
     ) -> None:
         if not sizes or min(sizes) < 4:
-            raise ValueError(f"sizes={_show(sizes)} must be numbers of bytes of at least 4; try [1024]")
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} must be at least 1; try 10")
-        if warmup < 0:
-            raise ValueError(f"warmup={warmup} must be at least 0; try 2")
-        if not operations or not CALLS.keys() >= set(operations):
-            raise ValueError(f"operations={_show(operations)} must be one or several of {', '.join(CALLS)}")
+            raise ValueError(f"sizes={list(sizes)} must be numbers of bytes of at least 4; try [1024]")
+        if repeats < 1 or warmup < 0:
+            raise ValueError(f"repeats={repeats} must be at least 1, and warmup={warmup} at least 0")
+        if not operations or not set(OPERATIONS) >= set(operations):
+            raise ValueError(f"operations=[{','.join(operations)}] must be one or several of {', '.join(OPERATIONS)}")
         self.sizes, self.repeats, self.warmup = sorted(set(sizes)), repeats, warmup
         self.operations = list(dict.fromkeys(operations))
 
@@ -105,7 +149,7 @@ class Collectives(JobTask):
             _write(directory.path, where, measurements, unsupported)
         log.info("run directory: %s", directory.path)
         metrics = {
-            f"{each.operation}/{name}/{each.num_bytes}": getattr(each, name)
+            f"{each.operation}/{name}/{each.bytes}": getattr(each, name)
             for each in measurements
             for name in ("bus_gb_s", "algorithm_gb_s", "seconds")
         }
@@ -118,7 +162,9 @@ class Collectives(JobTask):
         seconds = [_time(call, world) for _ in range(self.warmup + self.repeats)][self.warmup :]
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # on the CPU, where every backend has a control plane
-        return Measurement(operation, call.num_bytes, statistics.median(slowest.tolist()), world.world_size)
+        median = statistics.median(slowest.tolist())
+        rate = call.num_bytes / median / 1e9
+        return Measurement(operation, call.num_bytes, median, rate, rate * bus_factor(operation, world.world_size))
 
 
 def check(operation: str, world: World) -> str | None:
@@ -131,11 +177,10 @@ def check(operation: str, world: World) -> str | None:
     try:
         call.call()
         _synchronize(world.device)
-    except RuntimeError as error:  # or NotImplementedError, a subclass
-        text = str(error).splitlines()[0]
-        if not isinstance(error, NotImplementedError) and "support" not in text:
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "support" not in str(error):
             raise
-        unsupported.append(text)
+        unsupported.append(str(error).splitlines()[0])
     else:
         wrong = [f"{operation} on rank {world.rank}: {message}" for message in call.differences()]
     # All ranks must continue in the same way: if only one raised, the others would wait for it.
@@ -147,7 +192,7 @@ def check(operation: str, world: World) -> str | None:
 def _prepare(operation: str, size: int, world: World) -> CollectiveCall:
     """Return the call with about `size` bytes of data, rounded down to whole float32 values per rank."""
     per_rank = max(size // 4 // world.world_size, 1)
-    return CALLS[operation](world.rank, world.world_size, per_rank, world.device)
+    return make_call(operation, world.rank, world.world_size, per_rank, world.device)
 
 
 def _time(call: CollectiveCall, world: World) -> float:
@@ -167,7 +212,8 @@ def _synchronize(device: torch.device) -> None:
 
 def _write(path: Path, where: str, measurements: Sequence[Measurement], unsupported: Mapping[str, str]) -> None:
     """Log the results, and write them as CSV, Markdown and a plot."""
-    cells = [[*COLUMNS, "unsupported"], *([*each.cells, ""] for each in measurements)]
+    cells = [[*Measurement._fields, "unsupported"]]
+    cells += [[each.operation, str(each.bytes), *(f"{number:.4g}" for number in each[2:]), ""] for each in measurements]
     cells += [[operation, "", "", "", "", reason] for operation, reason in unsupported.items()]
     (path / "collectives.csv").write_text(csv_table(cells))
     cells = without_empty_columns(cells)
@@ -177,13 +223,9 @@ def _write(path: Path, where: str, measurements: Sequence[Measurement], unsuppor
     if measurements:
         figure, (axes,) = new_figure(1)
         for operation in dict.fromkeys(each.operation for each in measurements):
-            line = [(each.num_bytes, each.bus_gb_s) for each in measurements if each.operation == operation]
+            line = [(each.bytes, each.bus_gb_s) for each in measurements if each.operation == operation]
             axes.plot(*zip(*line, strict=True), marker="o", label=operation)
         labels = {"xlabel": "bytes", "ylabel": "bus bandwidth, 10^9 bytes / s", "title": f"collectives on {where}"}
         axes.set(xscale="log", yscale="log", **labels)
         axes.legend(fontsize="small")
         figure.savefig(path / "collectives.png", dpi=120)
-
-
-def _show(items: Sequence[object]) -> str:
-    return f"[{','.join(map(str, items))}]"

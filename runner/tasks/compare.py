@@ -22,6 +22,12 @@ from runner.records.tables import csv_table, markdown_table, text_table
 log = logging.getLogger(__name__)
 
 HEADER = ("mode", "ranks", "samples/s", "step ms", "MiB per rank", "exchanged per step", "difference", "remark")
+NOTES = (
+    "exchanged per step: by the rank that exchanges most; a collective counts as the larger of its input and output, "
+    "RPC as its tensors",
+    "difference: the largest difference of a weight from parallel=none; it includes rounding errors, which grow with "
+    "each step, unless precision=fp64",
+)
 
 
 @dataclass
@@ -46,7 +52,7 @@ class Cell:
             return [self.mode, str(self.world_size), "", "", "", "", "", self.remark]
         memory = [value for name, value in self.metrics.items() if name.startswith("memory_mib/")]
         exchanged = [
-            f"{name.removeprefix('bytes_per_step/')} {_bytes(value)}"
+            f"{name.removeprefix('bytes_per_step/')} {value / 1024:,.1f} KiB"
             for name, value in self.metrics.items()
             if name.startswith("bytes_per_step/")
         ]
@@ -84,13 +90,10 @@ class Compare(LaunchingTask):
             for cell in cells:
                 _measure(cell, path, request, rank_info)
                 log.info("%s", "  ".join(word for word in cell.row() if word))
-            references = _measure_references(cells, path, request, rank_info)
+            if world.world_size == 1 and cells[0].metrics:
+                _compare_weights(cells, path, request, rank_info)
             if rank_info.rank == 0:
-                _compare_weights(cells, references, path)
-                log.info("\n%s", text_table(_rows(cells), for_log=True))
-                notes = _notes(config, cells)
-                log.info("\n%s", "\n".join(notes))
-                _write(cells, path, notes)
+                _write(cells, path)
             log.info("run directory: %s", path)
             rates = {
                 f"{cell.mode}/{cell.world_size}": cell.metrics["samples_per_second"] for cell in cells if cell.metrics
@@ -147,78 +150,46 @@ def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> N
         cell.remark = f"failed: {str(error).strip().splitlines()[-1]}"
 
 
-def _measure_references(cells: list[Cell], path: Path, request: Request, rank_info: RankInfo) -> dict[float, Cell]:
-    """Measure parallel=none in one process for each number of micro-batches, and return the cells by that number.
+def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info: RankInfo) -> None:
+    """Set the difference of each cell from parallel=none in one process, which is the first cell.
 
     A mode that uses more micro-batches, such as a pipeline, is compared with a reference that uses as many.
     """
-    reference = next((cell for cell in cells if (cell.mode, cell.world_size) == ("none", 1) and cell.metrics), None)
-    if reference is None or rank_info.world_size > 1:
-        return {}
-    references = {reference.metrics["micro_batches"]: reference}
-    for cell in cells:
-        count = cell.metrics.get("micro_batches", reference.metrics["micro_batches"])
+    references = {cells[0].metrics["micro_batches"]: cells[0]}
+    for cell in [cell for cell in cells if cell.metrics]:
+        count = cell.metrics["micro_batches"]
         if count not in references:
             references[count] = Cell("none", 1, micro_batches=int(count))
             _measure(references[count], path, request, rank_info)
-        if references[count] is not reference and not cell.remark:
-            cell.remark = f"compared with parallel=none and micro_batches={count:.0f}"
-    return references
-
-
-def _compare_weights(cells: list[Cell], references: dict[float, Cell], path: Path) -> None:
-    def weights(cell: Cell) -> Mapping[str, torch.Tensor]:
-        (newest,) = list_checkpoints(path / "cells" / cell.name / CHECKPOINTS)
-        return open_checkpoint(newest).model()
-
-    for cell in cells:
-        reference = references.get(cell.metrics.get("micro_batches", 0))
-        if reference is not None and reference.metrics:
-            expected, found = weights(reference), weights(cell)
+        reference = references[count]
+        if reference.micro_batches:
+            cell.remark = f"compared with parallel=none and micro_batches={reference.micro_batches}"
+        if reference.metrics:
+            expected, found = _weights(reference, path), _weights(cell, path)
             cell.difference = max(
-                float((found[name].double() - w.double()).abs().max()) for name, w in expected.items()
+                float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()
             )
 
 
-def _notes(config: Config, cells: list[Cell]) -> list[str]:
-    lines = [
-        "exchanged per step: by the rank that exchanges most; a collective counts as the larger of its input and "
-        "output, RPC as its tensors",
-        "difference: the largest difference of a weight from parallel=none",
-    ]
-    if config.precision != "fp64" and any(cell.difference is not None for cell in cells):
-        lines.append(
-            f"in {config.precision} the difference includes rounding errors, which grow with each step; with "
-            "precision=fp64 only differences of the algorithm remain"
-        )
-    return lines
+def _weights(cell: Cell, path: Path) -> Mapping[str, torch.Tensor]:
+    (newest,) = list_checkpoints(path / "cells" / cell.name / CHECKPOINTS)
+    return open_checkpoint(newest).model()
 
 
-def _rows(cells: list[Cell]) -> list[list[str]]:
-    return [list(HEADER), *(cell.row() for cell in cells)]
-
-
-def _write(cells: list[Cell], path: Path, notes: list[str]) -> None:
-    """Write the table as Markdown and CSV and to TensorBoard, with world sizes as steps."""
+def _write(cells: list[Cell], path: Path) -> None:
+    """Log the table, and write it as Markdown and CSV and to TensorBoard, with world sizes as steps."""
     from torch.utils.tensorboard import SummaryWriter
 
+    rows = [list(HEADER), *(cell.row() for cell in cells)]
+    log.info("\n%s\n\n%s", text_table(rows, for_log=True), "\n".join(NOTES))
+    (path / "compare.md").write_text("\n\n".join([markdown_table(rows), *NOTES]) + "\n")
     names = sorted({name for cell in cells for name in cell.metrics})
     header = ["mode", "world_size", "difference_to_none", "remark", *names]
-    rows = [[cell.mode, cell.world_size, cell.difference, cell.remark, *map(cell.metrics.get, names)] for cell in cells]
-    (path / "compare.csv").write_text(csv_table([header, *rows]))
-    markdown = "\n\n".join([markdown_table(_rows(cells)), *notes]) + "\n"
-    (path / "compare.md").write_text(markdown)
+    values = [
+        [cell.mode, cell.world_size, cell.difference, cell.remark, *map(cell.metrics.get, names)] for cell in cells
+    ]
     with SummaryWriter(str(path)) as board:
-        board.add_text("compare", markdown)
         for cell in cells:
-            for name in ("samples_per_second", "step_time_s"):
-                if name in cell.metrics:
-                    board.add_scalar(f"compare_{name}/{cell.mode}", cell.metrics[name], cell.world_size)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+            for name in {"samples_per_second", "step_time_s"} & cell.metrics.keys():
+                board.add_scalar(f"compare_{name}/{cell.mode}", cell.metrics[name], cell.world_size)
+    (path / "compare.csv").write_text(csv_table([header, *values]))

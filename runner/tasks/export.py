@@ -1,17 +1,16 @@
 """task=export: the trained model of a run as a file for other programs, and a JSON file that describes it."""
 
+import contextlib
 import inspect
-import os
 import re
-import shutil
-from collections.abc import Callable
+import tempfile
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from runner.checkpoints.saved_state import weights_sha256
 from runner.config.schema import Config
@@ -20,6 +19,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.distributed.world import World
 from runner.errors import InputError, failed_with, require_packages
+from runner.input.datasets import load_split
 from runner.input.pytree import tensors
 from runner.jobs.task import LaunchingTask
 from runner.jobs.trained_model import Trained, restore_model
@@ -27,16 +27,7 @@ from runner.records.provenance import git_state, versions
 from runner.records.record_files import dumps, read_metrics
 from runner.records.result import read_result
 from runner.records.run_directory import Request
-from runner.tasks.example_call import Example, Examples, describe_tensors
-from runner.tasks.exported import (
-    PACKAGES,
-    SUFFIXES,
-    difference,
-    trace,
-    write_onnx,
-    write_program,
-    write_safetensors,
-)
+from runner.tasks import exported
 
 WAIT_S = 3600.0  # the other ranks' timeout while rank 0 exports
 NUM_SAMPLES = 4  # samples on which an exported program is compared with the model
@@ -71,41 +62,28 @@ class Export(LaunchingTask):
 def _export(config: Config, request: Request) -> Path:
     """Export the model and return the file's path. Raise ValueError or OSError if that fails."""
     assert config.run is not None
-    require_packages(f"export.format={config.export.format}", config.export.format, *PACKAGES[config.export.format])
+    kind = config.export.format
+    require_packages(f"export.format={kind}", kind, *exported.PACKAGES[kind])
     run = Path(config.run)
     trained = restore_model(config, request.choices, run, config.checkpoint.load)
     path = _path_of(config, request, run, trained)
-    existing = next(directory for directory in path.parents if directory.exists())
-    partial = existing / f".{path.name}.tmp-{os.getpid()}"
     try:
-        partial.mkdir()
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"export.output={path}: cannot create its directory ({error}); choose another one") from None
-    try:
-        lines = _write(config, request, trained, partial / path.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(partial, path)
-    finally:
-        shutil.rmtree(partial)
-    size = sum(file.stat().st_size for file in (path, path.with_name(f"{path.name}.data")) if file.exists())
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as partial:
+        lines = _write(config, request, trained, Path(partial) / path.name)
+        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
+            file.replace(path.parent / file.name)  # last the file itself, which marks completion
     model = f"{request.choices['model']}, {sum(p.numel() for p in trained.model.parameters()):,} parameters"
     print(f"export   {model}, {run.name} after step {trained.progress.step}", *lines, sep="\n")
-    print(f"written  {path} ({size / 1e6:,.1f} MB), {path.name}.json", flush=True)
+    print(f"written  {path}, {path.name}.json", flush=True)
     return path
-
-
-def _replace(partial: Path, path: Path) -> None:
-    """Move the written files to their final place and remove an earlier export's separate file of ONNX weights."""
-    written = sorted(partial.iterdir(), key=lambda file: file.name == path.name)  # last: the file that marks completion
-    for file in written:
-        file.replace(path.parent / file.name)
-    if path.suffix == SUFFIXES["onnx"] and not any(file.name == f"{path.name}.data" for file in written):
-        path.with_name(f"{path.name}.data").unlink(missing_ok=True)
 
 
 def _path_of(config: Config, request: Request, run: Path, trained: Trained) -> Path:
     """Return the path of the exported file. Raise InputError if its suffix belongs to another format."""
-    suffix = SUFFIXES[config.export.format]
+    suffix = exported.SUFFIXES[config.export.format]
     if config.export.output is None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.choices["model"])
         return run.absolute() / "export" / f"{name}-{trained.checkpoint.name}{suffix}"
@@ -113,38 +91,38 @@ def _path_of(config: Config, request: Request, run: Path, trained: Trained) -> P
     if path.suffix != suffix or path.is_dir():
         raise InputError(
             f"export.output={config.export.output} must be a file that ends in {suffix} for "
-            f"export.format={config.export.format}; try export.output={path.stem or 'model'}{suffix}"
+            f"export.format={config.export.format}"
         )
     return path
 
 
 def _write(config: Config, request: Request, trained: Trained, path: Path) -> list[str]:
     """Write the file and its JSON description. Return the lines to print."""
-    model, exported = trained.model, config.export.format
-    world = World(RankInfo(), None, as_backend(config.backend))
+    model, kind = trained.model, config.export.format
     facts = _facts(config, request, trained)
     lines: list[str] = []
-    examples, example = None, None
+    examples: list[exported.Example] = []  # of several samples, and of one
     try:
-        examples = Examples(config, request.choices, model, world)
-        example = examples.of(min(NUM_SAMPLES, len(examples)))
-        arguments = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
+        dataset = load_split(config, request.choices, World(RankInfo(), None, as_backend(config.backend)), config.split)
+        for num_samples in (min(NUM_SAMPLES, len(dataset)), 1):
+            examples.append(exported.make_example(config, request.choices, model, dataset, num_samples))
+        arguments = inspect.signature(model.forward).bind(*examples[0].args, **examples[0].kwargs).arguments
+        classes = getattr(dataset, "classes", None)
         facts |= {
-            "inputs": describe_tensors(arguments, example.num_samples),
-            "outputs": describe_tensors(example.run(model), example.num_samples),
-            "classes": examples.classes,
+            "inputs": exported.describe_tensors(arguments, examples[0].num_samples),
+            "outputs": exported.describe_tensors(examples[0].run(model), examples[0].num_samples),
+            "classes": [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None,
         }
     except InputError as error:
-        if exported != "safetensors":
-            raise InputError(f"export.format={exported} runs the model on samples: {error.messages[0]}") from None
+        if kind != "safetensors":
+            raise InputError(f"export.format={kind} runs the model on samples: {error.messages[0]}") from None
         lines.append(f"inputs   not described: {error.messages[0]}")
-    if exported == "safetensors":
-        facts["tied"] = write_safetensors(model, path)
+    if kind == "safetensors":
+        facts["tied"] = exported.write_safetensors(model, path)
         lines += [f"tied     {name} is stored as {kept}" for name, kept in facts["tied"].items()]
         lines.append("checked  the file was read again and contains these weights")
     else:
-        assert examples is not None and example is not None
-        facts["batch"], largest = _write_program(config, trained, examples, example, path)
+        facts["batch"], largest = _write_program(config, model, examples, path)
         facts["largest_difference"] = largest
         batch = "any number of samples" if facts["batch"] is None else "one sample only, because of the model"
         lines.append(f"batches  {batch}")
@@ -154,35 +132,31 @@ def _write(config: Config, request: Request, trained: Trained, path: Path) -> li
 
 
 def _write_program(
-    config: Config, trained: Trained, examples: Examples, example: Example, path: Path
+    config: Config, model: nn.Module, examples: list[exported.Example], path: Path
 ) -> tuple[int | None, float]:
     """Write a program and compare its outputs with the model's.
 
     Return the number of samples that it accepts (None for any number), and the largest difference of its outputs.
     """
-    model, exported = trained.model, config.export.format
-    writes: Callable[..., Callable[[Example], list[Tensor]]] = write_onnx if exported == "onnx" else write_program
-    tried, program = [example, examples.of(1)], None
-    if example.num_samples > 1:
-        try:
-            program = trace(model, example, any_batch=True)
-        except Exception:  # tracing has many kinds of errors; a batch of one sample may still work
-            tried = tried[1:]
-    batch = None if program else 1
+    kind = config.export.format
+    batch, program = None, None
+    with contextlib.suppress(Exception):  # tracing has many kinds of errors; a batch of one sample may still work
+        program = exported.trace(model, examples[0], any_batch=True) if examples[0].num_samples > 1 else None
+    if program is None:
+        batch, examples = 1, examples[1:]
     try:
-        program = program or trace(model, tried[0], any_batch=False)
-        run = writes(program, path)
-        found = [(run(each), tensors(each.run(model))) for each in tried]
+        run = exported.PROGRAM_WRITERS[kind](program or exported.trace(model, examples[0], any_batch=False), path)
+        found = [exported.difference(run(each), tensors(each.run(model))) for each in examples]
     except Exception as error:
         # Each part of a tracer or backend has its own errors for unsupported models.
-        reason = f"export.format={exported}: the export of the model failed{failed_with(error)}"
-        if exported == "onnx" and config.precision == "fp64":
+        reason = f"export.format={kind}: the export of the model failed{failed_with(error)}"
+        if kind == "onnx" and config.precision == "fp64":
             raise InputError(f"{reason}; onnxruntime lacks float64 operators: try precision=fp32") from None
         raise InputError(f"{reason}; try export.format=safetensors") from None
     allowed = config.export.tolerance
     if allowed is None:
         allowed = TOLERANCES[next((p.dtype for p in model.parameters()), torch.float32)]
-    largest = max((difference(*pair) for pair in found), key=lambda value: (value != value, value))
+    largest = torch.tensor(found, dtype=torch.float64).max().item()  # NaN if one is
     if not largest <= allowed:
         raise InputError(
             f"export.tolerance={allowed:g}: the outputs of the exported program differ from the model's by "
@@ -211,7 +185,7 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
         "checkpoint": {"read_as": config.checkpoint.load, "step": step, "epoch": trained.progress.epoch},
         "monitor": recorded.get("monitor"),
         "metrics": metrics,
-        "versions": versions() | {package: version(package) for package in PACKAGES[config.export.format]},
+        "versions": versions() | {package: version(package) for package in exported.PACKAGES[config.export.format]},
         "git": {"trained": recorded.get("git"), "exported": git_state()},
         "choices": dict(request.choices),
         "configuration": asdict(config),

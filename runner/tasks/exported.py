@@ -1,22 +1,83 @@
-"""Writers of the export formats. Each reads its file again, so that the file can be compared with the model."""
+"""Writers of the export formats, and example calls of a model, with which a written program is compared with it."""
 
 import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner.errors import first_line
-from runner.input.pytree import tensors
-from runner.tasks.example_call import Example
+from runner.config.schema import Config
+from runner.errors import InputError, first_line
+from runner.input.batch import MicroBatch, cast_floating
+from runner.input.pytree import map_tensors, named_tensors, tensors
+from runner.input.source import Source
+from runner.objectives.supervised import Supervised, call_model
+from runner.optimization.precision import Precision
+from runner.training.components import make_objective, make_parallel
 
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
 PACKAGES = {"safetensors": ("safetensors",), "torch_export": (), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of one call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    num_samples: int
+    ragged: bool  # the sizes of dims other than the first may vary between batches
+
+    def run(self, model: Callable[..., Any]) -> Any:
+        """Call the model, or an exported program, and return its outputs."""
+        with torch.no_grad():
+            return model(*self.args, **self.kwargs)
+
+
+def make_example(
+    config: Config, choices: Mapping[str, str], model: nn.Module, dataset: Source, num_samples: int
+) -> Example:
+    """Return the call with the first samples. Raise InputError if the objective does not call the model with them."""
+    dtype = Precision(config.precision, torch.device("cpu")).parameter_dtype
+    objective = make_objective(config, choices, make_parallel(config, choices))
+    if isinstance(objective, nn.Module):
+        objective.to(dtype=dtype)
+    calls: list[tuple[Any, Any]] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True
+    )
+    try:
+        batch = map_tensors(lambda tensor: cast_floating(tensor, dtype), dataset.read(range(num_samples)))
+        with torch.no_grad():
+            if isinstance(objective, Supervised):
+                call_model(model, MicroBatch(batch, range(num_samples)).inputs)
+            else:
+                objective.predict(model, batch)
+    except Exception as error:  # the user's code
+        raise InputError(f"the first samples of the data cannot be predicted: {first_line(error)}") from None
+    finally:
+        handle.remove()
+    if not calls:
+        raise InputError(f"objective={choices.get('objective')}: predict(model, batch) does not call the model")
+    return Example(*calls[0], num_samples, ragged=hasattr(dataset, "collate"))
+
+
+def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
+    """Return name, dtype and shape of each tensor of a pytree. The dim of the samples is called "batch"."""
+    return [
+        {
+            "name": path.removeprefix(".") or "outputs",
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": ["batch" if dim == 0 and size == num_samples else size for dim, size in enumerate(tensor.shape)],
+        }
+        for path, tensor in named_tensors(tree).items()
+    ]
 
 
 def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
@@ -31,12 +92,12 @@ def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
     state, kept, tied = model.state_dict(), {}, {}
     first: dict[Any, str] = {}
     for name, tensor in state.items():
-        memory = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and memory in first:
             tied[name] = first[memory]
         else:
             first[memory] = name
-            kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            kept[name] = tensor.clone(memory_format=torch.contiguous_format)
     try:
         path.touch()
         mode = path.stat().st_mode
@@ -97,6 +158,9 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> Callable[[E
     return run
 
 
+PROGRAM_WRITERS = {"torch_export": write_program, "onnx": write_onnx}
+
+
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest absolute difference, relative to the largest expected number; NaN if an output is NaN.
 
@@ -105,10 +169,9 @@ def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
     shapes = [[list(tensor.shape) for tensor in found] for found in (outputs, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"its outputs have the shapes {shapes[0]}, the model's have {shapes[1]}")
-    pairs = [(one.double(), other.double()) for one, other in zip(outputs, expected, strict=True) if one.numel()]
-    scale = max([other.abs().max().item() for _, other in pairs] or [0.0])
-    largest = torch.tensor([(one - other).abs().max() for one, other in pairs] or [0.0], dtype=torch.float64).max()
-    return largest.item() / scale if scale else largest.item()
+    found, wanted = (torch.cat([tensor.double().flatten() for tensor in each]) for each in (outputs, expected))
+    largest, scale = (found - wanted).abs().max().item(), wanted.abs().max().item()
+    return largest / scale if scale else largest
 
 
 @contextlib.contextmanager

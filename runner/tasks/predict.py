@@ -19,8 +19,7 @@ from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
 from runner.records.run_directory import RunDirectory
 from runner.tasks.evaluate import restore_run
-from runner.tasks.prediction_columns import Columns, columns_of
-from runner.tasks.prediction_files import SUFFIXES, writing
+from runner.tasks.prediction_files import SUFFIXES, Columns, columns_of, writing
 from runner.tasks.train import name_classes
 from runner.training.build import Experiment
 from runner.training.mode import ParallelModel
@@ -41,18 +40,9 @@ class Predict(JobTask):
         if kind == "parquet":
             require_packages("predict.format=parquet", "table", "pyarrow")
         if (output := config.predict.output) is not None and Path(output).suffix != SUFFIXES[kind]:
-            what = f"a file that ends in {SUFFIXES[kind]}" if SUFFIXES[kind] else "a directory without a suffix"
-            messages.append(
-                f"predict.output={output} must be {what} for predict.format={kind}; "
-                f"try predict.output={Path(output).stem or 'predictions'}{SUFFIXES[kind]}"
-            )
-        elif output is not None and (Path(output).exists() if kind == "npy" else Path(output).is_dir()):
-            found = "directory" if Path(output).is_dir() else "file"
-            messages.append(f"predict.output={output} must not exist, and is a {found}; choose another path")
-        elif output is not None:
-            parent = next(path for path in Path(output).absolute().parents if path.exists())
-            if not parent.is_dir():
-                messages.append(f"predict.output={output}: {parent} is a file, not a directory; choose another path")
+            messages.append(f"predict.output={output} must end in {SUFFIXES[kind] or 'no suffix'} with format={kind}")
+        elif output is not None and (Path(output).is_dir() or (kind == "npy" and Path(output).exists())):
+            messages.append(f"predict.output={output} must not exist yet; choose another path")
         objective = locate(config.objective["_target_"])
         if isinstance(objective, type) and (why := _lacks_predict(objective)):  # a factory's class is not known yet
             messages.append(why)

@@ -1,21 +1,77 @@
-"""The files of task=predict, written piece by piece to a temporary path and renamed when complete."""
+"""The columns and files of task=predict, written piece by piece to a temporary path and renamed when complete."""
 
 import contextlib
 import csv
-import os
-import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from runner.errors import JobFailed
-from runner.tasks.prediction_columns import Columns
+from runner.input.pytree import named_tensors
+from runner.objectives.supervised import resolve_class_dim
 
+Columns = dict[str, np.ndarray[Any, Any]]  # arrays of shape (num_samples, ...) by name
+
+INDEX, TARGET, PREDICTION, PROBABILITY, OUTPUT = "index", "target", "prediction", "probability", "output"
 SUFFIXES = {"csv": ".csv", "parquet": ".parquet", "npy": ""}
 MAX_NUMBERS = 1000  # numbers per sample and output that get a column each
-GROUP_ROWS, GROUP_NUMBERS = 8192, 1 << 24  # limits of a Parquet row group, which is kept in memory
+GROUP_NUMBERS = 1 << 24  # in a Parquet row group, which is kept in memory
+
+
+def columns_of(outputs: Any, targets: Any, indices: Sequence[int]) -> Columns:
+    """Return the columns index, target, prediction, probability and output, in this order.
+
+    Mappings and sequences have a column for each tensor, such as output.size. If a target is a class (integers in the
+    output's shape without its dim of classes), `prediction` is the class of the largest output and `probability` its
+    softmax probability. Raises JobFailed if a tensor does not have one row per sample.
+    """
+    found, expected = _rows(outputs, len(indices), "outputs"), _rows(targets, len(indices), "targets")
+    classes = {path: _classify(found[path], target) for path, target in expected.items() if path in found}
+    predicted = {path: pair for path, pair in classes.items() if pair is not None}
+    columns = {INDEX: torch.tensor(indices, dtype=torch.int64)}
+    columns |= {TARGET + path: tensor for path, tensor in expected.items()}
+    columns |= {PREDICTION + path: classes for path, (classes, _) in predicted.items()}
+    columns |= {PROBABILITY + path: probability for path, (_, probability) in predicted.items()}
+    columns |= {OUTPUT + path: tensor for path, tensor in found.items()}
+    return {name: _as_array(tensor) for name, tensor in columns.items()}
+
+
+def _rows(tree: Any, num_samples: int, what: str) -> dict[str, Tensor]:
+    named = named_tensors(tree)
+    for path, tensor in named.items():
+        if not tensor.dim() or len(tensor) != num_samples:
+            raise JobFailed(
+                f"{what}{path} must have one row per sample, and has the shape {list(tensor.shape)} for {num_samples} "
+                "samples"
+            )
+    return named
+
+
+def _classify(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the classes of the largest outputs and their probabilities, or None if targets are not classes."""
+    if target.is_floating_point() or not output.is_floating_point() or output.dim() != target.dim() + 1:
+        return None
+    try:
+        dim = resolve_class_dim(output, target)
+    except ValueError:  # ambiguous without the loss's class_dim
+        return None
+    if output.movedim(dim, -1).shape[:-1] != target.shape or output.shape[dim] == 1:
+        return None
+    wide = output.double() if output.dtype == torch.float64 else output.float()
+    probability, classes = wide.softmax(dim).max(dim)
+    return classes, probability
+
+
+def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    tensor = tensor.detach().cpu()
+    if tensor.dtype in (torch.bfloat16, torch.float16):  # autocast's types; numpy has no bfloat16
+        tensor = tensor.float()
+    return tensor.contiguous().numpy()
 
 
 @contextlib.contextmanager
@@ -24,20 +80,16 @@ def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet 
 
     The methods of a writer raise JobFailed if the format cannot store the samples.
     """
-    partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     writers: dict[str, type[Csv] | type[Parquet] | type[Arrays]] = {"csv": Csv, "parquet": Parquet, "npy": Arrays}
-    writer = writers[kind](partial, num_samples)
-    try:
-        yield writer
-        writer.close()
-    except BaseException:
-        with contextlib.suppress(Exception):  # the error above is reported
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
+        partial = Path(directory) / path.name
+        writer = writers[kind](partial, num_samples)
+        try:
+            yield writer
+        finally:
             writer.close()
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(path)
+        partial.replace(path)
 
 
 class Csv:
@@ -72,15 +124,14 @@ class Parquet:
     """
 
     def __init__(self, path: Path, num_samples: int):
-        self._path, self._kept, self._rows, self._numbers = path, list[Columns](), 0, 0
+        self._path, self._kept, self._numbers = path, list[Columns](), 0
         self._writer: Any = None
         self._lists: set[str] = set()  # columns of lists, also for later samples of equal length
 
     def add(self, columns: Columns) -> None:
         self._kept.append(columns)
-        self._rows += len(next(iter(columns.values())))
         self._numbers += sum(values.size for values in columns.values())
-        if self._rows >= GROUP_ROWS or self._numbers >= GROUP_NUMBERS:
+        if self._numbers >= GROUP_NUMBERS:
             self._write()
 
     def _write(self) -> None:
@@ -107,7 +158,7 @@ class Parquet:
                 "pad all batches to one length"
             )
         self._writer.write_table(table)
-        self._kept, self._rows, self._numbers = [], 0, 0
+        self._kept, self._numbers = [], 0
 
     def close(self) -> None:
         if self._kept:
@@ -164,9 +215,6 @@ def flatten(columns: Columns) -> Columns:
     return flat
 
 
-def _texts(values: np.ndarray[Any, Any]) -> list[Any]:
+def _texts(values: np.ndarray[Any, Any]) -> list[str]:
     """Return the shortest texts: numpy prints a float32 with its own digits, Python as a float64 with twice as many."""
-    if values.dtype == np.bool_:
-        values = values.astype(np.int64)
-    exact = values.dtype == np.float64 or values.dtype.kind in "iu"
-    return values.tolist() if exact else [str(value) for value in values]
+    return [str(value) for value in (values.astype(np.int64) if values.dtype == np.bool_ else values)]

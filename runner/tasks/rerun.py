@@ -64,19 +64,14 @@ class Rerun(JobTask):
 
 def differences(then: Path, now: RunDirectory) -> list[str]:
     """Return the possible causes of different weights, one line each."""
-    was, result = read_result(then) or {}, asdict(now.result)
-    lines = []
-    for topic in ("git", "versions", "machine"):
-        before, after = was.get(topic) or {}, result[topic]
-        lines += [
-            f"{key}: was {before.get(key)}, is {after.get(key)}"
-            for key in {**before, **after}
-            if before.get(key) != after.get(key)
-        ]
+    old, new = (
+        dotted({topic: result.get(topic) or {} for topic in ("git", "versions", "machine")}) | _settings(path)
+        for path, result in ((then, read_result(then) or {}), (now.path, asdict(now.result)))
+    )
+    lines = [f"{key}: was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
     if _diff(then) != _diff(now.path):
         lines.append(f"uncommitted changes: compare {then / DIFF} with {now.path / DIFF}")
-    old, new = (_settings(path) for path in (then, now.path))
-    return lines + [f"{key}: was {old[key]}, is {new.get(key)}" for key in old if old[key] != new.get(key)]
+    return lines
 
 
 def _diff(path: Path) -> str:

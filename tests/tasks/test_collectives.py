@@ -14,9 +14,7 @@ from runner.distributed import collectives
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
-from runner.paths import CONF
-from runner.tasks.collective_calls import CALLS
-from runner.tasks.collectives import Collectives, Measurement, bus_factor, check
+from runner.tasks.collectives import OPERATIONS, Collectives, bus_factor, check
 
 SMALL = ("task=collectives", "task.sizes=[4,1000]", "task.repeats=2", "task.warmup=1")
 
@@ -27,13 +25,13 @@ def world_of(rank: int, world_size: int, folder: Path) -> World:
     return World(RankInfo(rank, rank, world_size, world_size, source="test"), store, Backend())
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_every_collective_has_the_expected_values(world_size: int, tmp_path: Path) -> None:
     def on_rank(rank: int, world_size: int) -> dict[str, str | None]:
         world = world_of(rank, world_size, tmp_path)
-        return {operation: check(operation, world) for operation in CALLS}
+        return {operation: check(operation, world) for operation in OPERATIONS}
 
-    assert run_ranks(on_rank, world_size) == [dict.fromkeys(CALLS)] * world_size
+    assert run_ranks(on_rank, world_size) == [dict.fromkeys(OPERATIONS)] * world_size
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "gather"])
@@ -86,7 +84,7 @@ def test_another_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_bandwidths() -> None:
     """https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, for 4 ranks."""
-    assert {operation: bus_factor(operation, 4) for operation in CALLS} == {
+    assert {operation: bus_factor(operation, 4) for operation in OPERATIONS} == {
         "broadcast": 1,
         "reduce": 1,
         "all_reduce": 1.5,
@@ -97,24 +95,23 @@ def test_bandwidths() -> None:
         "all_to_all": 0.75,
         "send_recv": 1,
     }
-    measurement = Measurement("all_reduce", num_bytes=4_000_000_000, seconds=2.0, world_size=4)
-    assert measurement.algorithm_gb_s == pytest.approx(2.0) and measurement.bus_gb_s == pytest.approx(3.0)
 
 
 def test_a_run_writes_a_table_and_a_plot(tmp_path: Path) -> None:
-    made = run(tmp_path, 4, *SMALL)
+    made = run(tmp_path, 3, *SMALL)
     assert made.result["state"] == "finished" and made.result["task"] == "collectives"
     metrics = made.result["metrics"]
-    sizes = (16, 992)  # 4 bytes are fewer than one number for each rank; 1000 bytes are 250 numbers
+    sizes = (12, 996)  # 4 bytes are fewer than one number for each rank; 1000 bytes are 250 numbers
     names = {
-        f"{o}/{what}/{size}" for o in CALLS for what in ("bus_gb_s", "algorithm_gb_s", "seconds") for size in sizes
+        f"{o}/{what}/{size}" for o in OPERATIONS for what in ("bus_gb_s", "algorithm_gb_s", "seconds") for size in sizes
     }
     assert metrics.keys() == names and all(value > 0 for value in metrics.values())
-    ratio = metrics[f"all_reduce/bus_gb_s/{sizes[1]}"] / metrics[f"all_reduce/algorithm_gb_s/{sizes[1]}"]
-    assert ratio == pytest.approx(1.5)
+    rate, seconds = (metrics[f"all_reduce/{name}/996"] for name in ("algorithm_gb_s", "seconds"))
+    assert rate == pytest.approx(996 / seconds / 1e9)
+    assert metrics["all_reduce/bus_gb_s/996"] == pytest.approx(4 / 3 * rate)
     with (made.path / "collectives.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["operation"], int(row["bytes"])) for row in rows] == [(o, size) for o in CALLS for size in sizes]
+    assert [(row["operation"], int(row["bytes"])) for row in rows] == [(o, size) for o in OPERATIONS for size in sizes]
     assert (made.path / "collectives.md").read_text().count("| all_reduce |") == 2
     assert (made.path / "collectives.png").read_bytes().startswith(b"\x89PNG")
     assert not (made.path / "checkpoints").exists()
@@ -128,25 +125,6 @@ def test_invalid_input_is_refused(here: Callable[..., int], capfd: pytest.Captur
     refused = "task.operations=[all_redcue] must be one or several of broadcast,"
     assert capfd.readouterr().err.startswith(refused)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sizes": []}, "sizes=[] must be numbers of bytes of at least 4; try [1024]"),
-        ({"sizes": [1024, 3]}, "sizes=[1024,3] must be"),
-        ({"repeats": 0}, "repeats=0 must be at least 1; try 10"),
-        ({"warmup": -1}, "warmup=-1 must be at least 0; try 2"),
-        ({"operations": []}, "operations=[] must be one or several of broadcast, "),
-        ({"operations": ["gather", "x"]}, "operations=[gather,x] must be"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        Collectives(**options)
-    assert str(raised.value).startswith(message)
-
-
-def test_configuration_is_the_default() -> None:
-    text = (CONF / "task" / "collectives.yaml").read_text()
-    assert f"operations: [{', '.join(CALLS)}]" in text and "sizes: [1024, 65536, 1048576, 16777216]" in text
+    for options in ({"sizes": []}, {"sizes": [1024, 3]}, {"repeats": 0}, {"warmup": -1}, {"operations": []}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* "):
+            Collectives(**options)  # type: ignore[arg-type]

@@ -60,18 +60,11 @@ def test_inside_a_world_it_measures_that_size_and_prints_each_line_once(commands
     ]
 
 
-@pytest.mark.parametrize(
-    ("word", "output"),
-    [
-        ("compare.modes=[dpp]", "unknown mode dpp; did you mean d"),
-        ("compare.world_sizes=[0]", "must be numbers of processes of at least 1"),
-    ],
-)
-def test_wrong_input_is_refused(
-    word: str, output: str, here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert here("task=compare", *TINY, word) == 2
-    assert output in capsys.readouterr().err
+def test_wrong_input_is_refused(here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("task=compare", *TINY, "compare.modes=[dpp]") == 2
+    assert "unknown mode dpp; did you mean d" in capsys.readouterr().err
+    assert here("task=compare", *TINY, "compare.world_sizes=[0]") == 2
+    assert "must be numbers of processes of at least 1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -44,8 +44,7 @@ def test_a_program_accepts_the_inputs_of_the_model(
     (done.path / "overrides.yaml").write_text(yaml.safe_dump([*recorded, "launcher=slurm", "launcher.nodes=2"]))
     file = done.path / "export" / f"two_heads-step_3{exported.SUFFIXES[kind]}"
     file.parent.mkdir()
-    for name in (file.name, f"{file.name}.data") if kind == "onnx" else (file.name,):
-        (file.parent / name).write_text("of an earlier, larger export")
+    file.write_text("of an earlier export")
     assert here("task=export", f"run={done.path}", f"export.format={kind}") == 0
     printed = capfd.readouterr().out
     assert "batches  any number of samples" in printed and "checked  outputs differ" in printed
@@ -97,10 +96,13 @@ def test_models_that_cannot_be_exported_are_reported_and_leave_no_file(
     differs, counts = odd(tmp_path / "differs", "OtherWhenExported"), odd(tmp_path / "counts", "Counting")
 
     def refused(done: Run, *args: str) -> str:
-        before = sorted(tmp_path.rglob("*"))
+        def files() -> list[Path]:
+            return sorted(path for path in tmp_path.rglob("*") if path.is_file())
+
+        before = files()
         capfd.readouterr()
         assert here("task=export", f"run={done.path}", *args) == 2
-        assert sorted(tmp_path.rglob("*")) == before
+        assert files() == before
         (line,) = capfd.readouterr().err.splitlines()
         return line
 
@@ -108,21 +110,15 @@ def test_models_that_cannot_be_exported_are_reported_and_leave_no_file(
     assert "export.tolerance=0.0001: the outputs" in printed and "differ from the model's by" in printed
     assert "inputs[inputs > 0]" not in (printed := refused(counts, "export.format=torch_export"))
     assert "the export of the model failed with: " in printed and "odd_model.py:" in printed
-    assert "must be a file that ends in .pt2" in refused(
-        differs, "export.format=torch_export", "export.output=model.onnx"
-    )
-    assert "export.format=pt must be one of" in refused(differs, "export.format=pt")
+    printed = refused(differs, "export.format=torch_export", "export.output=model.onnx")
+    assert "must be a file that ends in .pt2" in printed
     (tmp_path / "file").touch()
     assert "export.output=" in (printed := refused(differs, "export.output=file/model.safetensors"))
     assert "cannot create its directory" in printed
     assert "export.tolerance=0.1 has no effect with" in refused(differs, "export.tolerance=0.1")
-    assert "has no checkpoint step_9" in refused(differs, "checkpoint=step_9")
     assert "other shapes: first.weight" in refused(differs, "data.num_outputs=4")
     monkeypatch.setattr("runner.errors.find_spec", lambda name: None if name == "onnxscript" else name)
     assert "pip install 'experiment-runner[onnx]'" in refused(differs, "export.format=onnx")
-    capfd.readouterr()
-    assert here("task=train", "export.format=onnx") == 2
-    assert "no effect without task=export" in capfd.readouterr().err
 
     # If the data is missing, weights can be exported, but programs cannot.
     missing = ("data=arrays", "data.inputs.train=none.npy", "model.sample_shape=[10]")
@@ -134,26 +130,14 @@ def test_models_that_cannot_be_exported_are_reported_and_leave_no_file(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("fp32", 1e-6), pytest.param("fp64", 1e-12, marks=pytest.mark.soak)]
-)
-def test_plain_torch_loads_it_as_documented(
-    precision: str, tolerance: float, here: Callable[..., int], tmp_path: Path
-) -> None:
+def test_plain_torch_loads_it_as_documented(here: Callable[..., int], tmp_path: Path) -> None:
     """Ten lines that import only the model's file load the averaged weights of four shards, with the same outputs."""
-    args = ("model=convnet", "model.channels=[4,8]", "batch_size=200", "parallel=fsdp", f"precision={precision}")
+    args = ("model=convnet", "model.channels=[4,8]", "batch_size=200", "parallel=fsdp")
     done = run(tmp_path, 4, *args, "ema.decay=0.9", "checkpoint.keep_best=1", "epochs=3", "logger=none")
     read = (f"run={done.path}", "checkpoint=best")
     arrays = tmp_path / "arrays"
-    run(
-        tmp_path / "of",
-        4,
-        *read,
-        "task=predict",
-        "predict.format=npy",
-        f"predict.output={arrays}",
-        f"outputs={arrays}.of",
-    )
+    predict = ("task=predict", "predict.format=npy", f"predict.output={arrays}", f"outputs={arrays}.of")
+    run(tmp_path / "of", 4, *read, *predict)
     assert here("task=export", *read, "export.output=digits.safetensors") == 0
     (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)
     assert len([line for line in page.splitlines() if line]) <= 10
@@ -173,7 +157,7 @@ assert not {"runner", "hydra", "data", "conf"} & sys.modules.keys()
     )
     assert went.returncode == 0, went.stderr
     outputs, predicted = np.load(tmp_path / "outputs.npy"), np.load(arrays / "output.npy")
-    assert np.abs(outputs - predicted).max() < tolerance and np.abs(predicted).max() > 0.1
+    assert np.abs(outputs - predicted).max() < 1e-6 and np.abs(predicted).max() > 0.1
     saved = open_checkpoint(done.path / "checkpoints" / "best")
     assert not torch.equal(saved.average()["head.weight"], saved.model()["head.weight"])
 
