@@ -11,7 +11,7 @@ from runner.config.help.config_tree import ConfigTree
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError
-from runner.launchers.protocol import Queue, SubmissionUnknown
+from runner.launchers.protocol import Queue
 from runner.paths import CONF
 from runner.records.ledger import JobRecord, read_ledger
 from runner.records.run_directory import Request
@@ -21,7 +21,7 @@ UNDECIDED = ("queued", "running")
 
 
 class PartlyQueued(Exception):
-    """Not all jobs have been submitted: the queue refused some of them, or did not answer."""
+    """Not all jobs have been submitted: the queue refused some of them."""
 
 
 def check_launchers(
@@ -82,7 +82,7 @@ def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, recor
     """Submit the jobs, as many at once as their queue accepts. Return True if they may still be in the queue.
 
     record(job, state, **facts) is called for each submitted job. Raises InputError if none was accepted, and
-    PartlyQueued if only some were, or if the queue did not answer.
+    PartlyQueued if only some were.
     """
     from runner.launchers.launch import make_launcher
 
@@ -96,23 +96,18 @@ def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, recor
         queues.append(queue)
         size = queue.max_jobs() or len(group)
         for batch in (group[first : first + size] for first in range(0, len(group), size)):
-            reason = ""
             try:
                 names = queue.submit_sweep([(config, request) for _, config, request in batch], directory)
-                num_queued += len(names)
             except InputError as error:
                 if not num_queued:
                     raise
-                names, reason = [], f"{error}\n{num_queued} of {len(queued)} jobs are queued"
-            except SubmissionUnknown as error:
-                names, reason = error.names, f"{len(error.names)} jobs may be queued, {num_queued} are"
+                raise PartlyQueued(
+                    f"{error}\n{num_queued} of {len(queued)} jobs are queued, {len(queued) - num_queued} are not; "
+                    f"python -m runner -m resume={directory} submits those that are not"
+                ) from None
+            num_queued += len(names)
             for (job, _, _), name in zip(batch, names, strict=False):  # printed jobs have no names
                 record(job, "queued", queued_as=name, queue=config.launcher["_target_"])
-            if reason:
-                left = len(queued) - num_queued - len(names)
-                raise PartlyQueued(
-                    f"{reason}, {left} are not; python -m runner -m resume={directory} submits those that are not"
-                )
     have_ended = [queue.wait_for_sweep() for queue in queues]
     return bool(queues) and not all(have_ended)
 

@@ -114,8 +114,9 @@ def test_a_signaled_agent_leaves_a_file(run: Path, monkeypatch: pytest.MonkeyPat
 def test_a_followed_job_returns_the_metrics_of_a_finished_run(
     state: str, status: int, result: str, expected: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = iter([("RUNNING", 0), (state, status)])
-    monkeypatch.setattr(queue, "job_state", lambda job: next(states))
+    ended = iter([set(), {"7"}])
+    monkeypatch.setattr(queue, "find_ended", lambda names: next(ended))
+    monkeypatch.setattr(queue, "_final_state", lambda job: (state, status))
     monkeypatch.setattr(queue, "POLL_S", 0.0)
     (run / "result.json").write_text(json.dumps({"state": result, "metrics": {"val/loss": 0.5}}))
     if expected == 0:

@@ -44,10 +44,8 @@ def run() -> int:
         except (SignalException, Preempted):
             # Ranks that were only starting died of the signal, which the batch script may not have received.
             (Path(directory) / STOPPED).touch()
-        except JobFailed:
-            return 1
-        except RendezvousClosedError:
-            return 1  # another node has given up, and reports why
+        except (JobFailed, RendezvousClosedError):
+            return 1  # this node or another one has reported why
         except RendezvousError as error:
             print(f"the nodes no longer found each other: {error or type(error).__name__}", file=sys.stderr)
             return 1
