@@ -129,7 +129,7 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
     if threading.current_thread() is not threading.main_thread():
         raise InputError(f"{called} must be called in the main thread, which handles signals; start a process for it")
     call = _check_arguments(called, overrides, config_dirs)
-    from runner.jobs.embedding import embedded_run  # imports torch, for which a wrong call does not wait
+    from runner.jobs.process_state import embedded_run  # imports torch, for which a wrong call does not wait
 
     try:
         with embedded_run(), fresh_imports():

@@ -23,7 +23,7 @@ from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.jobs.continuation import check_directory, count_samples, locked
 from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
 from runner.jobs.process_state import reset_process
-from runner.jobs.task import JobTask, check_size, make_job_task
+from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.code_state import describe_code
 from runner.records.console import LOGS, logging_to
 from runner.records.result import report_failure, watch_outcome
@@ -162,7 +162,7 @@ def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Exp
     messages = choose_devices(world)
     set_cores_and_threads(world, config.threads)  # of the NUMA node of the device
     reset_process(config.seed)
-    task = make_job_task(config)
+    task: JobTask = make_task(config, JobTask)
     messages += check_fit(config, world.device.type) + check_compiler(config, world.device)
     if messages := messages + check_size(config, request.choices, task, world.world_size):
         raise InputError(*messages)
@@ -218,10 +218,8 @@ def _end_of(error: BaseException, world: World) -> _End:
 
 def _agree_on_end(end: _End, world: World) -> None:
     """Replace the failure of this rank by its cause: a signal to another rank, or the first failure of all ranks."""
-    if end.follows:
-        end.stopped = world.shutdown.stop_reason()
-    if end.stopped:
-        end.state = "preempted"
+    if end.follows and (reason := world.shutdown.stop_reason()):
+        end.state, end.stopped = "preempted", reason
     elif end.state == "failed":
         where = f"rank {world.rank} on {socket.gethostname()}{end.kind}"
         end.text = world.shutdown.report_failure(f"{where}\n{end.text}", end.follows, end.raised_at)

@@ -74,17 +74,10 @@ def launches_jobs(config: Config) -> bool:
     return hasattr(locate(config.task["_target_"]), "launch_jobs")
 
 
-def make_launching_task(config: Config) -> LaunchingTask:
+def make_task(config: Config, contract: type) -> Any:
     """Construct the task. Raise InputError for a refused option or a class that does not implement the contract."""
-    task: LaunchingTask = make_group({}, "task", config.task)
-    check_contract(task, LaunchingTask, "task")
-    return task
-
-
-def make_job_task(config: Config) -> JobTask:
-    """Construct the task. Raise InputError for a refused option or a class that does not implement the contract."""
-    task: JobTask = make_group({}, "task", config.task)
-    check_contract(task, JobTask, "task")
+    task = make_group({}, "task", config.task)
+    check_contract(task, contract, "task")
     return task
 
 

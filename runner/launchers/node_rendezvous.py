@@ -26,24 +26,19 @@ CLOSED = "closed"
 
 
 class OneMachine(StaticTCPRendezvous):
-    """The rendezvous of worlds on one machine, or of this machine's ranks if `address` says where rank 0's store is.
-
-    As the rendezvous of a job, it has the members `is_first`, `join`, `leave` and `close`, as `Nodes` has.
-    """
+    """The rendezvous of worlds on one machine, with the members that `Nodes` has as the rendezvous of a job."""
 
     is_first = True
 
-    def __init__(self, join_timeout_s: float, address: tuple[str, int] | None = None):
-        host, port = address or ("localhost", 0)
-        super().__init__(host, port, rank=0, world_size=1, run_id="runner", timeout=0)
-        self._join_timeout_s, self._serves_store = join_timeout_s, address is None
+    def __init__(self, join_timeout_s: float):
+        super().__init__("localhost", 0, rank=0, world_size=1, run_id="runner", timeout=0)
+        self._join_timeout_s = join_timeout_s
         self._ranks_store: dist.TCPStore | None = None
 
     def join(self) -> RendezvousHandler:
-        """Return the rendezvous of the next world, for whose ranks this process serves a store on one machine."""
-        if self._serves_store:
-            self._ranks_store = serve_store("localhost", 0, loopback=True, timeout_s=self._join_timeout_s)
-            self.master_port = self._ranks_store.port
+        """Return the rendezvous of the next world, for whose ranks this process serves a store."""
+        self._ranks_store = serve_store("localhost", 0, loopback=True, timeout_s=self._join_timeout_s)
+        self.master_port = self._ranks_store.port
         return self
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -61,6 +56,7 @@ class Attempt(DynamicRendezvousHandler):
     """The rendezvous of one world over several machines; it is over when a rank fails or a machine joins."""
 
     number = 0
+    node_rank: int | None = None  # number of this machine; None for the order in which torch sorts the machines
     group_rank: int | None = None
     _closed_at = float("inf")  # monotonic seconds
 
@@ -69,8 +65,8 @@ class Attempt(DynamicRendezvousHandler):
         if self.group_rank is not None:
             raise RendezvousClosedError
         info = super().next_rendezvous()
-        self.group_rank = info.rank
-        return info
+        self.group_rank = info.rank if self.node_rank is None else self.node_rank
+        return RendezvousInfo(info.store, self.group_rank, info.world_size, info.bootstrap_store_info)
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait to join; at least 1 if another machine's ranks have failed some time ago.
@@ -91,14 +87,15 @@ class Nodes:
     contains the keys of the earlier ranks.
 
     Raises RendezvousConnectionError if the endpoint cannot be reached, and if it does not respond for `timeout_s`
-    seconds; None waits until TCP gives up.
+    seconds; None waits until TCP gives up. `node_rank` is the number of this machine, None for any.
     """
 
-    def __init__(self, parameters: RendezvousParameters, timeout_s: float | None = None):
+    def __init__(self, parameters: RendezvousParameters, timeout_s: float | None = None, node_rank: int | None = None):
         _, self._store = create_backend(parameters)
         if timeout_s is not None:
             set_tcp_timeouts(self._store, timeout_s)
         self._parameters, self._key = parameters, f"runner.attempt.{parameters.run_id}"
+        self._node_rank = node_rank
         self._attempts: list[Attempt] = []
         self._had_world = False
 
@@ -151,7 +148,7 @@ class Nodes:
             parameters.local_addr,
             RendezvousTimeout(join=timedelta(seconds=join_s), last_call=timedelta(seconds=last_call_s)),
         )
-        attempt.number = number
+        attempt.number, attempt.node_rank = number, self._node_rank
         return attempt
 
     def _exchange(self, expected: str, desired: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from runner.errors import JobFailed
+from runner.launchers import torchrun
 from runner.launchers.slurm import agent, queue, requeue
 
 End = Callable[[str | None, int, int, str], int]
@@ -94,9 +95,8 @@ def test_a_signaled_agent_leaves_a_file(run: Path, monkeypatch: pytest.MonkeyPat
     def run_worlds(*args: object) -> None:
         raise SignalException("signaled", sigval=signal.SIGUSR1)
 
-    monkeypatch.setattr(agent, "run_worlds", run_worlds)
-    monkeypatch.setattr(agent, "Nodes", lambda parameters: None)
-    monkeypatch.setattr(sys, "argv", ["agent", "-m", "runner"])
+    monkeypatch.setattr(torchrun, "run_worlds", run_worlds)
+    monkeypatch.setattr(sys, "argv", ["agent", "0", "1", "2", "node:1", "0", "60"])
     monkeypatch.setenv("RUNNER_DIRECTORY", str(run))
     monkeypatch.setenv("RUNNER_RESTART_FILE", "")
     assert agent.run() == 0

@@ -1,6 +1,5 @@
 """launcher=slurm: the run as a batch job of Slurm, printed, submitted or waited for."""
 
-import math
 import re
 import shlex
 import shutil
@@ -236,8 +235,7 @@ class Slurm(Queue):
         return script.FUNCTIONS.format(
             command=" ".join(command).strip(),
             nproc=self.nproc_per_node,
-            join_s=math.ceil(self.join_timeout_s),
-            signals=script.SIGNALS,
+            join_s=self.join_timeout_s,
             restarts=self.max_restarts,
         )
 

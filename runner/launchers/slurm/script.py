@@ -1,9 +1,5 @@
 """The parts of the batch script of a Slurm job, which starts a torchrun agent on each of its nodes."""
 
-# torchrun forwards these signals to its ranks, which save and exit; by default it ignores USR1.
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-
-
 TRAP = """\
 # Slurm sends the signal shortly before the time limit and before a preemption: the ranks save and exit.
 step= signaled=
@@ -24,13 +20,10 @@ address() {{
 inside() {{
     exec {command} "$@"
 }}
-# On each node, torchrun for its ranks.
+# On each node, torchrun's agent for its ranks.
 agent() {{
     inside -m runner.launchers.slurm.agent \\
-        --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc} --rdzv-backend=c10d \\
-        --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --local-addr="$(address "$SLURMD_NODENAME")" \\
-        --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}" \\
-        --max-restarts={restarts} --signals-to-handle={signals} -m runner "$@"
+        "$SLURM_NODEID" "$SLURM_JOB_NUM_NODES" {nproc} "$master:$port" {restarts} {join_s} "$@"
 }}
 # Slurm's controller may be busy or restarting.
 retry() {{
@@ -74,7 +67,7 @@ master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
 port=$(({first_port} + SLURM_JOB_ID % {ports}))  # different from that of any other job on the node
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
 export master port
-export -f address inside agent
+export -f inside agent
 mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -f "$RUNNER_DIRECTORY/slurm/stopped" && touch "$RUNNER_DIRECTORY/slurm/started"
 srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
     bash -c 'agent "$@"' agent "${{overrides[@]}}" &
