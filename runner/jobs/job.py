@@ -128,7 +128,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             _record_end(end, config, world, directory, task, is_repeated)
         if end.stopped:
             raise Preempted(end.stopped)
-        raise TooLarge(end.text, str(directory.path)) if is_repeated else JobFailed(end.text)
+        raise TooLarge(end.text, directory=str(directory.path)) if is_repeated else JobFailed(end.text)
 
 
 def _agree_on_input(config: Config, request: Request, world: World) -> tuple[JobTask | None, Experiment | None, str]:
@@ -258,7 +258,5 @@ def _stopped_where(directory: RunDirectory, task: JobTask | None) -> str:
 
 def _traceback(error: BaseException) -> str:
     """Return the traceback with the notes at the top: tables of jobs show the last line, which names the error."""
-    notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
-    if notes:
-        error.__notes__.clear()
+    notes = [f"{note}\n" for note in error.__dict__.pop("__notes__", ())]
     return "".join([*notes, *traceback.format_exception(error)])

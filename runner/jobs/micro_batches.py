@@ -13,7 +13,6 @@ from runner.errors import InputError, JobFailed
 from runner.records.run_directory import Request
 from runner.training.build import Experiment
 from runner.training.components import make_parallel
-from runner.training.mode import builtin_modes, fits_world
 
 RAN_OUT = "ran out of memory:"  # in the first line of a rank's failure report, which all ranks receive
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in the RuntimeError that torch raises on the CPU
@@ -21,9 +20,6 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in the RuntimeError that torch r
 
 class TooLarge(JobFailed):
     """A rank ran out of memory, and smaller micro-batches may fit. `directory` is the run directory."""
-
-    def __init__(self, text: str, directory: str):
-        super().__init__(text, directory=directory)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -45,15 +41,13 @@ def run_until_it_fits(
 ) -> dict[str, float]:
     """Run the job in one run directory, from its last checkpoint if it has one. All ranks must call it.
 
-    The run records the found number instead of auto, for a resume or a rerun. Raises InputError, before anything is
-    written, for a mode that cannot begin again on several ranks.
+    The run records the found number instead of auto. Raises InputError for a mode that cannot begin again on several
+    ranks.
     """
     mode = request.choices["parallel"]
     if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:
-        others = builtin_modes(lambda other: other.fails_at_once and fits_world(other, world.world_size))
         raise InputError(
-            f"micro_batches=auto: under parallel={mode} ranks would wait for one that is out of memory; try a number, "
-            f"or choose among {others}"
+            f"micro_batches=auto: under parallel={mode} ranks would wait for one that is out of memory; try a number"
         )
     count = 1
     while True:
@@ -65,5 +59,3 @@ def run_until_it_fits(
             request = replace(request, directory=error.directory)
         count *= 2
         gc.collect()  # autograd graphs of the failed steps
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()

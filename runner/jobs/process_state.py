@@ -66,18 +66,7 @@ def _keep_settings() -> list[Callable[[], Any]]:
     ]
     cudnn = torch.backends.cudnn
     kept += [partial(setattr, cudnn, name, getattr(cudnn, name)) for name in ("benchmark", "deterministic")]
-    return kept + [partial(_refill, hooks, dict(hooks)) for hooks in _global_hooks()]
-
-
-def _global_hooks() -> list[dict[int, Any]]:
-    """Return the hooks that apply to all modules of the process."""
-    variables = vars(torch.nn.modules.module).items()
-    return [hooks for name, hooks in variables if name.startswith("_global_") and isinstance(hooks, dict)]
-
-
-def _refill(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    hooks.clear()
-    hooks.update(before)
+    return kept
 
 
 @contextmanager
@@ -102,8 +91,6 @@ def embedded_run() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
-        for hooks in _global_hooks():
-            hooks.clear()
         yield
 
 

@@ -85,10 +85,9 @@ def check_size(config: Config, choices: Mapping[str, str], task: JobTask, world_
     """Return why the task cannot run in a world of this size, one message each."""
     messages = task.check(config, world_size)
     if config.debug and world_size > 1:
-        messages = [
-            f"debug=true is for one process, but the world has {world_size}; start it by `python -m runner debug=true`",
-            *messages,
-        ]
+        messages.append(
+            f"debug=true is for one process, but the world has {world_size}; start it by `python -m runner debug=true`"
+        )
     if world_size < task.min_world_size:
         messages.append(
             f"task={choices['task']} needs at least {task.min_world_size} ranks, and this world has "

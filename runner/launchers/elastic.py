@@ -34,16 +34,12 @@ UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates everything at its signals,
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the agent starts on this machine: a function or a command in each of `num` processes.
-
-    Attributes:
-        signals: Names of the signals at which the agent terminates the ranks and raises SignalException.
-    """
+    """What the agent starts on this machine: a function or a command in each of `num` processes."""
 
     num: int
     entrypoint: Callable[..., Any] | str
     args: Sequence[Any]
-    signals: str = UNUSED_SIGNAL
+    signals: str = UNUSED_SIGNAL  # at which the agent terminates the ranks and raises SignalException
 
 
 class RankDied(JobFailed):
@@ -60,47 +56,38 @@ def run_worlds(
     received: The signals so far that request a stop. Raises InputError, Preempted, JobFailed, KeyboardInterrupt,
     or an error of the rendezvous.
     """
+    failures: list[str] = []  # since the last start that made a checkpoint
     try:
-        return _run_worlds(rendezvous, ranks, request, max_restarts, received)
+        while True:
+            attempt = rendezvous.join()
+            step, before = _newest_step(run_directory(request)), result_mtime_ns(run_directory(request))
+            try:
+                result = _run_agent(attempt, ranks)
+                outcome = _outcome(result, reported_failure(run_directory(request), before))
+            except RendezvousClosedError:
+                rendezvous.leave()
+                continue
+            if isinstance(outcome, dict):
+                return outcome
+            rendezvous.leave()
+            died, reason = isinstance(outcome, RankDied), None
+            if died and received:
+                raise Preempted(received[0])  # the rank had not begun; nothing is lost
+            if isinstance(outcome, JobFailed) and max_restarts and not received:
+                reached = _newest_step(run_directory(request))
+                failures = [*(failures if reached == step else ()), str(outcome)]
+                reason = refusal(failures, reached, max_restarts)
+                if died or rendezvous.is_first or reason:
+                    print_messages([reason or f"{_summary(failures[-1])}: restarted from {_name(reached)}"])
+                if reason is None:
+                    continue
+            if died:
+                print(outcome, file=sys.stderr, flush=True)
+            raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
     finally:
         # After a signal the ranks save and exit; the other machines must not take a closed rendezvous for a failure.
         if not isinstance(sys.exception(), SignalException):
             rendezvous.close()
-
-
-def _run_worlds(
-    rendezvous: Rendezvous, ranks: Ranks, request: Request, max_restarts: int, received: Sequence[str]
-) -> dict[str, float]:
-    failures: list[str] = []  # since the last start that made a checkpoint
-    while True:
-        attempt = rendezvous.join()
-        step, before = _newest_step(run_directory(request)), result_mtime_ns(run_directory(request))
-        try:
-            result = _run_agent(attempt, ranks)
-            outcome = _outcome(result, reported_failure(run_directory(request), before))
-        except RendezvousClosedError:
-            rendezvous.leave()
-            continue
-        if isinstance(outcome, dict):
-            return outcome
-        rendezvous.leave()
-        died, reason = isinstance(outcome, RankDied), None
-        if died and received:
-            raise Preempted(received[0])  # the rank had not begun; nothing is lost
-        if isinstance(outcome, JobFailed) and max_restarts and not received:
-            reached = _newest_step(run_directory(request))
-            failures = [*(failures if reached == step else ()), str(outcome)]
-            reason = refusal(failures, reached, max_restarts)
-            if reason is None:
-                if died or rendezvous.is_first:
-                    lines = str(outcome).strip().splitlines()  # the first names the rank, and the last the error
-                    summary = " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
-                    print_messages([f"{summary}: restarted from {_name(reached)}"])
-                continue
-            print_messages([reason])
-        if died:
-            print(outcome, file=sys.stderr, flush=True)
-        raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
 
 
 def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
@@ -143,10 +130,7 @@ def _outcome(result: RunResult, reason: str) -> Outcome:
 
 
 def reported_failure(directory: str | None, before: int | None) -> str:
-    """Return the failure that the ranks have reported in the run directory; empty if there is none.
-
-    before: `result_mtime_ns` at the start of the world.
-    """
+    """Return the failure in result.json; empty if it has none, or has not changed since the time `before`."""
     result = read_result(Path(directory)) if directory else None
     if result and result.get("state") == "failed" and result_mtime_ns(directory) != before:
         return result.get("error") or ""
@@ -154,16 +138,19 @@ def reported_failure(directory: str | None, before: int | None) -> str:
 
 
 def refusal(failures: Sequence[str], step: int, max_restarts: int) -> str | None:
-    """Return why there is no further start after these failures; None if there is.
-
-    `step` is that of the newest checkpoint, which existed at all these failures.
-    """
+    """Return why there is no further start after these failures since the checkpoint of `step`; None if there is."""
     without = f"without getting beyond {_name(step)}"
     if len(failures) > 1 and _cause(failures[-2]) == _cause(failures[-1]):
         return f"not restarted: it failed twice in the same way, {without}"
     if len(failures) > max_restarts:
         return f"not restarted: launcher.max_restarts={max_restarts} reached, {without}"
     return None
+
+
+def _summary(failure: str) -> str:
+    """Return the report's first line, which names the rank, and its last line, which names the error."""
+    lines = failure.strip().splitlines()
+    return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
 
 
 def _cause(failure: str) -> str:

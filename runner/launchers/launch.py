@@ -28,8 +28,7 @@ def make_launcher(config: Config) -> Launcher:
     check_contract(launcher, Launcher, "launcher")
     if config.debug and launcher.starts_processes:
         raise InputError(
-            "debug=true is for the process that has the terminal, but the launcher starts other processes; try "
-            "launcher=env"
+            "debug=true is for the process that has the terminal, not those of a launcher; try launcher=env"
         )
     return launcher
 
@@ -62,14 +61,14 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
 
 def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> int:
     """Run one job, leave its world, and return the exit status."""
-    status, lines, timeout_s = 0, [], JOIN_TIMEOUT_S
+    status, lines = 0, []
     launcher: Launcher | None = None
     try:
         launcher = make_launcher(config)
-        timeout_s = launcher.join_timeout_s
     except InputError as error:
         lines = error.messages
     try:
+        timeout_s = launcher.join_timeout_s if launcher else JOIN_TIMEOUT_S
         world = join(rank_info, as_backend(config.backend), timeout_s)
     except InputError as error:
         print_messages(error.messages)

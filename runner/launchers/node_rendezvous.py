@@ -55,18 +55,20 @@ class OneMachine(StaticTCPRendezvous):
 class Attempt(DynamicRendezvousHandler):
     """The rendezvous of one world over several machines; it is over when a rank fails or a machine joins."""
 
-    number = 0
-    node_rank: int | None = None  # number of this machine; None for the order in which torch sorts the machines
-    group_rank: int | None = None
+    number: int
+    node_rank: int | None  # number of this machine; None for the order in which torch sorts the machines
+    worlds: list[int]  # receives the number of this machine when the machines have found each other
+    _is_joined = False
     _closed_at = float("inf")  # monotonic seconds
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines. Raise RendezvousClosedError when torch's agent calls it for another round."""
-        if self.group_rank is not None:
+        if self._is_joined:
             raise RendezvousClosedError
         info = super().next_rendezvous()
-        self.group_rank = info.rank if self.node_rank is None else self.node_rank
-        return RendezvousInfo(info.store, self.group_rank, info.world_size, info.bootstrap_store_info)
+        self._is_joined, rank = True, info.rank if self.node_rank is None else self.node_rank
+        self.worlds.append(rank)
+        return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait to join; at least 1 if another machine's ranks have failed some time ago.
@@ -97,17 +99,12 @@ class Nodes:
         self._parameters, self._key = parameters, f"runner.attempt.{parameters.run_id}"
         self._node_rank = node_rank
         self._attempts: list[Attempt] = []
-        self._had_world = False
+        self.worlds: list[int] = []  # the number of this machine in each world so far
 
     @property
     def is_first(self) -> bool:
         """Return True if this machine has rank 0."""
-        return self._attempts[-1].group_rank == 0
-
-    @property
-    def had_world(self) -> bool:
-        """Return True if the machines have found each other at least once."""
-        return self._had_world or any(attempt.group_rank is not None for attempt in self._attempts)
+        return self.worlds[-1] == 0
 
     def join(self) -> Attempt:
         """Return the current attempt. Raise RendezvousClosedError if the job is over."""
@@ -121,7 +118,7 @@ class Nodes:
 
     def leave(self) -> None:
         """Let all machines continue with the next attempt, once this one has failed or a machine joins."""
-        self._had_world, attempt = self.had_world, self._attempts[-1]
+        attempt = self._attempts[-1]
         attempt.shutdown()
         self._exchange(str(attempt.number), str(attempt.number + 1))
 
@@ -148,7 +145,7 @@ class Nodes:
             parameters.local_addr,
             RendezvousTimeout(join=timedelta(seconds=join_s), last_call=timedelta(seconds=last_call_s)),
         )
-        attempt.number, attempt.node_rank = number, self._node_rank
+        attempt.number, attempt.node_rank, attempt.worlds = number, self._node_rank, self.worlds
         return attempt
 
     def _exchange(self, expected: str, desired: str) -> str:

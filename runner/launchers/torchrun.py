@@ -4,6 +4,7 @@ import math
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -30,12 +31,7 @@ REPORT_S = 20.0  # for the ranks to report that a machine does not respond, afte
 
 
 class Torchrun(Launcher):
-    """Start `nproc_per_node` ranks on this machine, and restart the world when a rank fails.
-
-    Args:
-        nodes: Number of machines, on each of which this command is started; min:max if machines may leave and join.
-        rdzv_endpoint: HOST:PORT of the rendezvous, on one of the machines.
-    """
+    """launcher=torchrun; conf/launcher/torchrun.yaml documents the options."""
 
     starts_processes = True
     source = "torchrun"  # of the ranks
@@ -88,7 +84,7 @@ class Torchrun(Launcher):
             return run_worlds(nodes, ranks, request, self.max_restarts, received)
         except RendezvousError as error:
             reason = str(error) or type(error).__name__
-            if nodes is None or not nodes.had_world:
+            if nodes is None or not nodes.worlds:
                 raise InputError(
                     f"{where}: {self.min_nodes} nodes did not find each other there within "
                     f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); is every one started?"
@@ -106,36 +102,31 @@ class Torchrun(Launcher):
     def _parameters(self) -> RendezvousParameters:
         last_call_s = min(LAST_CALL_S, self.join_timeout_s)
         join_s = self.join_timeout_s + (last_call_s if self.max_nodes > self.min_nodes else 0)
+        own = address_towards(self.host, self.endpoint_key)
         return RendezvousParameters(
             backend="c10d",
             endpoint=f"{self.host}:{self.port}",
             run_id=self.rdzv_id,
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
-            local_addr=self._own_address(),
+            # If the endpoint is this machine's name, the others resolve it.
+            local_addr=self.host if is_loopback(own) else own,
             join_timeout=math.ceil(join_s),
             last_call_timeout=math.ceil(last_call_s),
             read_timeout=math.ceil(self.join_timeout_s),
             # torch derives it from this machine's own name, which need not resolve.
-            is_host=self._hosts_rendezvous() if self.is_host is None else self.is_host,
+            is_host=self._hosts_rendezvous(own) if self.is_host is None else self.is_host,
         )
 
-    def _own_address(self) -> str:
-        """Return the address at which the other machines reach this one."""
-        own = address_towards(self.host, self.endpoint_key)
-        return self.host if is_loopback(own) else own  # the endpoint is this machine's name; the others resolve it
-
-    def _hosts_rendezvous(self) -> bool:
-        """Return True if the endpoint is on this machine, and no other agent serves it yet."""
-        try:
-            family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            # On Debian a machine's own name is an alias of its loopback address.
-            if not is_loopback(str(address[0])) and address[0] != address_towards(self.host):
-                return False
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                return probe.connect_ex(address) != 0
-        except OSError:
-            return False  # the rendezvous reports the error
+    def _hosts_rendezvous(self, own: str) -> bool:
+        """Return True if the endpoint is on this machine, and no other agent serves it yet. own: this address."""
+        address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4]
+        # On Debian a machine's own name is an alias of its loopback address.
+        if not is_loopback(own) and own != address[0]:
+            return False
+        with suppress(OSError), socket.create_connection((self.host, self.port)):
+            return False
+        return True
 
 
 def _bounds(nodes: Any) -> tuple[int, int]:

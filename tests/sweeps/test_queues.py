@@ -35,13 +35,13 @@ SCONTROL = """\
 #!/bin/bash
 echo "MaxArraySize            = $(cat array)"
 """
-# Knows the jobs and the tasks of arrays that are files of the directory `queue`, whose text is their state.
+# Lists the jobs and the tasks of arrays that are files of the directory `queue`.
 SQUEUE = """\
 #!/bin/bash
 echo "${@: -1}" >> queries
 cd queue
-for name in *; do [[ ! -e $name ]] || echo "$name $(cat "$name")"; done
-if [[ $name == "*" ]]; then echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; fi
+ls
+if [[ -z $(ls) ]]; then echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; fi
 """
 
 
@@ -120,7 +120,7 @@ def test_a_large_grid_becomes_several_arrays_and_resume_submits_what_was_refused
     assert "#SBATCH --dependency=afterany:7\n" in scripts_of(slurm)[1]  # otherwise two jobs would run at once
 
     for job in ("7_0", "7_1", "8_0", "8_1"):
-        (slurm / "queue" / job).write_text("PENDING")
+        (slurm / "queue" / job).touch()
     assert here("-m", "resume=last") == 2  # the queue still refuses the last job, and the ledger does not change
     assert [job.state for job in read_ledger(sweep)] == ["queued"] * 4 + ["waiting"]
     (slurm / "accepts").write_text("3")
@@ -132,8 +132,8 @@ def test_waiting_for_a_sweep_queries_its_tasks_together(
     here: Here, slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     for name in ("7_0", "7_1"):
-        (slurm / "queue" / name).write_text("RUNNING")
-    changes = [(slurm / "queue" / "7_0").unlink, lambda: (slurm / "queue" / "7_1").write_text("CANCELLED")]
+        (slurm / "queue" / name).touch()
+    changes = [(slurm / "queue" / name).unlink for name in ("7_0", "7_1")]
     # Only the module's own name is replaced, because other threads of this process sleep as well.
     monkeypatch.setattr("runner.launchers.slurm.launcher.time", SimpleNamespace(sleep=lambda seconds: changes.pop(0)()))
     assert here(*SWEEP, "seed=0,1", "launcher.wait=true") == 1  # they have ended without an outcome
@@ -142,7 +142,7 @@ def test_waiting_for_a_sweep_queries_its_tasks_together(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    (slurm / "queue" / "8_1").write_text("RUNNING")
+    (slurm / "queue" / "8_1").touch()
     monkeypatch.setattr("runner.launchers.slurm.launcher.time", SimpleNamespace(sleep=interrupt))
     with pytest.raises(SystemExit, match="130"):
         here(*SWEEP, "name=left", "seed=0,1", "launcher.wait=true")
@@ -170,8 +170,8 @@ def test_a_job_that_left_the_queue_without_an_outcome_has_failed_and_is_queued_a
     assert here(*SWEEP, "seed=range(6)") == 0
     sweep = only_run(slurm).path
     # Job 0 ended before it started, job 1 in the middle, job 2 has recorded its error; the others wait.
-    for task, state in (("0", "FAILED"), ("3", "PENDING"), ("4", "PENDING"), ("5", "PENDING")):
-        (slurm / "queue" / f"7_{task}").write_text(state)
+    for number in (3, 4, 5):
+        (slurm / "queue" / f"7_{number}").touch()
     results: list[dict[str, Any]] = [{"state": "running"}, {"state": "failed", "error": "too hot"}]
     for job, result in zip(read_ledger(sweep)[1:3], results, strict=True):
         job.directory.mkdir()

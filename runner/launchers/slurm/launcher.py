@@ -90,11 +90,7 @@ class Slurm(Queue):
         self._submitted: list[str] = []  # the names of the sweep's jobs
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Print the script, or submit the job. Return the metrics of the run if `wait`.
-
-        Raises InputError if the run is in the queue already or sbatch refuses it, and JobFailed if a job that was
-        waited for has failed.
-        """
+        """Print the script, or submit the job unless the run is in the queue. Return the run's metrics if `wait`."""
         directory = Path(request.directory) if request.directory else None
         if self.dry_run:
             directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
@@ -143,8 +139,8 @@ class Slurm(Queue):
         with suppress(OSError, subprocess.TimeoutExpired):
             command = ("scontrol", "show", "config")
             output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-        limits = [int(number) for number in re.findall(r"\b(?:MaxArraySize\s*|max_array_tasks)=\s*(\d+)", output)]
-        return max(min(limits, default=1001), 1)
+        found = re.search(r"\bMaxArraySize\s*=\s*(\d+)", output)
+        return max(int(found[1]), 1) if found else 1001
 
     def wait_for_sweep(self) -> bool:
         """With launcher.wait, return when all jobs of the sweep have ended. Return whether they were waited for."""
@@ -181,7 +177,10 @@ class Slurm(Queue):
         else:
             state = directory / "slurm" / "code.json" if self.dry_run else remember(directory, take_state(config_dirs))
             select_code = f"export RUNNER_SUBMITTED={shlex.quote(str(state))}"
-        arguments = [(path, _arguments(path, request, config_dirs)) for path, request in runs]
+        arguments = []
+        for path, request in runs:
+            kept = [text for text in request.overrides if not text.lstrip("+").startswith("launcher.dry_run=")]
+            arguments.append((path, [*(f"--config-dir={path / config_dir}" for config_dir in config_dirs), *kept]))
         # Ranks that have not saved after the grace period are killed, and the job resumes from the last checkpoint.
         grace_s = max(self.signal_s - 20, self.signal_s * 3 // 4)
         parts = (
@@ -249,12 +248,6 @@ class Slurm(Queue):
         checked = [f"doing={shlex.quote(command)}\n{command} || exit 1\ndoing=" for command in commands]
         exported = [f"export {name}={_expanded(str(value))}" for name, value in (self.env or {}).items()]
         return [*checked, *exported, *self.setup]
-
-
-def _arguments(directory: Path, request: Request, config_dirs: Sequence[str]) -> list[str]:
-    """Return the arguments of the run inside the job, where runner.launch detects the job and submits no other."""
-    kept = [override for override in request.overrides if not override.lstrip("+").startswith("launcher.dry_run=")]
-    return [*(f"--config-dir={directory / config_dir}" for config_dir in config_dirs), *kept]
 
 
 def _expanded(text: str) -> str:

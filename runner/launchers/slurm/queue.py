@@ -13,10 +13,6 @@ from runner.distributed.failures.signals import INTERRUPTED, Stopped, interrupti
 from runner.errors import InputError, JobFailed
 from runner.records.result import read_result
 
-ENDED = (
-    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED"),
-    *("NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED"),
-)
 JOB = Path("slurm") / "job"  # the file with the id of the directory's last job
 QUERY_TIMEOUT_S = 60.0
 POLL_S = 1.0
@@ -57,7 +53,7 @@ def find_ended(names: Sequence[str]) -> set[str]:
     jobs = ",".join(sorted({name.partition("_")[0] for name in names}))
     if not jobs:
         return set()
-    command = ("squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={jobs}")
+    command = ("squeue", "--noheader", "--array", "--format=%i", f"--jobs={jobs}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
     except FileNotFoundError:
@@ -68,8 +64,7 @@ def find_ended(names: Sequence[str]) -> set[str]:
         return set()
     if done.returncode and "Invalid job id" not in done.stderr:  # Slurm forgets jobs some time after their end
         return set()
-    states = [line.split() for line in done.stdout.splitlines()]
-    return {*names} - {name for name, state in states if state not in ENDED}
+    return {*names} - set(done.stdout.split())
 
 
 def follow(job: str, directory: Path, log: Path) -> dict[str, float]:

@@ -1,8 +1,6 @@
 """The end of a Slurm job, called by its script: decides whether a run that was stopped is requeued.
 
-usage: python -m runner.launchers.slurm.requeue RUN_DIR STATUS SIGNAL
-
-SIGNAL is empty if the script received no signal.
+usage: python -m runner.launchers.slurm.requeue RUN_DIR STATUS SIGNAL, which is empty if the script received none
 """
 
 import json

@@ -25,11 +25,6 @@ agent() {{
     inside -m runner.launchers.slurm.agent \\
         "$SLURM_NODEID" "$SLURM_JOB_NUM_NODES" {nproc} "$master:$port" {restarts} {join_s} "$@"
 }}
-# Slurm's controller may be busy or restarting.
-retry() {{
-    for pause in 1 5 20 30; do "$@" && return; sleep "$pause"; done
-    "$@"
-}}
 """
 
 # With -m, Python puts the working directory before PYTHONPATH unless PYTHONSAFEPATH is set, and the working directory
@@ -83,9 +78,9 @@ status=$?
 # 143 requests a requeue; the state of a job that was cancelled meanwhile is no longer RUNNING.
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 job=${{job:-$SLURM_JOB_ID}}
-if [[ $status == 143 && $(retry scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
+if [[ $status == 143 && $(scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
     echo "job $job goes back into the queue"
-    retry scontrol requeue "$job"
+    scontrol requeue "$job"
 fi
 exit "$status"
 """
