@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     """Run one job on this rank, repeatedly until its micro-batches fit into memory. All ranks must call it.
 
-    Return its metrics. Raise InputError if nothing was written, Preempted if a signal stopped the job after saving, or
-    JobFailed.
+    Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped and saved it) or JobFailed.
     """
     with run_in_progress(), handling_signals():
         if config.micro_batches != AUTO:

@@ -41,8 +41,7 @@ def run_until_it_fits(
 ) -> dict[str, float]:
     """Run the job in one run directory, from its last checkpoint if it has one. All ranks must call it.
 
-    The run records the found number instead of auto. Raises InputError for a mode that cannot begin again on several
-    ranks.
+    The run records the found number instead of auto. Raises InputError for a mode that cannot begin again.
     """
     mode = request.choices["parallel"]
     if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:

@@ -28,7 +28,6 @@ from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
 from runner.records.result import read_result, result_mtime_ns
 from runner.records.run_directory import CHECKPOINTS, Request
 
-TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates everything at its signals, and needs at least one
 
 
@@ -96,7 +95,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
     The agent itself restarts nothing: its restarts are counted over the whole run, not from each checkpoint, and leave
     the keys of the earlier ranks in their store.
     """
-    for name in TORCH_LOGGERS:  # failures are reported by the runner
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # failures are reported by the runner
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ranks.signals
     spec = WorkerSpec(

@@ -68,6 +68,7 @@ class Attempt(DynamicRendezvousHandler):
         info = super().next_rendezvous()
         self._is_joined, rank = True, info.rank if self.node_rank is None else self.node_rank
         self.worlds.append(rank)
+        assert info.bootstrap_store_info is not None
         return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)
 
     def num_nodes_waiting(self) -> int:

@@ -162,8 +162,7 @@ class Slurm(Queue):
     ) -> tuple[str, str]:
         """Return the script of the runs, and a note on their code, of which `directory` keeps a copy or the state.
 
-        Several runs are the tasks of a job array; the path of their log may contain %A and %a. Raises InputError if the
-        code cannot be copied.
+        Several runs are the tasks of a job array. Raises InputError if the code cannot be copied.
         """
         config_dirs, note = list(runs[0][1].config_dirs), ""
         if self.code == "frozen":

@@ -22,8 +22,7 @@ def check_sbatch() -> None:
     """Raise InputError if this machine cannot submit jobs."""
     if shutil.which("sbatch") is None:
         raise InputError(
-            "launcher=slurm needs sbatch, which is not on this machine; launcher.dry_run=true prints the script, and "
-            "launcher=spawn runs here"
+            "launcher=slurm needs sbatch, which is not on this machine; launcher.dry_run=true prints the job"
         )
 
 
@@ -68,10 +67,7 @@ def find_ended(names: Sequence[str]) -> set[str]:
 
 
 def follow(job: str, directory: Path, log: Path) -> dict[str, float]:
-    """Print the job's log until the job has ended; a requeued job has not. Return the run's metrics.
-
-    Raises JobFailed if the run is not finished then.
-    """
+    """Print the job's log until the job ends. Return the run's metrics; raise JobFailed if the run is not finished."""
     has_ended, offset = False, 0
     try:
         with interruptible():

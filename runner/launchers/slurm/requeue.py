@@ -50,7 +50,7 @@ def _fail(directory: Path, error: str, status: int) -> int:
 def _state_of_this_start(directory: Path) -> str:
     """Return the state in the newest of the run's records; running if the script's last start is newer than all."""
     attempts = [attempt.state for attempt in read_attempts(directory)]
-    states = {
+    states: dict[str | Path, str | None] = {
         # An attempt without a step leaves result.json unchanged.
         ATTEMPTS: attempts[-1] if attempts and attempts[-1] != KILLED else None,
         RESULT: (read_result(directory) or {}).get("state"),
