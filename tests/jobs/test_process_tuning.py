@@ -23,8 +23,6 @@ def report():
     return f"{gc.isenabled()} {gc.get_freeze_count() > 100_000} {place}"
 """
 RETURNS = """\
-import torch
-
 from runner.jobs.process_tuning import keep_freed_memory, return_freed_memory
 
 
@@ -34,7 +32,7 @@ def resident_mib():
 
 
 assert keep_freed_memory()
-blocks = [torch.ones(2**20) for _ in range(16)]
+blocks = [b"x" * 2**22 for _ in range(16)]
 whole = resident_mib()
 del blocks
 kept = resident_mib()
