@@ -109,7 +109,7 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
     for directory in directories:
         if not Path(directory).is_dir():
             raise InputError(f"config_dirs: {directory} is not a directory; name the one with your model/*.yaml")
-    from runner.jobs.embedding import embedded_run  # imports torch, for which a wrong call does not wait
+    from runner.jobs.process_state import embedded_run  # imports torch, for which a wrong call does not wait
 
     try:
         with embedded_run(), fresh_imports():

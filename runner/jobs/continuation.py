@@ -1,9 +1,8 @@
 """A job that resumes a run: checks of its directory, its lock, and the evaluations that the run has made so far."""
 
 import json
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from runner.distributed.world import World
 from runner.errors import InputError
 from runner.records.loggers.dashboard import IDS
 from runner.records.monitor import Monitor
-from runner.records.record_files import dumps, read_mapping, read_metrics
+from runner.records.record_files import read_mapping, read_metrics
 from runner.records.result import RESULT
 from runner.records.run_directory import CHECKPOINTS, CONFIG, Request, RunDirectory
 from runner.records.run_lock import DEAD_AFTER_S
@@ -42,8 +41,7 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
         before = read_mapping(path / RESULT) if (path / RESULT).exists() else {}
         if (path / IDS).exists():
             read_mapping(path / IDS)
-        for _ in read_metrics(path):
-            pass
+        list(read_metrics(path))
     except InputError as error:
         return error.messages
     recorded, now = before.get("samples"), count_samples(experiment).get("train")
@@ -67,7 +65,9 @@ def locked(directory: RunDirectory, config: Config, request: Request, world: Wor
     def lock() -> str:
         before = world.consensus.before_restart("locked")
         number = int(before) if before is not None else None
-        changed = _changes(directory.path, config)
+        changed: dict[str, list[Any]] = {}
+        with suppress(InputError):  # an earlier attempt left a damaged file, which is replaced
+            changed = changed_since(directory.path, config) if (directory.path / CONFIG).exists() else {}
         directory.lock(number, world_size=world.world_size, parallel=request.choices["parallel"], changed=changed)
         return str(directory.attempt.number)
 
@@ -85,25 +85,12 @@ def locked(directory: RunDirectory, config: Config, request: Request, world: Wor
         directory.release()
 
 
-def _changes(directory: Path, config: Config) -> dict[str, list[Any]]:
-    """Return the changed values by key; none if the run has recorded no configuration."""
-    try:
-        return changed_since(directory, config) if (directory / CONFIG).exists() else {}
-    except InputError:  # an earlier attempt left a damaged file, which is replaced
-        return {}
-
-
 @dataclass(frozen=True)
 class PastEvaluations:
-    """The evaluations of a resumed run, equal on all ranks; a new run has none.
+    """The evaluations of a resumed run, equal on all ranks; a new run has none."""
 
-    Attributes:
-        values: the values of the monitor by step.
-        checkpoints: the steps of the checkpoints on disk.
-    """
-
-    values: dict[int, float]
-    checkpoints: list[int]
+    values: dict[int, float]  # of the monitor, by step
+    checkpoints: list[int]  # the steps of the checkpoints on disk
 
     def is_evaluation_due(self, config: Config, state: TrainState) -> bool:
         """Return True if the run stopped before an evaluation that was due."""
@@ -118,7 +105,7 @@ def read_past_evaluations(directory: RunDirectory, monitor: Monitor, world: Worl
     def read() -> str:
         checkpoints = [step_of(path) for path in list_checkpoints(directory.checkpoints)]
         values = directory.evaluations(monitor.name) if checkpoints else {}
-        return dumps([list(values.items()), checkpoints])
+        return json.dumps([list(values.items()), checkpoints])
 
     values, checkpoints = json.loads(world.consensus.broadcast("past_evaluations", read))
-    return PastEvaluations({step: math.nan if value is None else value for step, value in values}, checkpoints)
+    return PastEvaluations(dict(values), checkpoints)

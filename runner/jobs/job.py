@@ -23,7 +23,7 @@ from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.jobs.continuation import check_directory, count_samples, locked
 from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
 from runner.jobs.process_state import reset_process
-from runner.jobs.task import JobTask, check_size, make_job_task
+from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.console import LOGS, logging_to
 from runner.records.result import report_failure, watch_outcome
 from runner.records.run_directory import Request, RunDirectory, new_directory
@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     """Run one job on this rank, repeatedly until its micro-batches fit into memory. All ranks must call it.
 
-    Return its metrics. Raise InputError if nothing was written, Preempted if a signal stopped the job after saving, or
-    JobFailed.
+    Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped and saved it) or JobFailed.
     """
     with run_in_progress(), handling_signals():
         if config.micro_batches != AUTO:
@@ -127,7 +126,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             _record_end(end, config, world, directory, task, is_repeated)
         if end.stopped:
             raise Preempted(end.stopped)
-        raise TooLarge(end.text, str(directory.path)) if is_repeated else JobFailed(end.text)
+        raise TooLarge(end.text, directory=str(directory.path)) if is_repeated else JobFailed(end.text)
 
 
 def _agree_on_input(config: Config, request: Request, world: World) -> tuple[JobTask | None, Experiment | None, str]:
@@ -161,7 +160,7 @@ def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Exp
     messages = choose_devices(world)
     set_threads(world, config.threads)
     reset_process(config.seed)
-    task = make_job_task(config)
+    task: JobTask = make_task(config, JobTask)
     messages += check_fit(config, world.device.type)
     if messages := messages + check_size(config, request.choices, task, world.world_size):
         raise InputError(*messages)
@@ -217,10 +216,8 @@ def _end_of(error: BaseException, world: World) -> _End:
 
 def _agree_on_end(end: _End, world: World) -> None:
     """Replace the failure of this rank by its cause: a signal to another rank, or the first failure of all ranks."""
-    if end.follows:
-        end.stopped = world.shutdown.stop_reason()
-    if end.stopped:
-        end.state = "preempted"
+    if end.follows and (reason := world.shutdown.stop_reason()):
+        end.state, end.stopped = "preempted", reason
     elif end.state == "failed":
         where = f"rank {world.rank} on {socket.gethostname()}{end.kind}"
         end.text = world.shutdown.report_failure(f"{where}\n{end.text}", end.follows, end.raised_at)
@@ -259,7 +256,5 @@ def _stopped_where(directory: RunDirectory, task: JobTask | None) -> str:
 
 def _traceback(error: BaseException) -> str:
     """Return the traceback with the notes at the top: tables of jobs show the last line, which names the error."""
-    notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
-    if notes:
-        error.__notes__.clear()
+    notes = [f"{note}\n" for note in error.__dict__.pop("__notes__", ())]
     return "".join([*notes, *traceback.format_exception(error)])

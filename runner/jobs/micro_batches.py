@@ -21,9 +21,6 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in the RuntimeError that torch r
 class TooLarge(JobFailed):
     """A rank ran out of memory, and smaller micro-batches may fit. `directory` is the run directory."""
 
-    def __init__(self, text: str, directory: str):
-        super().__init__(text, directory=directory)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -44,8 +41,7 @@ def run_until_it_fits(
 ) -> dict[str, float]:
     """Run the job in one run directory, from its last checkpoint if it has one. All ranks must call it.
 
-    The run records the found number instead of auto, for a resume or a rerun. Raises InputError, before anything is
-    written, for a mode that cannot begin again on several ranks.
+    The run records the found number instead of auto. Raises InputError for a mode that cannot begin again.
     """
     mode = request.choices["parallel"]
     if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:
@@ -63,5 +59,3 @@ def run_until_it_fits(
             request = replace(request, directory=error.directory)
         count *= 2
         gc.collect()  # autograd graphs of the failed steps
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()

@@ -10,30 +10,24 @@ import atexit
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Mapping
-from functools import cache
 
 # https://man7.org/linux/man-pages/man3/mallopt.3.html
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST = 2**25  # bytes: the largest threshold that glibc accepts; larger blocks are returned to the system
+_libc = ctypes.CDLL(None)
 
 
 def begin_imports() -> None:
-    """Turn the garbage collector off, from a process's first line until `end_imports`."""
+    """Turn the garbage collector off, from a process's first line until `tune_process`."""
     gc.disable()
-
-
-def end_imports() -> None:
-    """Exclude the imported objects from garbage collection and turn it on again, if `begin_imports` was called."""
-    if not gc.isenabled():
-        freeze_objects()
-        gc.enable()
 
 
 def tune_process() -> None:
     """End the imports of one of the runner's own processes, and let it keep the memory that it frees."""
-    end_imports()
+    if not gc.isenabled():
+        freeze_objects()
+        gc.enable()
     keep_freed_memory()
 
 
@@ -48,22 +42,17 @@ def _unfreeze() -> None:
     gc.disable()  # Python collects once when it clears the modules; it would also collect before that
 
 
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+def keep_freed_memory() -> bool:
     """Let glibc keep freed memory for the next allocation. Return True if it does from now on.
 
     Settings of glibc's allocator in the environment take precedence, and other C libraries are left unchanged.
     """
-    chosen = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
-    mallopt = None if chosen else _libc_function("mallopt")
-    return mallopt is not None and all([mallopt(_MMAP_THRESHOLD, _LARGEST), mallopt(_TRIM_THRESHOLD, _NEVER)])
+    if not hasattr(_libc, "mallopt") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return False
+    return all([_libc.mallopt(_MMAP_THRESHOLD, _LARGEST), _libc.mallopt(_TRIM_THRESHOLD, _NEVER)])
 
 
 def return_freed_memory() -> None:
     """Return the memory that an earlier job of this process has freed to the system, once."""
-    if trim := _libc_function("malloc_trim"):
-        trim(0)
-
-
-@cache
-def _libc_function(name: str) -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), name, None)
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)

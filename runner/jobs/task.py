@@ -74,17 +74,10 @@ def launches_jobs(config: Config) -> bool:
     return hasattr(locate(config.task["_target_"]), "launch_jobs")
 
 
-def make_launching_task(config: Config) -> LaunchingTask:
+def make_task(config: Config, contract: type) -> Any:
     """Construct the task. Raise InputError for a refused option or a class that does not implement the contract."""
-    task: LaunchingTask = make_group({}, "task", config.task)
-    check_contract(task, LaunchingTask, "task")
-    return task
-
-
-def make_job_task(config: Config) -> JobTask:
-    """Construct the task. Raise InputError for a refused option or a class that does not implement the contract."""
-    task: JobTask = make_group({}, "task", config.task)
-    check_contract(task, JobTask, "task")
+    task = make_group({}, "task", config.task)
+    check_contract(task, contract, "task")
     return task
 
 
@@ -92,10 +85,9 @@ def check_size(config: Config, choices: Mapping[str, str], task: JobTask, world_
     """Return why the task cannot run in a world of this size, one message each."""
     messages = task.check(config, world_size)
     if config.debug and world_size > 1:
-        messages = [
-            f"debug=true is for one process, but the world has {world_size}; start it by `python -m runner debug=true`",
-            *messages,
-        ]
+        messages.append(
+            f"debug=true is for one process, but the world has {world_size}; start it by `python -m runner debug=true`"
+        )
     if world_size < task.min_world_size:
         messages.append(
             f"task={choices['task']} needs at least {task.min_world_size} ranks, and this world has "

@@ -83,11 +83,8 @@ def make_model(config: Config, choices: Mapping[str, str]) -> nn.Module:
     node = dict(config.model)
     if hasattr(locate(node["_target_"]), "place") and node.get("devices") is not None:
         node["devices"] = None  # the devices of the machine that trained it
-    random_state = torch.get_rng_state()
-    torch.default_generator.manual_seed(config.seed)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
         model: nn.Module = make_group(choices, "model", node)
-    finally:
-        torch.set_rng_state(random_state)
     cpu = torch.device("cpu")
     return model.to(device=cpu, dtype=Precision(config.precision, cpu).parameter_dtype)

@@ -2,9 +2,12 @@
 
 import logging
 import os
+import re
+import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,39 +19,26 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler
 
+from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.distributed.failures.hung_ranks import KILLED
 from runner.distributed.failures.signals import PREEMPTED
 from runner.errors import JobFailed, Preempted, print_messages
-from runner.jobs.restart_policy import (
-    FailedStart,
-    FailureReport,
-    describe_death,
-    describe_restart,
-    newest_step,
-    refusal,
-)
 from runner.launchers.node_rendezvous import Rendezvous
 from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
-from runner.records.run_directory import Request
+from runner.records.result import read_result, result_mtime_ns
+from runner.records.run_directory import CHECKPOINTS, Request
 
-TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates everything at its signals, and needs at least one
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the agent starts on this machine: a function or a command in each of `num` processes.
-
-    Attributes:
-        first: The first one's rank, if the agent numbers its ranks from 0 on every machine.
-        signals: Names of the signals at which the agent terminates the ranks and raises SignalException.
-    """
+    """What the agent starts on this machine: a function or a command in each of `num` processes."""
 
     num: int
     entrypoint: Callable[..., Any] | str
     args: Sequence[Any]
-    first: int = 0
-    signals: str = UNUSED_SIGNAL
+    signals: str = UNUSED_SIGNAL  # at which the agent terminates the ranks and raises SignalException
 
 
 class RankDied(JobFailed):
@@ -65,47 +55,38 @@ def run_worlds(
     received: The signals so far that request a stop. Raises InputError, Preempted, JobFailed, KeyboardInterrupt,
     or an error of the rendezvous.
     """
+    failures: list[str] = []  # since the last start that made a checkpoint
     try:
-        metrics = _run_worlds(rendezvous, ranks, request, max_restarts, received)
-    except SignalException:
-        raise  # the ranks save and exit; the other machines must not take a closed rendezvous for a failure
-    except BaseException:
-        rendezvous.close()
-        raise
-    rendezvous.close()
-    return metrics
-
-
-def _run_worlds(
-    rendezvous: Rendezvous, ranks: Ranks, request: Request, max_restarts: int, received: Sequence[str]
-) -> dict[str, float]:
-    starts: list[FailedStart] = []
-    while True:
-        attempt = rendezvous.join()
-        step, report = newest_step(run_directory(request)), FailureReport(lambda: run_directory(request))
-        try:
-            outcome = _outcome(_run_agent(attempt, ranks), report, ranks.first)
-        except RendezvousClosedError:
-            rendezvous.leave()
-            continue
-        if isinstance(outcome, dict):
-            return outcome
-        rendezvous.leave()
-        died, reason = isinstance(outcome, RankDied), None
-        if died and received:
-            raise Preempted(received[0])  # the rank had not begun; nothing is lost
-        if isinstance(outcome, JobFailed) and max_restarts and not received:
-            starts.append(FailedStart(step, str(outcome)))
-            reached = newest_step(run_directory(request))
-            reason = refusal(starts, reached, max_restarts)
-            if reason is None:
-                if died or rendezvous.is_first:
-                    print_messages([describe_restart(str(outcome), reached)])
+        while True:
+            attempt = rendezvous.join()
+            step, before = _newest_step(run_directory(request)), result_mtime_ns(run_directory(request))
+            try:
+                result = _run_agent(attempt, ranks)
+                outcome = _outcome(result, reported_failure(run_directory(request), before))
+            except RendezvousClosedError:
+                rendezvous.leave()
                 continue
-            print_messages([reason])
-        if died:
-            print(outcome, file=sys.stderr, flush=True)
-        raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
+            if isinstance(outcome, dict):
+                return outcome
+            rendezvous.leave()
+            died, reason = isinstance(outcome, RankDied), None
+            if died and received:
+                raise Preempted(received[0])  # the rank had not begun; nothing is lost
+            if isinstance(outcome, JobFailed) and max_restarts and not received:
+                reached = _newest_step(run_directory(request))
+                failures = [*(failures if reached == step else ()), str(outcome)]
+                reason = refusal(failures, reached, max_restarts)
+                if died or rendezvous.is_first or reason:
+                    print_messages([reason or f"{_summary(failures[-1])}: restarted from {_name(reached)}"])
+                if reason is None:
+                    continue
+            if died:
+                print(outcome, file=sys.stderr, flush=True)
+            raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
+    finally:
+        # After a signal the ranks save and exit; the other machines must not take a closed rendezvous for a failure.
+        if not isinstance(sys.exception(), SignalException):
+            rendezvous.close()
 
 
 def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
@@ -114,7 +95,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
     The agent itself restarts nothing: its restarts are counted over the whole run, not from each checkpoint, and leave
     the keys of the earlier ranks in their store.
     """
-    for name in TORCH_LOGGERS:  # failures are reported by the runner
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # failures are reported by the runner
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ranks.signals
     spec = WorkerSpec(
@@ -133,17 +114,61 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
     return result
 
 
-def _outcome(result: RunResult, report: FailureReport, first_rank: int) -> Outcome:
+def _outcome(result: RunResult, reason: str) -> Outcome:
+    """Return the outcome of a world. `reason` is the failure that its ranks have reported."""
     if not result.failures:
         return next(iter(result.return_values.values()), None) or {}  # a command returns None
     rank, failure = ChildFailedError("", result.failures).get_first_failure()
     if failure.exitcode == PREEMPTED:
         return Preempted()
-    reason = report.read()
     # A rank that the others have terminated is not the cause.
     if failure.exitcode == FAILURE_REPORTED or (reason and (failure.exitcode > 0 or KILLED in reason)):
         return JobFailed(reason or "a rank has reported the reason above")
-    return RankDied(describe_death(first_rank + rank, failure.exitcode))
+    how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit status {failure.exitcode}"
+    return RankDied(f"rank {rank} on {socket.gethostname()} died: {how}")
+
+
+def reported_failure(directory: str | None, before: int | None) -> str:
+    """Return the failure in result.json; empty if it has none, or has not changed since the time `before`."""
+    result = read_result(Path(directory)) if directory else None
+    if result and result.get("state") == "failed" and result_mtime_ns(directory) != before:
+        return result.get("error") or ""
+    return ""
+
+
+def refusal(failures: Sequence[str], step: int, max_restarts: int) -> str | None:
+    """Return why there is no further start after these failures since the checkpoint of `step`; None if there is."""
+    without = f"without getting beyond {_name(step)}"
+    if len(failures) > 1 and _cause(failures[-2]) == _cause(failures[-1]):
+        return f"not restarted: it failed twice in the same way, {without}"
+    if len(failures) > max_restarts:
+        return f"not restarted: launcher.max_restarts={max_restarts} reached, {without}"
+    return None
+
+
+def _summary(failure: str) -> str:
+    """Return the report's first line, which names the rank, and its last line, which names the error."""
+    lines = failure.strip().splitlines()
+    return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
+
+
+def _cause(failure: str) -> str:
+    """Return the report without what differs between two identical failures: the rank, its process and the calls."""
+    lines = failure.strip().splitlines()
+    cause = [line for line in lines[1:] if not line.startswith(" ")] or lines
+    return re.sub(r"\bprocess \d+", "process", "\n".join(cause))
+
+
+def _newest_step(directory: str | None) -> int:
+    """Return the step of the newest checkpoint; 0 if none exists or the file system does not respond."""
+    with suppress(OSError):
+        if directory and (checkpoints := list_checkpoints(Path(directory) / CHECKPOINTS)):
+            return step_of(checkpoints[-1])
+    return 0
+
+
+def _name(step: int) -> str:
+    return f"step {step}" if step else "the beginning"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import JOIN_TIMEOUT_S, join
 from runner.distributed.store_consensus import RanksMissing
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.jobs.task import check_size, launches_jobs, make_job_task, make_launching_task
+from runner.jobs.task import JobTask, LaunchingTask, check_size, launches_jobs, make_task
 from runner.launchers.env import Env
 from runner.launchers.protocol import Launcher
 from runner.optimization.optimizers import try_options
@@ -28,8 +28,7 @@ def make_launcher(config: Config) -> Launcher:
     check_contract(launcher, Launcher, "launcher")
     if config.debug and launcher.starts_processes:
         raise InputError(
-            "debug=true is for the process that has the terminal, but the launcher starts other processes; try "
-            "launcher=env"
+            "debug=true is for the process that has the terminal, not those of a launcher; try launcher=env"
         )
     return launcher
 
@@ -48,7 +47,8 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
         locate_initial_weights(config, request.directory)
         request = replace(request, overrides=request.launch_overrides or request.overrides)
     if launches_jobs(config):
-        return make_launching_task(config).launch_jobs(config, request, rank_info)
+        task: LaunchingTask = make_task(config, LaunchingTask)
+        return task.launch_jobs(config, request, rank_info)
     if launcher.starts_processes and not rank_info.may_start_processes:
         raise InputError(
             f"launcher={request.choices['launcher']} starts processes itself, but {rank_info.source} has started this "
@@ -61,14 +61,14 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
 
 def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> int:
     """Run one job, leave its world, and return the exit status."""
-    status, lines, timeout_s = 0, [], JOIN_TIMEOUT_S
+    status, lines = 0, []
     launcher: Launcher | None = None
     try:
         launcher = make_launcher(config)
-        timeout_s = launcher.join_timeout_s
     except InputError as error:
         lines = error.messages
     try:
+        timeout_s = launcher.join_timeout_s if launcher else JOIN_TIMEOUT_S
         world = join(rank_info, as_backend(config.backend), timeout_s)
     except InputError as error:
         print_messages(error.messages)
@@ -105,7 +105,7 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
     """Raise InputError if no world of this size can run the job. Model, data and device are checked by the ranks."""
     if launches_jobs(config):
         return
-    task = make_job_task(config)
+    task: JobTask = make_task(config, JobTask)
     if messages := check_fit(config, device_type=None) + check_size(config, choices, task, world_size):
         raise InputError(*messages)
     if not task.needs_experiment:

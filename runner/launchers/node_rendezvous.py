@@ -26,24 +26,19 @@ CLOSED = "closed"
 
 
 class OneMachine(StaticTCPRendezvous):
-    """The rendezvous of worlds on one machine, or of this machine's ranks if `address` says where rank 0's store is.
-
-    As the rendezvous of a job, it has the members `is_first`, `join`, `leave` and `close`, as `Nodes` has.
-    """
+    """The rendezvous of worlds on one machine, with the members that `Nodes` has as the rendezvous of a job."""
 
     is_first = True
 
-    def __init__(self, join_timeout_s: float, address: tuple[str, int] | None = None):
-        host, port = address or ("localhost", 0)
-        super().__init__(host, port, rank=0, world_size=1, run_id="runner", timeout=0)
-        self._join_timeout_s, self._serves_store = join_timeout_s, address is None
+    def __init__(self, join_timeout_s: float):
+        super().__init__("localhost", 0, rank=0, world_size=1, run_id="runner", timeout=0)
+        self._join_timeout_s = join_timeout_s
         self._ranks_store: dist.TCPStore | None = None
 
     def join(self) -> RendezvousHandler:
-        """Return the rendezvous of the next world, for whose ranks this process serves a store on one machine."""
-        if self._serves_store:
-            self._ranks_store = serve_store("localhost", 0, loopback=True, timeout_s=self._join_timeout_s)
-            self.master_port = self._ranks_store.port
+        """Return the rendezvous of the next world, for whose ranks this process serves a store."""
+        self._ranks_store = serve_store("localhost", 0, loopback=True, timeout_s=self._join_timeout_s)
+        self.master_port = self._ranks_store.port
         return self
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -60,17 +55,21 @@ class OneMachine(StaticTCPRendezvous):
 class Attempt(DynamicRendezvousHandler):
     """The rendezvous of one world over several machines; it is over when a rank fails or a machine joins."""
 
-    number = 0
-    group_rank: int | None = None
+    number: int
+    node_rank: int | None  # number of this machine; None for the order in which torch sorts the machines
+    worlds: list[int]  # receives the number of this machine when the machines have found each other
+    _is_joined = False
     _closed_at = float("inf")  # monotonic seconds
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines. Raise RendezvousClosedError when torch's agent calls it for another round."""
-        if self.group_rank is not None:
+        if self._is_joined:
             raise RendezvousClosedError
         info = super().next_rendezvous()
-        self.group_rank = info.rank
-        return info
+        self._is_joined, rank = True, info.rank if self.node_rank is None else self.node_rank
+        self.worlds.append(rank)
+        assert info.bootstrap_store_info is not None
+        return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait to join; at least 1 if another machine's ranks have failed some time ago.
@@ -91,26 +90,22 @@ class Nodes:
     contains the keys of the earlier ranks.
 
     Raises RendezvousConnectionError if the endpoint cannot be reached, and if it does not respond for `timeout_s`
-    seconds; None waits until TCP gives up.
+    seconds; None waits until TCP gives up. `node_rank` is the number of this machine, None for any.
     """
 
-    def __init__(self, parameters: RendezvousParameters, timeout_s: float | None = None):
+    def __init__(self, parameters: RendezvousParameters, timeout_s: float | None = None, node_rank: int | None = None):
         _, self._store = create_backend(parameters)
         if timeout_s is not None:
             set_tcp_timeouts(self._store, timeout_s)
         self._parameters, self._key = parameters, f"runner.attempt.{parameters.run_id}"
+        self._node_rank = node_rank
         self._attempts: list[Attempt] = []
-        self._had_world = False
+        self.worlds: list[int] = []  # the number of this machine in each world so far
 
     @property
     def is_first(self) -> bool:
         """Return True if this machine has rank 0."""
-        return self._attempts[-1].group_rank == 0
-
-    @property
-    def had_world(self) -> bool:
-        """Return True if the machines have found each other at least once."""
-        return self._had_world or any(attempt.group_rank is not None for attempt in self._attempts)
+        return self.worlds[-1] == 0
 
     def join(self) -> Attempt:
         """Return the current attempt. Raise RendezvousClosedError if the job is over."""
@@ -124,7 +119,7 @@ class Nodes:
 
     def leave(self) -> None:
         """Let all machines continue with the next attempt, once this one has failed or a machine joins."""
-        self._had_world, attempt = self.had_world, self._attempts[-1]
+        attempt = self._attempts[-1]
         attempt.shutdown()
         self._exchange(str(attempt.number), str(attempt.number + 1))
 
@@ -151,7 +146,7 @@ class Nodes:
             parameters.local_addr,
             RendezvousTimeout(join=timedelta(seconds=join_s), last_call=timedelta(seconds=last_call_s)),
         )
-        attempt.number = number
+        attempt.number, attempt.node_rank, attempt.worlds = number, self._node_rank, self.worlds
         return attempt
 
     def _exchange(self, expected: str, desired: str) -> str:

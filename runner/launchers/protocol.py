@@ -8,7 +8,6 @@ from typing import Protocol
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import JOIN_TIMEOUT_S
-from runner.errors import JobFailed
 from runner.records.run_directory import Request
 
 
@@ -58,8 +57,7 @@ class Queue(Launcher, Protocol):
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
         """Submit jobs of the sweep in this directory. Return a name for each; none if `dry_run`.
 
-        All jobs have the options of this launcher. Raises InputError if the queue refuses the jobs, and
-        SubmissionUnknown if it does not answer.
+        All jobs have the options of this launcher. Raises InputError if the queue refuses the jobs.
         """
 
     @classmethod
@@ -82,11 +80,3 @@ class Queue(Launcher, Protocol):
     def log_file(cls, directory: Path, name: str) -> Path | None:
         """Return the path of the log of a job of the sweep in this directory; None if there is no such file."""
         return None
-
-
-class SubmissionUnknown(JobFailed):
-    """The queue did not answer, and may have accepted the jobs, which `find_ended` accepts by these names."""
-
-    def __init__(self, message: str, names: Sequence[str]):
-        super().__init__(message)
-        self.names = list(names)

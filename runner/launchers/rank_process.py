@@ -4,13 +4,11 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
@@ -36,17 +34,14 @@ Outcome = dict[str, float] | BaseException  # the metrics, or what the job has r
 FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; sysexits.h's EX_TEMPFAIL
 
 
-def run_rank(config: Config, request: Request, join_timeout_s: float, facts: dict[str, Any]) -> Outcome:
-    """Run one rank in its own process, in the environment that torch's agent has set. Return its outcome.
-
-    facts: fields of the RankInfo that the environment does not describe.
-    """
+def run_rank(config: Config, request: Request, join_timeout_s: float, source: str) -> Outcome:
+    """Run one rank in its own process, in the environment that torch's agent has set. Return its outcome."""
     # From here on the process receives signals, and its loader workers are forked from itself: a fork server of its own
     # would outlive it.
     install_rank_handlers()
     tune_process()
     multiprocessing.set_start_method(None, force=True)
-    rank_info = replace(find_rank_info(), restart=0, restart_file=f"{request.directory_file}-restart", **facts)
+    rank_info = replace(find_rank_info(), source=source, restart=0, restart_file=f"{request.directory_file}-restart")
     try:
         world = join(rank_info, as_backend(config.backend), join_timeout_s)
     except (InputError, Preempted) as error:
@@ -73,48 +68,34 @@ def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
     of the received signals.
     """
     received: list[str] = []
-    has_killed, main = threading.Event(), threading.get_ident()
     not_ranks = multiprocessing.active_children()
 
-    def ranks() -> list[BaseProcess]:
-        return [process for process in multiprocessing.active_children() if process not in not_ranks]
-
     def forward(number: int, frame: object) -> None:
-        is_second = number == signal.SIGINT and signal.SIGINT.name in received
+        is_interrupt = number == signal.SIGINT
+        is_second = is_interrupt and signal.SIGINT.name in received
         received.append(signal.Signals(number).name)
         if number == signal.SIGHUP:
             detach_terminal()
-        alive = [process for process in ranks() if process.pid]
-        if not alive or has_killed.is_set():
-            if is_embedded:
-                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-            raise SystemExit(INTERRUPTED if is_second else PREEMPTED)
-        for process in alive:
+        ranks = [process for process in multiprocessing.active_children() if process.pid and process not in not_ranks]
+        for process in ranks:
             # The ranks have received a terminal's Ctrl-C themselves; a SIGTERM is not counted as a second one.
-            is_first = number == signal.SIGINT and not is_second
             with suppress(ProcessLookupError):
-                os.kill(process.pid or 0, signal.SIGTERM if is_first else number)
-        if is_second and late.ident is None:
-            late.start()
-
-    def kill() -> None:
-        for process in ranks():
+                os.kill(process.pid or 0, signal.SIGTERM if is_interrupt and not is_second else number)
+        if ranks and not is_second:
+            return
+        deadline = time.monotonic() + EXIT_DELAY_S  # for ranks that record the interruption
+        for process in ranks:
+            process.join(max(deadline - time.monotonic(), 0.0))
             process.kill()
-        with suppress(OSError):
-            print("the ranks did not exit in time after a second Ctrl-C", file=sys.stderr, flush=True)
-        if not is_embedded:
-            os._exit(INTERRUPTED)
-        has_killed.set()
-        signal.pthread_kill(main, signal.SIGINT)
+        if is_embedded:
+            raise KeyboardInterrupt if is_interrupt else SystemExit(128 + number)
+        raise SystemExit(INTERRUPTED if is_second else PREEMPTED)
 
-    late = threading.Timer(EXIT_DELAY_S, kill)
-    late.daemon = True
     ignored = [number for number in MAY_BE_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in STOP_SIGNALS if number not in ignored}
     try:
         yield received
     finally:
-        late.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

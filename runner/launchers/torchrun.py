@@ -4,6 +4,7 @@ import math
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -30,14 +31,10 @@ REPORT_S = 20.0  # for the ranks to report that a machine does not respond, afte
 
 
 class Torchrun(Launcher):
-    """Start `nproc_per_node` ranks on this machine, and restart the world when a rank fails.
-
-    Args:
-        nodes: Number of machines, on each of which this command is started; min:max if machines may leave and join.
-        rdzv_endpoint: HOST:PORT of the rendezvous, on one of the machines.
-    """
+    """launcher=torchrun; conf/launcher/torchrun.yaml documents the options."""
 
     starts_processes = True
+    source = "torchrun"  # of the ranks
 
     def __init__(
         self,
@@ -57,6 +54,9 @@ class Torchrun(Launcher):
                 f"launcher.rdzv_endpoint={rdzv_endpoint} has an effect on several nodes; add launcher.nodes"
             )
         self.started_on_each = self.max_nodes > 1
+        self.endpoint_key = "launcher.rdzv_endpoint"
+        self.node_rank: int | None = None  # None for any
+        self.is_host: bool | None = None  # of the rendezvous; None if the endpoint decides
         host, _, port = (rdzv_endpoint or "localhost:0").rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} must be HOST:PORT, as node1:29400")
@@ -68,32 +68,32 @@ class Torchrun(Launcher):
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         start_fork_server()
         with forwarding_signals(rank_info.is_embedded) as received, recording_directory(request) as request:
-            ranks = Ranks(self.nproc_per_node, run_rank, (config, request, self.join_timeout_s, {}))
-            if self.max_nodes == 1:
-                return run_worlds(OneMachine(self.join_timeout_s), ranks, request, self.max_restarts, received)
-            return self._launch_on_nodes(ranks, config, request, received)
-
-    def _launch_on_nodes(
-        self, ranks: Ranks, config: Config, request: Request, received: Sequence[str]
-    ) -> dict[str, float]:
-        nodes = None
-        try:
+            ranks = Ranks(self.nproc_per_node, run_rank, (config, request, self.join_timeout_s, self.source))
             # The ranks have to report first that a machine is lost: the agent terminates them.
-            nodes = Nodes(self._parameters(), timeout_s=as_backend(config.backend).timeout_s + REPORT_S)
+            return self.run(ranks, request, received, as_backend(config.backend).timeout_s + REPORT_S)
+
+    def run(
+        self, ranks: Ranks, request: Request, received: Sequence[str], timeout_s: float | None = None
+    ) -> dict[str, float]:
+        """Run the job with these ranks on this machine. Arguments and results are those of `run_worlds` and `Nodes`."""
+        if self.max_nodes == 1:
+            return run_worlds(OneMachine(self.join_timeout_s), ranks, request, self.max_restarts, received)
+        where, nodes = f"{self.endpoint_key}={self.host}:{self.port}", None
+        try:
+            nodes = Nodes(self._parameters(), timeout_s, self.node_rank)
             return run_worlds(nodes, ranks, request, self.max_restarts, received)
         except RendezvousError as error:
             reason = str(error) or type(error).__name__
-            if nodes is None or not nodes.had_world:
+            if nodes is None or not nodes.worlds:
                 raise InputError(
-                    f"{self._where}: {self.min_nodes} nodes did not find each other there within "
+                    f"{where}: {self.min_nodes} nodes did not find each other there within "
                     f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); is every one started?"
                 ) from None
+            text = f"{where}: the nodes no longer found each other ({reason})"
             if isinstance(error, RendezvousConnectionError):
-                text = f"{self._where}, the rendezvous of the nodes, is lost: it does not respond"
+                text = f"{where}, the rendezvous of the nodes, is lost: it does not respond"
             elif isinstance(error, RendezvousClosedError):
-                text = f"{self._where}: another node has given up, and reports why"
-            else:
-                text = f"{self._where}: the nodes no longer found each other ({reason})"
+                text = f"{where}: another node has given up, and reports why"
         if directory := run_directory(request):
             text += f"; start every node again with resume={directory}"
         print(text, file=sys.stderr, flush=True)
@@ -102,39 +102,31 @@ class Torchrun(Launcher):
     def _parameters(self) -> RendezvousParameters:
         last_call_s = min(LAST_CALL_S, self.join_timeout_s)
         join_s = self.join_timeout_s + (last_call_s if self.max_nodes > self.min_nodes else 0)
+        own = address_towards(self.host, self.endpoint_key)
         return RendezvousParameters(
             backend="c10d",
             endpoint=f"{self.host}:{self.port}",
             run_id=self.rdzv_id,
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
-            local_addr=self._own_address(),
+            # If the endpoint is this machine's name, the others resolve it.
+            local_addr=self.host if is_loopback(own) else own,
             join_timeout=math.ceil(join_s),
             last_call_timeout=math.ceil(last_call_s),
             read_timeout=math.ceil(self.join_timeout_s),
-            is_host=self._hosts_rendezvous(),  # torch derives it from this machine's own name, which need not resolve
+            # torch derives it from this machine's own name, which need not resolve.
+            is_host=self._hosts_rendezvous(own) if self.is_host is None else self.is_host,
         )
 
-    @property
-    def _where(self) -> str:
-        return f"launcher.rdzv_endpoint={self.host}:{self.port}"
-
-    def _own_address(self) -> str:
-        """Return the address at which the other machines reach this one."""
-        own = address_towards(self.host, "launcher.rdzv_endpoint")
-        return self.host if is_loopback(own) else own  # the endpoint is this machine's name; the others resolve it
-
-    def _hosts_rendezvous(self) -> bool:
-        """Return True if the endpoint is on this machine, and no other agent serves it yet."""
-        try:
-            family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            # On Debian a machine's own name is an alias of its loopback address.
-            if not is_loopback(str(address[0])) and address[0] != address_towards(self.host):
-                return False
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                return probe.connect_ex(address) != 0
-        except OSError:
-            return False  # the rendezvous reports the error
+    def _hosts_rendezvous(self, own: str) -> bool:
+        """Return True if the endpoint is on this machine, and no other agent serves it yet. own: this address."""
+        address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4]
+        # On Debian a machine's own name is an alias of its loopback address.
+        if not is_loopback(own) and own != address[0]:
+            return False
+        with suppress(OSError), socket.create_connection((self.host, self.port)):
+            return False
+        return True
 
 
 def _bounds(nodes: Any) -> tuple[int, int]:

@@ -57,10 +57,10 @@ def write_result(directory: Path, result: Mapping[str, Any]) -> None:
     write_atomically(directory / RESULT, dumps(result, indent=1) + "\n")
 
 
-def result_mtime_ns(directory: Path) -> int | None:
+def result_mtime_ns(directory: Path | str | None) -> int | None:
     """Return the modification time of result.json in nanoseconds, or None if the file does not exist."""
     with suppress(OSError):
-        return (directory / RESULT).stat().st_mtime_ns
+        return Path(directory, RESULT).stat().st_mtime_ns if directory else None
     return None
 
 

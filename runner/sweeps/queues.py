@@ -11,7 +11,7 @@ from runner.config.help.config_tree import ConfigTree
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, print_messages
-from runner.launchers.protocol import Queue, SubmissionUnknown
+from runner.launchers.protocol import Queue
 from runner.paths import CONF
 from runner.records.ledger import DONE, JobRecord, read_ledger
 from runner.records.run_directory import Request
@@ -64,7 +64,7 @@ def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, recor
     """Submit the jobs, as many at once as their queue accepts. Return True if they may still be in the queue.
 
     record(job, state, **facts) is called for each submitted job. Raises InputError if no job was accepted, and
-    JobFailed with a printed message if only some were, or if the queue did not answer.
+    JobFailed with a printed message if only some were, or if the queue may have accepted some without an answer.
     """
     from runner.launchers.launch import make_launcher
 
@@ -78,22 +78,18 @@ def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, recor
         queues.append(queue)
         size = queue.max_jobs() or len(group)
         for batch in (group[first : first + size] for first in range(0, len(group), size)):
-            failure: Exception | None = None
             try:
                 names = queue.submit_sweep([(config, request) for _, config, request in batch], directory)
-            except (InputError, SubmissionUnknown) as error:
-                names, failure = getattr(error, "names", []), error
-                if isinstance(error, InputError) and not num_queued:
+            except InputError as error:
+                if not num_queued:
                     raise
+                summary = f"{num_queued} of {len(queued)} jobs are queued"
+                resume = f"python -m runner -m resume={directory} submits those that are not"
+                print_messages([*error.messages, f"{summary}; {resume}"])
+                raise JobFailed(summary) from None
+            num_queued += len(names)
             for (job, _, _), name in zip(batch, names, strict=False):  # printed jobs have no names
                 record(job, "queued", queued_as=name, queue=config.launcher["_target_"])
-            num_queued += len(names)
-            if failure is not None:
-                may_be = "may be" if isinstance(failure, SubmissionUnknown) else "are"
-                summary = f"{num_queued} of {len(queued)} jobs {may_be} queued"
-                resume = f"python -m runner -m resume={directory} submits those that are not"
-                print_messages([*str(failure).splitlines(), f"{summary}; {resume}"])
-                raise JobFailed(summary)
     have_ended = [queue.wait_for_sweep() for queue in queues]
     return bool(queues) and not all(have_ended)
 

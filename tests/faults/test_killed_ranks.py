@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Commands
 from fault_rig import OVERRIDES, STEPS, all_sound, assert_same, before_each_step, cut, send
 from ranks import RankError
 from worlds import Run, run
@@ -91,14 +90,3 @@ def die_within(seconds: float) -> Callable[[Trainer, Any], None]:
             started[0].start()
 
     return act
-
-
-@pytest.mark.soak
-@pytest.mark.fault("a clean exit of all ranks", outcome="went_on")
-def test_fifty_commands_end_with_status_0(commands: Commands, record_property: Callable[[str, object], None]) -> None:
-    """A process group that outlives its run would abort some of them at exit."""
-    args = ("model=mlp", "parallel=ddp", "launcher=spawn", "launcher.nproc_per_node=2", "max_steps=3", "logger=none")
-    for _ in range(50):
-        done = commands.runner(*args)
-        assert (done.returncode, done.stderr) == (0, "")
-    record_property("injected", 50)

@@ -56,30 +56,29 @@ def test_three_times_in_one_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("another number of ranks after each preemption", outcome="survived")
-def test_on_four_ranks_then_two_one_and_four(tmp_path: Path) -> None:
+def test_on_four_ranks_then_one_and_two(tmp_path: Path) -> None:
     """In float64, in which sums over ranks differ only by rounding; each attempt in another mode."""
     args = (*OVERRIDES, "precision=fp64", "optimizer=sgd", "optimizer.lr=0.01")
     with before_each_step(noting(tmp_path / "samples of whole")):
         whole = run(tmp_path / "whole", 1, *args)
     note, typed = noting(tmp_path / "samples"), args
-    for world_size, mode, step in ((4, "ddp", 11), (2, "fsdp", 24), (1, "none", 41)):
+    for world_size, mode, step in ((4, "fsdp", 11), (1, "none", 24)):
         act = both(note, send(signal.SIGTERM, world_size - 1, step))
         stopped = cut(tmp_path / "cut", world_size, (*typed, f"parallel={mode}"), act)
         assert stopped.result["state"] == "preempted" and step < stopped.result["step"] < 60
         typed = (f"resume={stopped.path}", f"outputs={tmp_path / 'cut'}")
     with before_each_step(note):
-        resumed = run(tmp_path / "cut", 4, *typed, "parallel=allreduce")
+        resumed = run(tmp_path / "cut", 2, *typed, "parallel=ddp")
     assert samples(tmp_path / "samples") == samples(tmp_path / "samples of whole")
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-8)
     assert resumed.result["metrics"] == pytest.approx(whole.result["metrics"], rel=1e-8)
 
 
 @pytest.mark.fault("a dataset smaller than the world", outcome="went_on")
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_fewer_samples_than_ranks(mode: str, tmp_path: Path) -> None:
+def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
     """Three training samples for four ranks, and one validation sample."""
     args = ("model=toy", "data=toy", "data.num_train=3", "data.num_val=1", "batch_size=4", "epochs=6")
     args = (*args, "precision=fp64", "logger=none")
-    one, four = run(tmp_path / "1", 1, *args), run(tmp_path / "4", 4, *args, f"parallel={mode}")
+    one, four = run(tmp_path / "1", 1, *args), run(tmp_path / "4", 4, *args, "parallel=fsdp")
     assert four.losses == pytest.approx(one.losses, rel=1e-9) and len(one.losses) == 6
     assert four.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)

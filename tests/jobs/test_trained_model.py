@@ -25,7 +25,7 @@ def loss(model: torch.nn.Module, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize(
     ("world_size", "words"),
-    [(4, ("parallel=fsdp", "model=convnet", "ema.decay=0.9")), (2, ("parallel=pipeline", *TIED)), (2, SPLIT)],
+    [(2, ("parallel=fsdp", "model=convnet", "ema.decay=0.9")), (2, ("parallel=pipeline", *TIED)), (2, SPLIT)],
     ids=["fsdp", "pipeline", "split"],
 )
 def test_the_loaded_model_gives_the_metrics_of_the_evaluation(

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from runner.distributed.failures.hung_ranks import KILLED
 from runner.distributed.failures.signals import PREEMPTED
 from runner.errors import JobFailed, Preempted
 from runner.launchers import node_rendezvous
-from runner.launchers.elastic import Ranks, run_worlds
-from runner.launchers.node_rendezvous import Nodes, OneMachine, Rendezvous
+from runner.launchers.elastic import Ranks, refusal, reported_failure, run_worlds
+from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import FAILURE_REPORTED
+from runner.records.result import result_mtime_ns
 from runner.records.run_directory import Request
 
 HOST = socket.gethostname()
 DIED = f"rank 0 on {HOST} died: SIGKILL"
+RANK_1_DIED = "rank 1 on here died: SIGKILL"
 SIGKILL = signal.SIGKILL
 End = tuple[int, signal.Signals]  # the step of the checkpoint that a start reaches, and the signal that kills it
 
@@ -80,41 +83,30 @@ def launch_on_two(folder: Path, ends: Sequence[End], max_restarts: int, rank_0_w
 
 
 @pytest.mark.parametrize(
-    ("ends", "max_restarts", "num_starts", "last_line"),
+    ("ends", "num_starts", "last_line"),
     [
-        ([(step, SIGKILL) for step in (3, 5, 7)], 1, 4, f"{DIED}: restarted from step 7"),
+        ([(step, SIGKILL) for step in (3, 5, 7)], 4, f"{DIED}: restarted from step 7"),
         (
-            [(3, SIGKILL), (5, SIGKILL), (5, SIGKILL), (5, SIGKILL)],
-            3,
+            [(3, SIGKILL), (5, SIGKILL), (5, SIGKILL)],
             3,
             "not restarted: it failed twice in the same way, without getting beyond step 5",
         ),
     ],
 )
 def test_restarts_are_counted_from_each_checkpoint(
-    ends: list[End],
-    max_restarts: int,
-    num_starts: int,
-    last_line: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    ends: list[End], num_starts: int, last_line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = (OneMachine(60), ranks_of(tmp_path, ends), Request(directory=str(tmp_path)), max_restarts, [])
-    if num_starts > len(ends):
-        run_worlds(*arguments)
-    else:
-        with pytest.raises(JobFailed) as error:
-            run_worlds(*arguments)
-        assert str(error.value) == f"{DIED}\n{last_line}"
+    ranks, max_restarts = ranks_of(tmp_path, ends), 1 if num_starts > len(ends) else 3
+    with pytest.raises(JobFailed) if max_restarts == 3 else nullcontext() as error:
+        run_worlds(OneMachine(60), ranks, Request(directory=str(tmp_path)), max_restarts, [])
+    assert error is None or str(error.value) == f"{DIED}\n{last_line}"
     assert len(list(tmp_path.glob("start_0_*"))) == num_starts
     assert [line for line in capfd.readouterr().err.splitlines() if "restarted" in line][-1] == last_line
 
 
-@pytest.mark.parametrize("ends", [[(3, SIGKILL), (5, SIGKILL)], [(3, SIGKILL)] * 4])
-def test_two_agents_restart_and_give_up_together(ends: list[End], tmp_path: Path) -> None:
-    succeeds = len(ends) == 2
-    assert launch_on_two(tmp_path, ends, 3) == ([0, 0] if succeeds else [3, 3])
-    assert len(list(tmp_path.glob("start_0_*"))) == (3 if succeeds else 2)
+def test_two_agents_restart_and_give_up_together(tmp_path: Path) -> None:
+    assert launch_on_two(tmp_path, [(3, SIGKILL)] * 4, 3) == [3, 3]
+    assert len(list(tmp_path.glob("start_0_*"))) == 2
 
 
 def test_an_agent_restarts_ranks_that_do_not_notice_a_failure_elsewhere(
@@ -141,41 +133,28 @@ HUNG = f"rank 0 on here:\nno word from rank 1 on here, it hangs at this line; {K
 
 
 def run_and_report(directory: Path, status: int, report: str, received: Sequence[str] = ()) -> None:
-    rendezvous: Rendezvous = OneMachine(60)
     ranks = Ranks(1, sys.executable, ("-c", REPORTS, str(directory), report, str(status)))
-    run_worlds(rendezvous, ranks, Request(directory=str(directory)), 0, received)
+    run_worlds(OneMachine(60), ranks, Request(directory=str(directory)), 0, received)
 
 
 @pytest.mark.parametrize(
-    ("status", "report", "received", "error"),
+    ("status", "report", "error"),
     [
-        (FAILURE_REPORTED, "rank 0 on here:\nNo space left", ["SIGTERM"], "rank 0 on here:\nNo space left"),
-        (FAILURE_REPORTED, "", [], "a rank has reported the reason above"),
-        (-signal.SIGKILL, HUNG, [], HUNG),
-        (1, "a loss", [], "a loss"),
+        (FAILURE_REPORTED, "", "a rank has reported the reason above"),
+        (-SIGKILL, HUNG, HUNG),
+        (1, "a loss", "a loss"),
+        (3, "", f"rank 0 on {HOST} died: exit status 3"),
+        (-SIGKILL, "a loss", DIED),
     ],
 )
-def test_the_reported_failure_is_the_cause(
-    status: int, report: str, received: list[str], error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_the_reported_failure_is_the_cause_unless_the_rank_died(
+    status: int, report: str, error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The agent only sees the exit status of a rank that has reported its failure or was terminated by the others."""
     with pytest.raises(JobFailed) as raised:
-        run_and_report(tmp_path, status, report, received)
-    assert str(raised.value) == error
-    assert "died" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("status", "report", "how"),
-    [(3, "", "exit status 3"), (-signal.SIGKILL, "", "SIGKILL"), (-signal.SIGKILL, "a loss", "SIGKILL")],
-)
-def test_a_rank_that_has_reported_nothing_is_named(
-    status: int, report: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = f"rank 0 on {HOST} died: {how}"
-    with pytest.raises(JobFailed) as raised:
         run_and_report(tmp_path, status, report)
-    assert str(raised.value) == line and capfd.readouterr().err == f"{line}\n"
+    assert str(raised.value) == error
+    assert capfd.readouterr().err == (f"{error}\n" if "died" in error else "")
 
 
 def test_a_stopped_rank_has_not_failed(tmp_path: Path) -> None:
@@ -183,3 +162,38 @@ def test_a_stopped_rank_has_not_failed(tmp_path: Path) -> None:
         run_and_report(tmp_path, -signal.SIGTERM, "", ["SIGTERM"])
     with pytest.raises(Preempted):
         run_and_report(tmp_path, PREEMPTED, "")
+
+
+@pytest.mark.parametrize(
+    ("failures", "step", "max_restarts", "reason"),
+    [
+        ([RANK_1_DIED, "rank 0 on here died: SIGSEGV"], 12, 2, None),
+        ([RANK_1_DIED], 5, 0, "max_restarts=0 reached, without getting beyond step 5"),
+        ([RANK_1_DIED, "rank 0 on here died: SIGKILL"], 5, 1, "max_restarts=1 reached, without getting beyond step 5"),
+        ([RANK_1_DIED, RANK_1_DIED], 0, 3, "failed twice in the same way, without getting beyond the beginning"),
+    ],
+)
+def test_a_world_is_restarted_unless_it_fails_in_the_same_way(
+    failures: Sequence[str], step: int, max_restarts: int, reason: str | None
+) -> None:
+    found = refusal(failures, step, max_restarts)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_the_same_failure_may_be_reported_by_another_rank_and_other_failures_may_end_in_the_same_line() -> None:
+    def failure(rank: int, error: str, pid: int) -> str:
+        calls = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
+        silent = f"no response from rank 3 on here: its process {pid} has exited"
+        return f"rank {rank} on here:\n{calls}RuntimeError: {error}\nFor debugging, see there\n{silent}"
+
+    first, again, other = failure(0, "out of range", 7), failure(1, "out of range", 8), failure(0, "uncorrectable", 9)
+    assert "twice in the same way" in (refusal([first, again], 5, 9) or "")
+    assert refusal([first, other], 5, 9) is None
+
+
+def test_only_the_newest_start_is_reported(tmp_path: Path) -> None:
+    before = result_mtime_ns(tmp_path)
+    assert reported_failure(None, before) == reported_failure(str(tmp_path), before) == ""
+    (tmp_path / "result.json").write_text(json.dumps({"state": "failed", "error": "of the first"}))
+    assert reported_failure(str(tmp_path), before) == "of the first"
+    assert reported_failure(str(tmp_path), result_mtime_ns(tmp_path)) == ""

@@ -20,7 +20,7 @@ def ignore_signals(is_ready: Event) -> None:
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_exit_but_not_the_callers_processes(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_process, "EXIT_DELAY_S", 0.2)
     context, handler = multiprocessing.get_context("fork"), signal.getsignal(signal.SIGINT)
@@ -40,7 +40,6 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_exit_but_not_the_callers_proces
         assert rank.exitcode == -signal.SIGKILL
         assert callers.is_alive()
         assert signal.getsignal(signal.SIGINT) is handler
-        assert "the ranks did not exit in time" in capfd.readouterr().err
     finally:
         for process in (callers, rank):
             process.kill()

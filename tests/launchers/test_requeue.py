@@ -1,4 +1,4 @@
-"""Whether a Slurm job is requeued, decided from the files of its run, what its agents print, and how it is followed."""
+"""Whether a Slurm job is requeued, decided from the files of its run, and what its agents print."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from runner.errors import JobFailed
-from runner.launchers.slurm import agent, queue, requeue
+from runner.launchers import torchrun
+from runner.launchers.slurm import agent, requeue
 
 End = Callable[[str | None, int, int, str], int]
 
@@ -46,21 +46,24 @@ def result_of(run: Path) -> dict[str, object]:
     [
         ("finished", 0, "", 0),
         ("finished", 1, "yes", 0),  # the signal came at the end
-        ("failed", 1, "", 1),
         ("failed", 1, "yes", 1),
-        ("running", 137, "", 137),  # killed, without a request to stop
         ("running", 0, "", 1),
         ("running", 1, "yes", 143),  # the signal came before the training loop
         ("preempted", 1, "yes", 143),
         ("preempted", 1, "", 143),  # only a rank received the signal
         (None, 1, "yes", 143),
-        (None, 1, "", 1),
     ],
 )
 def test_only_a_job_that_was_signaled_to_stop_is_requeued(
     state: str | None, status: int, signaled: str, expected: int, end: End
 ) -> None:
     assert end(state, 0 if state is None else 5, status, signaled) == expected
+
+
+def test_a_job_that_was_killed_fails_and_its_result_keeps_the_rest(run: Path, end: End) -> None:
+    assert end("running", 5, 137, "") == 137
+    error = "the job ended with status 137 before its run recorded an outcome"
+    assert result_of(run).items() >= {"state": "failed", "step": 5, "error": error}.items()
 
 
 def test_a_job_without_progress_since_the_last_requeue_fails(run: Path, end: End) -> None:
@@ -77,12 +80,6 @@ def test_a_job_is_requeued_if_only_its_agent_was_signaled(run: Path, end: End) -
     assert end(None, 0, 0, "") == 143
 
 
-def test_a_run_that_was_killed_has_failed_and_keeps_the_rest_of_its_result(run: Path, end: End) -> None:
-    assert end("running", 5, 137, "") == 137
-    error = "the job ended with status 137 before its run recorded an outcome"
-    assert result_of(run).items() >= {"state": "failed", "step": 5, "error": error}.items()
-
-
 def test_results_of_an_earlier_start_are_ignored(run: Path, end: End) -> None:
     assert end("finished", 5, 0, "") == 0
     os.utime(run / "result.json", (1, 1))
@@ -94,33 +91,9 @@ def test_a_signaled_agent_leaves_a_file(run: Path, monkeypatch: pytest.MonkeyPat
     def run_worlds(*args: object) -> None:
         raise SignalException("signaled", sigval=signal.SIGUSR1)
 
-    monkeypatch.setattr(agent, "run_worlds", run_worlds)
-    monkeypatch.setattr(agent, "Nodes", lambda parameters: None)
-    monkeypatch.setattr(sys, "argv", ["agent", "-m", "runner"])
+    monkeypatch.setattr(torchrun, "run_worlds", run_worlds)
+    monkeypatch.setattr(sys, "argv", ["agent", "0", "1", "2", "node:1", "0", "60"])
     monkeypatch.setenv("RUNNER_DIRECTORY", str(run))
     monkeypatch.setenv("RUNNER_RESTART_FILE", "")
     assert agent.run() == 0
     assert (run / requeue.STOPPED).exists()
-
-
-@pytest.mark.parametrize(
-    ("state", "status", "result", "expected"),
-    [
-        ("COMPLETED", 0, "finished", 0),
-        ("COMPLETED", 0, "failed", 1),  # Slurm reports a job that it has forgotten as completed
-        ("FAILED", 3, "finished", 3),
-    ],
-)
-def test_a_followed_job_returns_the_metrics_of_a_finished_run(
-    state: str, status: int, result: str, expected: int, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = iter([("RUNNING", 0), (state, status)])
-    monkeypatch.setattr(queue, "job_state", lambda job: next(states))
-    monkeypatch.setattr(queue, "POLL_S", 0.0)
-    (run / "result.json").write_text(json.dumps({"state": result, "metrics": {"val/loss": 0.5}}))
-    if expected == 0:
-        assert queue.follow("7", run, run / "job.log") == {"val/loss": 0.5}
-        return
-    with pytest.raises(JobFailed, match=f"job 7 ended {state}, status {status}; its log is") as failed:
-        queue.follow("7", run, run / "job.log")
-    assert failed.value.status == expected

@@ -1,6 +1,7 @@
 """torch's elastic agent on one node of a Slurm job.
 
-usage: python -m runner.launchers.slurm.agent OPTIONS_OF_TORCHRUN, with RUNNER_DIRECTORY set
+usage: python -m runner.launchers.slurm.agent NODE_ID NODES NPROC_PER_NODE ENDPOINT MAX_RESTARTS JOIN_TIMEOUT_S
+ARGUMENT..., with RUNNER_DIRECTORY set
 """
 
 import os
@@ -9,14 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
-from torch.distributed.run import config_from_args, parse_args
 
-from runner.errors import JobFailed, Preempted
-from runner.launchers.elastic import Ranks, run_worlds
-from runner.launchers.node_rendezvous import Nodes
+from runner.errors import InputError, JobFailed, Preempted, print_messages
+from runner.launchers.elastic import Ranks
 from runner.launchers.slurm.requeue import STOPPED
+from runner.launchers.torchrun import Torchrun
 from runner.records.run_directory import Request
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # forwarded to the ranks, which save and exit
 
 
 def run() -> int:
@@ -25,31 +26,28 @@ def run() -> int:
     Exit with 0 even after a signal, because the ranks received it too; `result.json` has the outcome. Another status
     would make srun terminate the other nodes' agents, whose ranks may still be saving.
     """
-    config, command, args = config_from_args(parse_args(None))
+    node_id, num_nodes, num_ranks, endpoint, max_restarts, join_timeout_s = sys.argv[1:7]
+    launcher = Torchrun(
+        int(num_ranks),
+        int(num_nodes),
+        endpoint if num_nodes != "1" else None,
+        max_restarts=int(max_restarts),
+        join_timeout_s=float(join_timeout_s),
+    )
+    launcher.is_host = node_id == "0"
     directory = os.environ["RUNNER_DIRECTORY"]
     with TemporaryDirectory() as folder:
         os.environ["RUNNER_RESTART_FILE"] = str(Path(folder, "restart"))
         try:
-            parameters = RendezvousParameters(
-                config.rdzv_backend,
-                config.rdzv_endpoint,
-                config.run_id,
-                config.min_nodes,
-                config.max_nodes,
-                config.local_addr,
-                **{"join_timeout": 600, "last_call_timeout": 30, **config.rdzv_configs},
-            )
-            ranks = Ranks(config.nproc_per_node, command, args, signals=config.signals_to_handle)
-            run_worlds(Nodes(parameters), ranks, Request(directory=directory), config.max_restarts, [])
+            ranks = Ranks(launcher.nproc_per_node, sys.executable, ["-um", "runner", *sys.argv[7:]], SIGNALS)
+            launcher.run(ranks, Request(directory=directory), [])
         except (SignalException, Preempted):
             # Ranks that were only starting died of the signal, which the batch script may not have received.
             (Path(directory) / STOPPED).touch()
-        except JobFailed:
+        except InputError as error:
+            print_messages(error.messages)
             return 1
-        except RendezvousClosedError:
-            return 1  # another node has given up, and reports why
-        except RendezvousError as error:
-            print(f"the nodes no longer found each other: {error or type(error).__name__}", file=sys.stderr)
+        except JobFailed:
             return 1
     return 0
 

@@ -1,8 +1,6 @@
 """The end of a Slurm job, called by its script: decides whether a run that was stopped is requeued.
 
-usage: python -m runner.launchers.slurm.requeue RUN_DIR STATUS SIGNAL [WHY]
-
-SIGNAL is empty if the script received no signal. WHY is the reason if the run was not started.
+usage: python -m runner.launchers.slurm.requeue RUN_DIR STATUS SIGNAL, which is empty if the script received none
 """
 
 import json
@@ -11,7 +9,6 @@ from pathlib import Path
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.records.attempts import ATTEMPTS, KILLED, read_attempts
-from runner.records.ledger import DONE
 from runner.records.record_files import dumps, write_atomically
 from runner.records.result import RESULT, read_result
 from runner.records.run_directory import CHECKPOINTS
@@ -24,10 +21,8 @@ REQUEUE = 143
 
 def main() -> int:
     """Return the job's exit status: REQUEUE if the run was stopped and has made a step since the previous requeue."""
-    directory, status, signaled = Path(sys.argv[1]), int(sys.argv[2]), bool(sys.argv[3])
-    if why := " ".join(sys.argv[4:]):
-        return _fail(directory, why, status)
-    signaled = signaled or (directory / STOPPED).exists()
+    directory, status = Path(sys.argv[1]), int(sys.argv[2])
+    signaled = bool(sys.argv[3]) or (directory / STOPPED).exists()
     state = _state_of_this_start(directory)
     if state == "finished":
         return 0
@@ -48,26 +43,22 @@ def main() -> int:
 def _fail(directory: Path, error: str, status: int) -> int:
     print(error, flush=True)
     result = read_result(directory) or {}
-    if result.get("state") not in DONE:  # a failed start does not change the outcome of a run that had finished
-        write_atomically(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
+    write_atomically(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
     return status or 1
 
 
 def _state_of_this_start(directory: Path) -> str:
-    """Return the state that the run has recorded since the script's last start; running if it has recorded none."""
-    result, started = read_result(directory), _modified(directory / STARTED)
+    """Return the state in the newest of the run's records; running if the script's last start is newer than all."""
     attempts = [attempt.state for attempt in read_attempts(directory)]
-    last_record = max(_modified(directory / RESULT), started)
-    if attempts and attempts[-1] != KILLED and _modified(directory / ATTEMPTS) >= last_record:
-        return attempts[-1]  # an attempt without a step leaves result.json unchanged
-    if result is None or _modified(directory / RESULT) < started:
-        return "running"
-    return str(result["state"])
-
-
-def _modified(path: Path) -> int:
-    """Return the file's modification time in nanoseconds; 0 if it is missing."""
-    return path.stat().st_mtime_ns if path.exists() else 0
+    states: dict[str | Path, str | None] = {
+        # An attempt without a step leaves result.json unchanged.
+        ATTEMPTS: attempts[-1] if attempts and attempts[-1] != KILLED else None,
+        RESULT: (read_result(directory) or {}).get("state"),
+        STARTED: "running",
+    }
+    recorded = [name for name, state in states.items() if state and (directory / name).exists()]
+    newest = max(recorded, key=lambda name: (directory / name).stat().st_mtime_ns, default=STARTED)
+    return str(states[newest])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,5 @@
 """The parts of the batch script of a Slurm job, which starts a torchrun agent on each of its nodes."""
 
-# torchrun forwards these signals to its ranks, which save and exit; by default it ignores USR1.
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-
-
 TRAP = """\
 # Slurm sends the signal shortly before the time limit and before a preemption: the ranks save and exit.
 step= signaled=
@@ -24,13 +20,10 @@ address() {{
 inside() {{
     exec {command} "$@"
 }}
-# On each node, torchrun for its ranks.
+# On each node, torchrun's agent for its ranks.
 agent() {{
     inside -m runner.launchers.slurm.agent \\
-        --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc} --rdzv-backend=c10d \\
-        --rdzv-endpoint="$master:$port" --rdzv-id="$SLURM_JOB_ID" --local-addr="$(address "$SLURMD_NODENAME")" \\
-        --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout={join_s},read_timeout={join_s}" \\
-        --max-restarts={restarts} --signals-to-handle={signals} -m runner "$@"
+        "$SLURM_NODEID" "$SLURM_JOB_NUM_NODES" {nproc} "$master:$port" {restarts} {join_s} "$@"
 }}
 # Slurm's controller may be busy or restarting.
 retry() {{
@@ -45,46 +38,37 @@ FROZEN = """\
 # The code as it was when the job was submitted.
 archive={archive}
 code=$RUNNER_DIRECTORY/{extracted}
-trap 'rm -rf "$code"' EXIT
+doing="launcher.code=frozen: $archive is missing, or has changed since the job was submitted"
+[[ $(sha256sum < "$archive") == {sha256}* ]] || exit 1
+doing="launcher.code=frozen: $archive cannot be extracted into $code"
 rm -rf "$code"
-why=
-if [[ $(sha256sum < "$archive") != {sha256}* ]]; then
-    why="launcher.code=frozen: $archive is missing, or has changed since the job was submitted"
-elif ! mkdir -p "$code" || ! tar --extract --no-same-owner --file="$archive" --directory="$code"; then
-    why="launcher.code=frozen: $archive cannot be extracted into $code"
-fi
-if [[ $why ]]; then
-    (inside -m runner.launchers.slurm.requeue "$RUNNER_DIRECTORY" 1 "" "$why")
-    exit 1
-fi
-export PYTHONPATH="$code/imported:$code/installed${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1"""
+mkdir -p "$code" && tar --extract --no-same-owner --file="$archive" --directory="$code" || exit 1
+export PYTHONPATH="$code/imported:$code/installed${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1
+"""
 
-SETUP = r"""# A failure before the start of the run is recorded in result.json too.
+SETUP = r"""# A failure before the start of the run is recorded too, without Python, which may not be available yet.
 record_failed_setup() {
     local status=$? command=$BASH_COMMAND
     [[ $status != 0 ]] || return
     why="the job ended with status $status before its run was started, at: ${doing:-$command}"
+    echo "$why"
     mkdir -p "$RUNNER_DIRECTORY"
-    (inside -m runner.launchers.slurm.requeue "$RUNNER_DIRECTORY" "$status" "" "$why") 2>/dev/null
-    if [[ ! -s $RUNNER_DIRECTORY/result.json ]]; then  # Python could not be started
-        echo "$why"
-        why=${why//[[:cntrl:]]/ }
-        why=${why//\\/\\\\}
-        printf '{"state": "failed", "error": "%s"}\n' "${why//\"/\\\"}" > "$RUNNER_DIRECTORY/result.json"
-    fi
+    [[ ! -s $RUNNER_DIRECTORY/result.json ]] || return
+    why=${why//[[:cntrl:]]/ }
+    why=${why//\\/\\\\}
+    printf '{"state": "failed", "error": "%s"}\n' "${why//\"/\\\"}" > "$RUNNER_DIRECTORY/result.json"
 }
 trap record_failed_setup EXIT
 """
 
 RUN = """\
-trap - EXIT
+trap 'rm -rf "$RUNNER_DIRECTORY/{extracted}"' EXIT
 master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
 port=$(({first_port} + SLURM_JOB_ID % {ports}))  # different from that of any other job on the node
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
 export master port
-export -f address inside agent
+export -f inside agent
 mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -f "$RUNNER_DIRECTORY/slurm/stopped" && touch "$RUNNER_DIRECTORY/slurm/started"
-{select_code}
 srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
     bash -c 'agent "$@"' agent "${{overrides[@]}}" &
 step=$!
