@@ -218,6 +218,6 @@ def test_postponed_annotations_are_evaluated_in_their_module(write_module):
     )
     messages = check_options("model", {"_target_": "postponed_net.Net", "kind": "c", "other": "x", "size": "x"})
     assert messages == [
-        "model.kind=c must be one of a, b; for example a",
+        "model.kind=c must be one of a, b",
         "model.size=x must be an integer (int); for example 3",
     ]
