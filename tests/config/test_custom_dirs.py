@@ -88,13 +88,6 @@ def test_help_shows_the_option_that_wins(
     assert "seed=17" not in output and "--config-dir DIR" in output
 
 
-def test_hydra_flags_use_the_same_files(
-    folders: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert here("--config-dir", "one", "--config-dir", "two", "model=mlp", "--cfg", "job", "--package", "model") == 0
-    assert "width: 5" in capsys.readouterr().out
-
-
 def test_run_is_resumed_and_evaluated_with_its_directories(folders: Path, here: Callable[..., int]) -> None:
     both = [f"--config-dir={folders}/one", f"--config-dir={folders}/two"]
     assert here(*both, "model=mlp", *SMALL) == 0

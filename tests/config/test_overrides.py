@@ -140,12 +140,6 @@ def test_wrong_keys_suggest_the_nearest(loader: ConfigLoader):
         assert message.startswith(f"{line}: ")
 
 
-def test_wrong_types_of_top_level_keys(loader: ConfigLoader):
-    wrong = ("epochs=", "epochs=null", "clip=x", "seeds=[x]", "checkpoint=3", "checkpoint.keep=all")
-    for line, message in zip(wrong, explained(loader, *wrong), strict=True):
-        assert message.startswith(f"{line}: ")
-
-
 def test_syntax_errors(loader: ConfigLoader):
     wrong = {
         "epochs": ": no value; type epochs=VALUE",
