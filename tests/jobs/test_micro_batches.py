@@ -65,8 +65,7 @@ def test_another_failure_is_not_repeated(tmp_path: Path) -> None:
 
 def test_a_mode_whose_ranks_would_wait_is_refused(tmp_path: Path) -> None:
     message = "InputError: micro_batches=auto: under parallel=fsdp ranks would wait .* or parallel=ddp"
-    those = "parallel=allreduce, parallel=ddp, parallel=local_sgd, parallel=zero\n"
-    with pytest.raises(RankError, match=message + those):
+    with pytest.raises(RankError, match=message):
         run(tmp_path, 2, *HUNGRY, "parallel=fsdp", "micro_batches=auto")
     assert not list(tmp_path.glob("run/*"))
 
