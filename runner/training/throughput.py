@@ -1,4 +1,4 @@
-"""Measurements of steps: throughput, the fraction of a step that waits for data, and memory."""
+"""Measurements of steps: throughput, the fraction of a step that waits for data, memory, and the slowest rank."""
 
 import resource
 import sys
@@ -6,9 +6,13 @@ import time
 
 import torch
 
+from runner.distributed.world import World
 from runner.input.batch import StepBatch
+from runner.training.mode import Axes
 
 WARMUP_STEPS = 20
+# Of this thread, in nanoseconds: time on a CPU, time runnable but waiting for one, and number of time slices.
+_SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class ThroughputMeter:
@@ -59,3 +63,63 @@ def peak_memory_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return highest / (2**20 if sys.platform == "darwin" else 2**10)  # in bytes on macOS, in KiB on Linux
+
+
+class StragglerMeter:
+    """Finds the rank that the others wait for, and how long they wait, in a world on CPUs.
+
+    A rank works while its thread computes, waits for a CPU, or waits for its data. Sleeping, and waiting for a file
+    within a step, are not detected. On other devices, work cannot be distinguished from waiting in the device's queue.
+    """
+
+    def __init__(self, world: World, axes: Axes):
+        self._world = world
+        # A parameter server has no steps.
+        self._ranks = [rank for rank in range(world.world_size) if axes.data_rank(rank) is not None]
+        self._is_enabled = len(self._ranks) > 1 and world.device.type == "cpu"
+        self._start = self._start_work = 0.0  # of the current step
+        self._step_s = self._work_s = 0.0  # since the last logged step
+
+    def begin_step(self) -> None:
+        """Record the start of a step, after its data are read."""
+        if self._is_enabled:
+            self._start, self._start_work = time.perf_counter(), _work_s()
+
+    def end_step(self, wait_s: float) -> None:
+        """Record the end of a step that waited `wait_s` seconds for its data."""
+        if self._is_enabled:
+            self._work_s += wait_s + _work_s() - self._start_work
+            self._step_s += wait_s + time.perf_counter() - self._start
+
+    def work_s(self) -> torch.Tensor:
+        """Return the working time of each rank, to be summed over the ranks: (ranks,), or (0,) if not measured."""
+        num_ranks = self._world.world_size if self._is_enabled else 0
+        table = torch.zeros(num_ranks, dtype=torch.float64, device=self._world.device)
+        if self._is_enabled:
+            table[self._world.rank] = self._work_s
+        return table
+
+    def measured(self, work_s: torch.Tensor) -> dict[str, float]:
+        """Return the metrics since the last call, given the sum of `work_s` over the ranks.
+
+        perf/straggler is the fraction of the time, 0 to 1, in which the other ranks wait on average for the one that
+        works longest, perf/slowest_rank.
+        """
+        if not self._is_enabled:
+            return {}
+        work_s = work_s[self._ranks]
+        slowest = int(work_s.argmax())
+        wait_s = float((work_s[slowest] - work_s).sum()) / (len(self._ranks) - 1)
+        fraction = min(wait_s / max(self._step_s, 1e-9), 1.0)
+        self._step_s = self._work_s = 0.0
+        return {"perf/straggler": fraction, "perf/slowest_rank": float(self._ranks[slowest])}
+
+
+def _work_s() -> float:
+    """Return how long this thread has been running or runnable."""
+    try:
+        with open(_SCHEDSTAT, "rb", buffering=0) as schedstat:
+            delayed_ns = int(schedstat.read(64).split()[1])
+    except (OSError, IndexError):  # not on Linux
+        delayed_ns = 0
+    return time.thread_time() + delayed_ns / 1e9

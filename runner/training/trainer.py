@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
 from runner.training.evaluation import evaluate, with_total
 from runner.training.mode import ParallelModel
-from runner.training.throughput import ThroughputMeter, peak_memory_mib
+from runner.training.throughput import StragglerMeter, ThroughputMeter, peak_memory_mib
 
 
 @dataclass
@@ -34,6 +34,10 @@ class Trainer:
     callbacks: Callbacks
     evaluation_is_missing: bool = False  # the resumed run was interrupted before an evaluation that was due
     stopped: bool = False  # a callback ended the run before the last step
+    straggler: StragglerMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.straggler = StragglerMeter(self.world, self.experiment.axes)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -94,6 +98,7 @@ class Trainer:
         """Make one optimizer step over all ranks."""
         step, num_steps = self.state.step, self.num_steps
         self.world.heartbeat.record(f"step {step + 1}")
+        self.straggler.begin_step()
         is_logged = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
         # Dropout, NumPy and `random` have their own stream for each step and data rank: no state needs to be saved.
         key = derive_seed(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0)
@@ -111,11 +116,12 @@ class Trainer:
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
         self.state = replace(self.state.after_step(self.steps_per_epoch), skipped_steps=skipped_steps)
 
+        self.straggler.end_step(batch.wait_s)
         metrics: dict[str, float] = {}
         if is_logged:
             local = torch.stack([*losses.values()])
-            sums = self.world.collectives.sum(local.double()).to(local.dtype)
-            metrics = with_total("train", dict(zip(losses, sums.tolist(), strict=True)))
+            sums = self.world.collectives.sum(torch.cat([local.double(), self.straggler.work_s()]))
+            metrics = with_total("train", dict(zip(losses, sums.to(local.dtype).tolist(), strict=False)))
             if self.config.on_nonfinite == "skip":
                 metrics["train/skipped_steps"] = skipped_steps
             self.state = replace(self.state, logged=dict(metrics))
@@ -123,7 +129,7 @@ class Trainer:
         if is_logged:
             metrics["train/learning_rate"] = self.parallel_model.learning_rate
             metrics["train/grad_norm"] = math.hypot(*(norm or 0.0 for norm in norms.values())) if norms else math.nan
-            metrics |= self.meter.measured()
+            metrics |= self.meter.measured() | self.straggler.measured(sums[len(losses) :])
             metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
 

@@ -14,6 +14,7 @@ from runner.records.tables import as_number
 SPEED = {
     "samples per second": ["Multiline", ["perf/samples_per_second"]],
     "fraction of a step that waits for data": ["Multiline", ["perf/data_wait"]],
+    "fraction of a step in which the others wait for the slowest rank": ["Multiline", ["perf/straggler"]],
 }
 
 # The metrics of the tab "HParams". TensorBoard hides the last of many columns.
