@@ -88,4 +88,10 @@ def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], te
     for path, node in nodes:
         if option and option[1] in node:
             return f"{path}.{text}"
-    return text if text.startswith(f"{key}.") else f"{key}={choice}: {text}"
+    if text.startswith(f"{key}."):
+        return text
+    blamed = [(f"{path}.{name}", value) for path, node in nodes for name, value in node.items()]
+    blamed = [(name, value) for name, value in blamed if text.endswith(f": {value}")]
+    if len(blamed) == 1:
+        return f"{blamed[0][0]}={blamed[0][1]}: {text}"  # torch's `Invalid learning rate: -1`
+    return f"{key}={choice}: {text}"

@@ -74,6 +74,22 @@ class OfNumbers(torchmetrics.MeanSquaredError):
         super().update(preds[:, 0].double(), target.double())
 
 
+class Extremes(torchmetrics.Metric):
+    higher_is_better = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("largest", torch.tensor(-torch.inf), dist_reduce_fx="max")
+        self.add_state("smallest", torch.tensor(torch.inf), dist_reduce_fx="min")
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.largest = torch.maximum(self.largest, preds.max())
+        self.smallest = torch.minimum(self.smallest, preds.min())
+
+    def compute(self) -> torch.Tensor:
+        return torch.stack([self.largest, self.smallest])
+
+
 def of_torchmetrics() -> dict[str, Any]:
     kind: dict[str, Any] = {"task": "multiclass", "num_classes": NUM_CLASSES}
     return {
@@ -82,6 +98,7 @@ def of_torchmetrics() -> dict[str, Any]:
         "per_class": torchmetrics.Recall(average="none", **kind),
         "confusion": torchmetrics.CohenKappa(**kind),
         "mse": OfNumbers(),
+        "extremes": Extremes(),
     }
 
 

@@ -16,13 +16,13 @@ def is_torchmetric(metric: object) -> bool:
 
 
 class TorchMetric:
-    """A metric of torchmetrics. States reduced by sum are sums, and concatenated lists are rows.
+    """A metric of torchmetrics. States reduced by sum are sums; concatenated lists and maxima or minima are rows.
 
     Raises InputError, with the metric's key, for other states, whose reduction over ranks is unknown.
     """
 
     def __init__(self, key: str, metric: Any):
-        from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
+        from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
         self.higher_is_better: bool | None = metric.higher_is_better
         self._metric = copy.deepcopy(metric)
@@ -32,14 +32,17 @@ class TorchMetric:
                 self._metric._defaults[name] = default.clone()  # counts stay integers
         self._metric.sync_on_compute = self._metric._to_sync = False  # MetricSums has summed already
         self._metric.compute_with_cache = False
-        self._is_list = {name: isinstance(default, list) for name, default in metric._defaults.items()}
-        for name, is_list in self._is_list.items():
-            reduction = metric._reductions[name]
-            if reduction is not (dim_zero_cat if is_list else dim_zero_sum):
+        kinds = {dim_zero_sum: "sum", dim_zero_max: "amax", dim_zero_min: "amin"}
+        self._kinds: dict[str, str] = {}  # by state
+        for name, reduction in metric._reductions.items():
+            is_list = isinstance(metric._defaults[name], list)
+            kind = {dim_zero_cat: "cat"}.get(reduction) if is_list else kinds.get(reduction)
+            if kind is None:
                 raise InputError(
                     f"{key}: its state {name} with dist_reduce_fx={reduction} cannot be computed over ranks; a state "
-                    "must be reduced by sum, or be a list reduced by cat"
+                    "must be reduced by sum, max or min, or be a list reduced by cat"
                 )
+            self._kinds[name] = kind
 
     def update(self, outputs: Any, targets: Any) -> Sums:
         """Return the states after `update(preds, target)` with only this batch."""
@@ -49,17 +52,25 @@ class TorchMetric:
         self._metric.reset()
         self._metric.update(outputs, targets)
         sums: dict[str, Any] = {}
-        for name, is_list in self._is_list.items():
+        for name, kind in self._kinds.items():
             state = getattr(self._metric, name)
-            sums[name] = Rows(torch.cat([*map(torch.atleast_1d, state)])) if is_list else state.clone()
+            if kind == "sum":
+                sums[name] = state.clone()
+            else:
+                sums[name] = Rows(torch.cat([*map(torch.atleast_1d, state)]) if kind == "cat" else state[None])
         return sums
 
     def compute(self, sums: dict[str, torch.Tensor]) -> Value:
         """Return the value that torchmetrics computes; a vector, as with average=none, becomes a mapping by index."""
         self._metric.reset()
-        for name, is_list in self._is_list.items():
-            state = sums[name]
-            setattr(self._metric, name, [state] if is_list else state.to(self._metric._defaults[name].dtype))
+        for name, kind in self._kinds.items():
+            default, state = self._metric._defaults[name], sums[name]
+            if kind == "cat":
+                setattr(self._metric, name, [state])
+                continue
+            if kind != "sum":  # without samples, the default remains
+                state = getattr(state, kind)(0) if len(state) else default
+            setattr(self._metric, name, state.to(default.dtype))
         self._metric._update_count = 1  # otherwise it warns that `update` was not called
         value = self._metric.compute()
         if isinstance(value, torch.Tensor) and value.dim() == 1:
