@@ -79,7 +79,7 @@ def test_a_module_that_exits_at_its_import_is_refused(
     (directory / "mine" / "messages_script.py").write_text("import sys\nsys.exit(0)\n")
     assert here(*SMALL, "model._target_=messages_script.Net") == 2
     error = capsys.readouterr().err
-    assert error.startswith("model._target_=messages_script.Net: importing messages_script failed at ")
+    assert error.startswith("model._target_=messages_script.Net: importing messages_script failed with: ")
     assert error.endswith("messages_script.py:2: SystemExit: 0\n")
 
 
