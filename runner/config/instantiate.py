@@ -88,4 +88,9 @@ def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], te
     for path, node in nodes:
         if option and option[1] in node:
             return f"{path}.{text}"
-    return text if text.startswith(f"{key}.") else f"{key}={choice}: {text}"
+    if text.startswith(f"{key}."):
+        return text
+    options = [(path, name, value) for path, node in nodes for name, value in node.items()]
+    blamed = [f"{path}.{name}={value}" for path, name, value in options if text.endswith(f": {value}")]
+    subject = blamed[0] if len(blamed) == 1 else f"{key}={choice}"  # torch's `Invalid learning rate: -1`
+    return f"{subject}: {text}"

@@ -91,7 +91,7 @@ TABLE = {
     "epochs=0 seed=-1 threads=0 max_steps=0": "epochs=0 must ... and 2 more",
     "seed=99999999999999999999": "seed=99999999999999999999 must be below 2**63",
     "optimizer.lr=fast": "optimizer.lr=fast must be a number (float)",
-    "optimizer.lr=-1": "optimizer=sgd: Invalid learning rate",
+    "optimizer.lr=-1": "optimizer.lr=-1: Invalid learning rate",
     "model=mlp model.hidden=0": "model.hidden=0 must be a list (",
     "model=mlp model.hidden=[0]": "model.hidden=[0] must be one or more sizes of at least 1; try [256, 128]",
     "model=mlp model.dropout=2": "model.dropout=2 must be at least 0 and below 1; try 0.1",
