@@ -90,8 +90,7 @@ def _name_key(key: str, choice: str, nodes: list[tuple[str, dict[str, Any]]], te
             return f"{path}.{text}"
     if text.startswith(f"{key}."):
         return text
-    blamed = [(f"{path}.{name}", value) for path, node in nodes for name, value in node.items()]
-    blamed = [(name, value) for name, value in blamed if text.endswith(f": {value}")]
-    if len(blamed) == 1:
-        return f"{blamed[0][0]}={blamed[0][1]}: {text}"  # torch's `Invalid learning rate: -1`
-    return f"{key}={choice}: {text}"
+    options = [(path, name, value) for path, node in nodes for name, value in node.items()]
+    blamed = [f"{path}.{name}={value}" for path, name, value in options if text.endswith(f": {value}")]
+    subject = blamed[0] if len(blamed) == 1 else f"{key}={choice}"  # torch's `Invalid learning rate: -1`
+    return f"{subject}: {text}"

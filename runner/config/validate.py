@@ -101,7 +101,7 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
 def _check_named(group: str, node: Mapping[str, Any]) -> list[str]:
     """Check a group that is a mapping of names, so that several options of it can be chosen together."""
     if "_target_" in node:
-        needed = f"{NAMED_GROUPS[group]} has a name; in its file write NAME: {{_target_: ...}}"
+        needed = f"{NAMED_GROUPS[group]} has a name; in its file write NAME: {{_target_: {node['_target_']}}}"
         return [f"{group}._target_={node['_target_']}: {needed}"]
     messages = [
         f"{group}.{name}={show(value)} must be a node with a _target_"

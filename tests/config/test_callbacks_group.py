@@ -90,7 +90,7 @@ def test_chosen_callbacks_are_called(
         (["callbacks=first", "callbacks.first.every=0"], "callbacks.first.every=0 must be at least 1"),
         (
             ["callbacks=[nameless,second]"],
-            "callbacks._target_=first.First: a callback has a name; in its file write NAME: {_target_: ...}",
+            "callbacks._target_=first.First: a callback has a name; in its file write NAME: {_target_: first.First}",
         ),
         (
             ["callbacks=not_one"],
