@@ -252,17 +252,3 @@ def _with_full_key(override: str) -> str:
     if assigned and not value.lstrip().startswith("{"):
         key = ALIASES.get(key, key)
     return f"{key}{assigned}{value}"
-
-
-def _expand_aliases(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with full keys: `checkpoint=best` becomes `checkpoint.load=best`.
-
-    A section that is assigned a mapping is unchanged.
-    """
-    expanded = []
-    for override in overrides:
-        key, assigned, value = override.partition("=")
-        if assigned and not value.lstrip().startswith("{"):
-            key = ALIASES.get(key, key)
-        expanded.append(f"{key}{assigned}{value}")
-    return expanded

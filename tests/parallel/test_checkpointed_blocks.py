@@ -72,7 +72,7 @@ class Counting(custom_models.Block):
         return super().forward(features)
 
 
-def test_unsuitable_models_and_options_are_refused() -> None:
+def test_unsuitable_models_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^activation_checkpointing=5: the model has only 4 blocks"):
         blocks_to_checkpoint(custom_models.Chain([10], 5), 5)
     with pytest.raises(InputError, match=r"^activation_checkpointing=full: the model has only 0 blocks"):
