@@ -44,7 +44,7 @@ ON_FOUR = [
 def test_a_resumed_run_has_the_same_weights_to_the_bit(words: tuple[str, ...], world_size: int, tmp_path: Path) -> None:
     """In float32, whose rounding shows in which order four ranks were summed; two ranks have only one order."""
     layers = ("model.hidden=[32,16,16]", "model.batch_norm=true", "model.dropout=0.2")
-    steps = ("epochs=3", "scheduler=cosine", "checkpoint.every_steps=4", "checkpoint.keep=9")
+    steps = ("epochs=2", "scheduler=cosine", "checkpoint.every_steps=4", "checkpoint.keep=9")
     whole = run(tmp_path, world_size, *TINY, *layers, *steps, "optimizer=adamw", *words)
     weights, losses = whole.result["weights_sha256"], whole.losses
     kept = list_checkpoints(whole.path / "checkpoints")

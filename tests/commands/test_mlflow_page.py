@@ -35,12 +35,12 @@ pytestmark = [pytest.mark.thorough, needs_browser]
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run a sweep of four jobs, and a sweep of a job that fails and one that is stopped."""
+    """Run a sweep of two jobs, and a sweep of a job that fails and one that is stopped."""
     commands = Commands(tmp_path_factory.mktemp("mlflow"))
     (commands.folder / "mine" / "callbacks").mkdir(parents=True)
     (commands.folder / "mine" / "ends.py").write_text(ENDS)
     (commands.folder / "mine" / "callbacks" / "ends.yaml").write_text("ends: {_target_: ends.Ends, how: raise}\n")
-    done = commands.forked("-m", *SMALL, "name=digits", "optimizer.lr=0.1,0.01", "seed=0,1")
+    done = commands.forked("-m", *SMALL, "name=digits", "optimizer.lr=0.1,0.01")
     assert done.returncode == 0, done.stderr
     args = ("--config-dir", "mine", "callbacks=ends", "callbacks.ends.how=raise,term")
     ended = commands.forked("-m", *SMALL, "name=ends", *args)
@@ -82,7 +82,7 @@ def test_the_page_shows_the_runs_and_their_charts(page: Any, outputs: Path, stor
     page.goto("/#/experiments/1/runs")
     page.get_by_text("Model training", exact=True).click()  # the page starts with another kind of project
     names = page.locator("a[href*='/runs/']")
-    playwright.expect(names).to_have_count(4)
+    playwright.expect(names).to_have_count(2)
     shown = {link.inner_text(): link.get_attribute("href") for link in names.all()}
     assert shown == {job.name: f"#/experiments/1/runs/{stored[job.name].id}" for job in jobs(outputs, "digits")}
     assert {(stored[name].tags["sweep"], stored[name].status) for name in shown} == {
@@ -97,7 +97,6 @@ def test_the_page_shows_the_runs_and_their_charts(page: Any, outputs: Path, stor
     search.fill("val/")
     charts = page.locator(".js-plotly-plot")
     playwright.expect(charts).to_have_count(2)  # val/accuracy and val/loss
-    playwright.expect(page.locator(".js-plotly-plot .scatterlayer .trace")).to_have_count(
-        16
-    )  # a line and a band of each run
+    # A line and a band of each run in each chart.
+    playwright.expect(page.locator(".js-plotly-plot .scatterlayer .trace")).to_have_count(8)
     keep(page, "mlflow")
