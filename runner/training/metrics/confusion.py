@@ -8,7 +8,7 @@ import torch
 from runner.distributed.world import World
 from runner.input.rng import SAMPLE, seeded
 
-MAX_CLASSES = 200  # a larger matrix can no longer be read
+MAX_CLASSES = 200  # a larger matrix is unreadable
 NUM_SAMPLES = 16
 
 
@@ -45,7 +45,7 @@ class Predictions:
         found = []
         for index, predicted in enumerate((self._sums[self.num_classes**2 :] - 1).tolist()):
             if predicted >= 0:  # eval_batches may end the evaluation before this sample
-                with seeded(self._seed, 0, index, SAMPLE):  # the random numbers of the evaluation
+                with seeded(self._seed, 0, index, SAMPLE):  # the same random numbers as in the evaluation
                     sample, target = self._dataset[index]
                 found.append((sample, int(target), predicted))
         return found
