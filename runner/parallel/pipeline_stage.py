@@ -46,11 +46,9 @@ class Stage(PipelineStage):
 
 
 class StageModule(nn.Module):
-    """The layers of a stage, with inputs and outputs padded to one number of samples.
+    """The layers of a stage, with inputs and outputs padded to one number of samples; the last stage returns the loss.
 
-    The last stage returns this rank's part of the micro-batch's loss instead, by `compute_loss`.
-
-    A schedule requires fixed shapes, but the micro-batches of a step differ by a sample, and the last ones may be
+    A schedule requires fixed shapes, but the micro-batches of a step differ by one sample, and the last ones may be
     missing. Every rank of a pipeline reads the same micro-batches and so knows how many samples are real. Only those
     pass through the layers, because BatchNorm would count the padding.
     """

@@ -59,8 +59,7 @@ class Progress:
     """The position of the run when a callback is called, and the new metrics.
 
     Attributes:
-        metrics: Empty after a step that is not logged (`log_every`). Equal on all ranks, except perf/* and, under
-            parallel=local_sgd or ps with updates=async, train/grad_norm.
+        metrics: Empty after a step without logging (`log_every`). perf/* and local gradient norms differ between ranks.
         predictions: Counted in an evaluation if a logger shows them.
         updated: After a step, the names of the objective's losses by which parameters were updated.
     """
