@@ -69,7 +69,7 @@ class Experiment:
     objective: Objective
     metrics: MetricSums
     monitor: Monitor  # the metric that compares runs
-    beginning: list[str]  # log lines about initial weights and frozen parameters
+    header_lines: list[str]  # about initial weights and frozen parameters
     warnings: list[str]
     num_classes: int | None  # None if it is no classification, or too many for a readable confusion matrix
 
@@ -197,7 +197,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         objective=objective,
         metrics=metrics,
         monitor=choose_monitor(config, metrics, list(objective.losses)),
-        beginning=[*(initial.describe() if initial is not None else []), *frozen],
+        header_lines=[*(initial.describe() if initial is not None else []), *frozen],
         warnings=warnings,
         num_classes=_num_classes(prediction),
     )

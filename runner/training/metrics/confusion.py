@@ -25,7 +25,7 @@ class Predictions:
         """Count the local samples of a batch: outputs (N, num_classes), targets (N,), dataset indices (N)."""
         predicted = outputs.argmax(-1)
         cells = self.num_classes**2
-        known = (targets < self.num_classes) & (predicted < self.num_classes)  # a model may have more outputs
+        known = (targets < self.num_classes) & (predicted < self.num_classes)  # other classes are not counted
         self._sums[:cells] += torch.bincount((targets * self.num_classes + predicted)[known], minlength=cells)
         for row, index in enumerate(indices):
             if index < self.num_samples:
