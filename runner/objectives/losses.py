@@ -12,8 +12,8 @@ from runner.input.pytree import tensors
 IGNORED_BY_TORCH = -100  # the default of ignore_index
 NO_CLASS = -(2**62)  # an ignore_index that equals no target
 
-# torch's losses by what their mean is over, as torch documents it. The sum over the elements can be taken for the
-# first group: one call with outputs and targets of equal shapes.
+# torch's losses that are means over the elements of outputs and targets of equal shapes, as torch documents them;
+# then those that are means over classes. With reduction=sum, each returns the sum of the same terms.
 ELEMENTWISE = (
     nn.BCELoss,
     nn.BCEWithLogitsLoss,
@@ -121,7 +121,7 @@ class BCE(nn.BCEWithLogitsLoss):
 
 
 def find_class_dim(outputs: torch.Tensor, targets: torch.Tensor) -> Literal[1, -1] | None:
-    """Return the dim without which the outputs have the targets' shape; 1, as in torch's losses, if both dims fit."""
+    """Return the dim of the outputs that the targets do not have: 1 or -1; 1, as in torch's losses, if both fit."""
     if fits(1, outputs, targets):
         return 1
     return -1 if fits(-1, outputs, targets) else None
@@ -171,7 +171,7 @@ def is_weighted_by_samples(loss: nn.Module, targets: Any, ragged: bool) -> bool:
 
 
 class WeightedSum:
-    """A loss and its weight, if the weight is not the number of samples."""
+    """A loss whose weight is not the number of samples; a call returns the sum of a batch and its weight."""
 
     def __init__(self, loss: nn.Module):
         self._loss = loss

@@ -38,7 +38,7 @@ class Prediction(NamedTuple):
 
 
 class Objective:
-    """Derive from it and define `loss`, or several losses.
+    """The base class of objectives. Derive from it and define `loss`, or several losses.
 
     An objective that is also an nn.Module may have parameters and buffers; the model contains them as
     `objective.NAME`.
@@ -72,7 +72,7 @@ class Objective:
         return Loss(total, weight)
 
     def evaluate(self, model: Any, micro_batch: MicroBatch) -> Prediction:
-        """Return all losses, and what the metrics compare."""
+        """Return all losses, and the outputs and targets for the metrics."""
         losses = {name: self.measure(model, name, micro_batch) for name in self.losses}
         outputs, targets = self.predict(model, micro_batch.data) or (None, None)
         return Prediction(losses, outputs, targets)
@@ -108,7 +108,7 @@ class LossGroup:
 
 
 def loss_groups(objective: Objective, module: nn.Module) -> list[LossGroup]:
-    """Return the objective's losses in order, with the module's present parameters; a mode may replace them later."""
+    """Return the objective's losses in order, with the module's current parameters; a mode may replace them later."""
     if len(objective.losses) == 1:
         (only,) = objective.losses
         return [LossGroup(only, list(module.parameters()), [])]

@@ -38,7 +38,7 @@ class Supervised(Objective):
         self._sum: WeightedSum | None = None
 
     def settle(self, outputs: Any, targets: Any, ragged: bool) -> None:
-        """Choose the loss, its weight and the layout of the outputs by the outputs and targets of a sample.
+        """Choose the loss, its weight and the layout of the outputs, given the outputs and targets of a sample.
 
         Raises ValueError if no loss fits. `ragged` means that other samples may have other shapes.
         """
@@ -67,7 +67,7 @@ class Supervised(Objective):
         return Prediction({"loss": self.local_loss(outputs, micro_batch)}, outputs, micro_batch.targets)
 
     def local_loss(self, outputs: Any, micro_batch: MicroBatch) -> Loss:
-        """Return the loss of the local samples; without any, a zero that depends on the parameters."""
+        """Return the loss of the local samples; if there are none, a zero that depends on the parameters."""
         if micro_batch.num_samples == 0:
             return Loss(zero_loss(outputs, self.function), 0, is_mean=True)
         return self.loss_of(outputs, micro_batch.targets, micro_batch.num_samples)

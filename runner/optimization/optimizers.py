@@ -24,8 +24,8 @@ Options = dict[str, Any]  # of a parameter group of torch, without its parameter
 def try_options(node: Mapping[str, Any], choices: Mapping[str, str]) -> list[Options]:
     """Return the options of each parameter group, the default group first.
 
-    The constructor has accepted them for a dummy parameter. Raises InputError for an option that it refuses, and for
-    one that cannot differ between groups.
+    They are tried with a dummy parameter. Raises InputError for an option that the constructor rejects, and for one
+    that cannot differ between groups.
     """
     options = {name: value for name, value in node.items() if name != "groups"}
     default = _try(choices, "optimizer", options)
@@ -46,7 +46,7 @@ def try_options(node: Mapping[str, Any], choices: Mapping[str, str]) -> list[Opt
 
 
 class OptimizerFactory:
-    """Constructs the optimizer of any of a module's parameters, also after a mode has replaced or sharded them.
+    """Constructs the optimizer of any of a module's parameters, even after a mode has replaced or sharded them.
 
     The first parameter group has the parameters that no pattern matches; then follows one group for each pattern, in
     order. Groups without local parameters are kept, so that all ranks of a pipeline have equal groups. A group is
@@ -56,7 +56,7 @@ class OptimizerFactory:
         num_parameters: Number of trained parameters in each group, by the group's label.
 
     Raises:
-        InputError: An option that the constructor refuses, or a pattern whose group would have no parameter.
+        InputError: The constructor rejects an option, or the group of a pattern would have no parameter.
     """
 
     def __init__(self, node: Mapping[str, Any], choices: Mapping[str, str], module: nn.Module):
@@ -99,7 +99,7 @@ class OptimizerFactory:
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters in lists of one device mesh each, because one foreach operator cannot combine meshes."""
+    """Group the parameters by device mesh, because one foreach operator cannot combine meshes."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -107,7 +107,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _try(choices: Mapping[str, str], key: str, options: Options) -> Options:
-    """Return all options of the optimizer that these construct for a dummy parameter."""
+    """Construct the optimizer of a dummy parameter with these options. Return all options, including the defaults."""
     optimizer = make_group(choices, key, options, [nn.Parameter(torch.zeros(2, 2))])
     return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
 

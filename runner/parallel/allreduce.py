@@ -1,4 +1,4 @@
-"""Gradients combined by hand: what DDP does, without overlapping communication and backward."""
+"""Explicit all-reduce of gradients: as in DDP, but without overlapping communication and backward."""
 
 from collections.abc import Iterable
 

@@ -98,7 +98,7 @@ class DDP(Parallel):
 class FixedBuckets(DistributedDataParallel):
     """DistributedDataParallel whose gradients are in the same buckets in every step, including the first one.
 
-    It averages gradients in the background, unless `sum_on_cpu` is called. All ranks must construct it together.
+    It averages gradients while backward runs, unless `sum_on_cpu` returns True. All ranks must construct it together.
 
     DistributedDataParallel rebuilds its buckets after a process's first step, in the order in which gradients became
     ready. The order in which an all-reduce sums depends on the position in a bucket (in gloo's ring of three ranks or
@@ -118,7 +118,7 @@ class FixedBuckets(DistributedDataParallel):
     def sum_on_cpu(self) -> bool:
         """Sum gradients instead of averaging them, if the ranks compute on CPUs. Return True if they do.
 
-        All buckets are summed when the last gradient is ready: with all cores busy, the background is no faster, and
+        All buckets are summed when the last gradient is ready: if all cores are busy, overlapping is no faster, and
         ranks wait for each other only once. Static graphs are averaged, because in their first step no bucket is marked
         as the last one. All ranks must call it.
         """
@@ -218,7 +218,7 @@ class PowerSGDReplica(Replica):
         return super().state() | LocalState(chunks, {"powersgd": {**self._options, "steps": self._hook.iter}})
 
     def load_optimizer(self, saved: SavedState) -> None:
-        """Continue exactly with the same options on the same number of ranks; otherwise restart with a warning."""
+        """Resume PowerSGD exactly if its options and the number of ranks are equal; else restart it with a warning."""
         super().load_optimizer(saved)
         for by_bucket in self._tensors.values():
             by_bucket.clear()

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: each rank keeps a shard of every parameter, and gathers a block's when it is needed."""
+"""Fully sharded data parallel: each rank keeps a shard of every parameter, and gathers a block's parameters for use."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,13 +26,13 @@ from runner.training.model.submodules import called_modules, stages_or_children
 class FSDP(Parallel):
     """parallel=fsdp: torch's fully_shard (FSDP2) over each of the model's stages, then over the rest of the model.
 
-    On a CPU, freed memory stays with the process; MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns it.
+    On a CPU, the allocator keeps freed memory; set the variable MALLOC_MMAP_THRESHOLD_=1048576 to return it.
 
     Args:
         replicate: Hybrid sharding: the number of copies of the model, each sharded over the other ranks.
         reshard_after_forward: Drop the gathered parameters after forward, and gather them again in backward.
         mixed_precision: Gather the parameters in bfloat16 and reduce the gradients in float32.
-        meta_init: Build the model without memory, so that no rank ever materializes all of it.
+        meta_init: Build the model on the meta device, so that no rank ever materializes the whole model.
     """
 
     needs_group = True
@@ -105,7 +105,7 @@ def shard(
 
 
 def replica_options(root: nn.Module, num_ranks: int, sum_over: Callable[[torch.Tensor], object]) -> dict[str, Any]:
-    """Return the options of Replica for a model that `shard` has sharded, of which this many ranks read samples."""
+    """Return the options of Replica for a model that `shard` has sharded, with this number of data ranks."""
     return {
         "wrapper": root,
         "evaluation_wrapper": root,

@@ -1,4 +1,4 @@
-"""Local SGD: ranks step separately on their own samples; every few steps their weights are averaged by samples."""
+"""Local SGD: ranks step separately on their own samples; every few steps their weights are averaged."""
 
 from collections.abc import Iterable
 
@@ -134,7 +134,7 @@ class LocalReplica(Replica):
         return norm
 
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
-        """Run the average model. All ranks must call it equally often, also those without samples."""
+        """Run the average model. All ranks must call it the same number of times, even without samples."""
         self._show_average()
         return super().predict(micro_batch)
 

@@ -1,4 +1,4 @@
-"""Objectives with several losses: within a step, each one in order updates its own parameters by its own optimizer."""
+"""Objectives with several losses: in a step, each loss in order updates its own parameters with its own optimizer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ class AlternatingModel:
     def __init__(self, models: Mapping[str, SteppingModel]):
         self.steppers = models
         self._first = first = next(iter(models.values()))
-        # All models have the same module, so that any one can do what concerns only the module.
+        # All models have the same module, so that the first one can serve the methods that use only the module.
         self.predict, self.weights, self.load_weights = first.predict, first.weights, first.load_weights
         self.local_parameters, self.parameters_written = first.local_parameters, first.parameters_written
 
@@ -59,7 +59,7 @@ class AlternatingModel:
         return self._first.learning_rate
 
     def state(self) -> LocalState:
-        """Return the state of all losses: everything but the model is below `turns.NAME`. All ranks must call it."""
+        """Return all losses' states, under `turns.NAME` except the model and the scaler. All ranks must call it."""
         together = LocalState()
         for name, model in self.steppers.items():
             state = model.state()

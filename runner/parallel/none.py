@@ -1,4 +1,4 @@
-"""One process, one device: the reference for all other modes."""
+"""One process without parallelism: the reference for all other modes."""
 
 from runner.distributed.world import World
 from runner.parallel.loss_groups import prepare_loss_groups

@@ -97,7 +97,7 @@ def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, sa
 
 
 def _parameter_of(name: str, parameters: dict[str, nn.Parameter]) -> str:
-    """Return the parameter to whose state a tensor belongs; empty if it is none of these parameters."""
+    """Return the name of the parameter to whose state a tensor belongs; empty if it is none of these parameters."""
     name = name.removeprefix(OPTIMIZER)
     while name and name not in parameters:
         name = name.rpartition(".")[0]
@@ -159,7 +159,7 @@ def flatten_optimizer(
 
 
 def fill_structure(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state that `flatten_optimizer` got, with lists in place of tuples."""
+    """Return the state that `flatten_optimizer` received, with lists in place of tuples."""
 
     def is_tensor(node: Any) -> bool:
         return isinstance(node, dict) and node.keys() == {TENSOR}

@@ -29,10 +29,10 @@ from runner.training.model.submodules import attached_loss
 class ParameterServer(Parallel):
     """parallel=ps (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014).
 
-    updates=sync gives the numbers of parallel=none. With updates=async, each trainer's part of the global gradient is
-    a separate update, at weights that the others may have changed since they were fetched. No trainer gets more than
-    one step ahead of another, because all ranks vote after each step whether to stop. Dropout under forward=remote
-    draws its masks on the server, in the order of the trainers' calls.
+    updates=sync computes the same numbers as parallel=none. With updates=async, each trainer's part of the global
+    gradient is a separate update, at weights that the others may have changed since they were fetched. No trainer gets
+    more than one step ahead of another, because all ranks vote after each step whether to stop. Dropout under
+    forward=remote draws its masks on the server, in the order of the trainers' calls.
     """
 
     needs_group = True
@@ -80,8 +80,8 @@ class ParameterServer(Parallel):
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         if not self.allow_network and world.rank_info.local_world_size < world.world_size:
             raise ValueError(
-                "parallel.allow_network=false: the ranks are on several machines, and RPC executes whatever anybody "
-                "sends; in a network that you trust set parallel.allow_network=true"
+                "parallel.allow_network=false: the ranks are on several machines, and RPC executes any code that it "
+                "receives; in a network that you trust set parallel.allow_network=true"
             )
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
             dist.broadcast(tensor.data, src=0)
@@ -96,7 +96,7 @@ class ParameterServer(Parallel):
         return TrainerModel(recipe, world, is_async, is_remote)
 
 
-class SettledReplica(Replica):
+class SynchronizedReplica(Replica):
     """A parallel model that waits for all ranks whenever weights are read or written between two steps."""
 
     def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool, **options: Any):
@@ -105,14 +105,14 @@ class SettledReplica(Replica):
 
     def load_weights(self, saved: SavedState) -> None:
         super().load_weights(saved)
-        self._settle()
+        self._wait_for_all()
 
     def parameters_written(self) -> None:
         """Let the trainers fetch the new weights only after this call. All ranks must call it."""
-        self._settle()
+        self._wait_for_all()
 
-    def _settle(self) -> None:
-        """Wait until all ranks are here and their updates are applied. All ranks must call it."""
+    def _wait_for_all(self) -> None:
+        """Wait for all ranks, so that the updates of all are applied. All ranks must call it."""
         self._world.collectives.sum(torch.zeros(1, device=self._world.device))
 
     def _broadcast_buffers(self) -> None:
@@ -121,7 +121,7 @@ class SettledReplica(Replica):
             dist.broadcast(buffer, src=0 if self._is_remote else 1)
 
 
-class ServerModel(SettledReplica):
+class ServerModel(SynchronizedReplica):
     """The parallel model of rank 0: it reads no samples, and in its step the trainers' updates are applied."""
 
     def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool):
@@ -129,7 +129,7 @@ class ServerModel(SettledReplica):
         self.server = Server(recipe, self.update, world.world_size - 1, is_async, world.backend.timeout_s)
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """Do nothing but take part in the sum of the trainers' weights, which is over all ranks."""
+        """Take part in the sum of the trainers' loss weights, which all ranks must call."""
         if not self.objective.weighted_by_samples:
             self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
         return torch.zeros((), dtype=self.precision.parameter_dtype, device=self._world.device)
@@ -138,7 +138,7 @@ class ServerModel(SettledReplica):
         return self.server.step(lr_factor, want_norm)
 
     def predict(self, micro_batch: MicroBatch) -> None:
-        self._settle()
+        self._wait_for_all()
 
     def state(self) -> LocalState:
         self._broadcast_buffers()
@@ -147,17 +147,17 @@ class ServerModel(SettledReplica):
             for name, buffer in self.module.named_buffers():
                 if MODEL + name in state.chunks:
                     state.chunks[MODEL + name] = LocalChunk.of(buffer.clone())
-        self._settle()  # otherwise, the next remote forward could replace parameters meanwhile
+        self._wait_for_all()  # otherwise, the next remote forward could replace parameters meanwhile
         return state
 
     def weights(self) -> dict[str, torch.Tensor]:
         self._broadcast_buffers()
         weights = super().weights()
-        self._settle()
+        self._wait_for_all()
         return weights
 
 
-class TrainerModel(SettledReplica):
+class TrainerModel(SynchronizedReplica):
     """The parallel model of a trainer."""
 
     def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool):
@@ -185,7 +185,7 @@ class TrainerModel(SettledReplica):
         self._contexts.close()
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Send the gradients. Return the norm that the server's reply has."""
+        """Send the gradients. Return the norm in the server's reply."""
         self.update.set_learning_rate(lr_factor)
         gradient: torch.Tensor | int | None = None  # without samples
         if self._num_samples and self._is_remote:
@@ -201,8 +201,8 @@ class TrainerModel(SettledReplica):
         return norm if want_norm else None
 
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
-        """Run the model with the server's weights. All ranks must call it equally often."""
-        self._settle()
+        """Run the model with the server's weights. All ranks must call it the same number of times."""
+        self._wait_for_all()
         if not self._fresh:
             self._fetch()
         return super().predict(micro_batch)
@@ -214,7 +214,7 @@ class TrainerModel(SettledReplica):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return nothing: the server returns the weights, with this rank's buffers. All ranks must call it."""
         self._broadcast_buffers()
-        self._settle()
+        self._wait_for_all()
         return {}
 
     def load_weights(self, saved: SavedState) -> None:
@@ -222,10 +222,10 @@ class TrainerModel(SettledReplica):
         super().load_weights(saved)
 
     def load_optimizer(self, saved: SavedState) -> None:
-        """Do nothing: the optimizer is the server's."""
+        """Do nothing: only the server's optimizer has states."""
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters, but none under asynchronous updates, in which only the server's weights count."""
+        """Return the parameters, or none under asynchronous updates, because only the server's weights are current."""
         return {} if self._is_async else super().local_parameters()
 
     def parameters_written(self) -> None:
@@ -248,7 +248,7 @@ class TrainerModel(SettledReplica):
         if not self.objective.weighted_by_samples:
             total = total * weight_factor(batch.num_samples, weight, self._sum_over).to(total)
         if self._num_samples:
-            # Once per context: a second backward would wait for the gradients of everything the context has sent.
+            # Once per context: a second backward would wait for the gradients of all tensors that the context has sent.
             dist_autograd.backward(context, [total])
         return total.detach()
 

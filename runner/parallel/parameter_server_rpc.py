@@ -34,7 +34,7 @@ class Server:
         self.module, self.device, self.precision, self.update = recipe.module, recipe.device, recipe.precision, update
         self.trained = [p for p in recipe.module.parameters() if p.requires_grad]
         self.trainers, self.is_async, self.timeout_s = range(1, num_trainers + 1), is_async, timeout_s
-        self._update_lock = threading.Lock()  # no reader sees half an update
+        self._update_lock = threading.Lock()  # so that no thread reads partially updated weights
         self._changed = threading.Condition()
         self._closed, self._reason = False, "the parameter server has exited"
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
@@ -51,7 +51,7 @@ class Server:
             with self._changed:
                 self._wait_for(missing)
                 here = [rank for rank in self._arrived if rank in missing]
-                # Summed in the order of ranks, not of arrival, so that the sum is the same to the bit.
+                # Summed in the order of ranks, not of arrival, so that the sum is bit-identical in each run.
                 ranks = here[:1] if self.is_async else sorted(here)
                 arrived = [self._arrived.pop(rank) for rank in ranks]
             missing = [rank for rank in missing if rank not in ranks]
@@ -66,7 +66,7 @@ class Server:
         return norm
 
     def close(self, reason: str | None = None) -> None:
-        """Let no thread wait any longer, for example because another rank has failed, which RPC does not detect."""
+        """End the waiting of all threads, for example after another rank has failed, which RPC does not detect."""
         with self._changed:
             self._closed, self._reason = True, reason or self._reason
             self._changed.notify_all()
@@ -110,7 +110,7 @@ class Server:
         return flatten_gradients(self.trained, [found.get(parameter) for parameter in self.trained])
 
 
-# RPC finds the functions that trainers call by name, so that the server of this process is a global.
+# RPC looks up the functions that trainers call by name, so that they can only use a global server.
 _servers: list[Server] = []
 _stores: list[torch.distributed.Store] = []
 
@@ -152,7 +152,7 @@ def _gradient_of(reply: object) -> torch.Tensor | None:
 
 
 def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
-    """Connect the ranks for the rest of the job. server: that of rank 0. All ranks must call it."""
+    """Connect the ranks for the rest of the job. server: None except on rank 0. All ranks must call it."""
     _servers[:], _stores[:] = [server] if server else [], [world.store.namespace("rpc")]
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="runner://",  # torch's own store would listen on all interfaces

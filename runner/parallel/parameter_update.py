@@ -1,4 +1,4 @@
-"""From the gradients of each rank to updated parameters: summation, normalization, norm, clipping, optimizer step."""
+"""The update of parameters by the ranks' gradients: summation, normalization, norm, clipping, optimizer step."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -100,8 +100,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor
     """Replace each gradient by its sum over ranks that have the same parameters, or the same shards of them.
 
     A parameter that no rank used keeps no gradient, so that no optimizer changes it. Sparse gradients become dense.
-    sum_over sums a tensor over those ranks in place; all of them must call this function. It is called once for each
-    dtype, with one flat buffer: 3.5 ms instead of 37 ms for 60 tensors of 10,000 floats on 2 gloo ranks.
+    sum_over sums a tensor over those ranks in place; all of them must call this function. sum_over is called once
+    per dtype, with one flat buffer: 3.5 ms instead of 37 ms for 60 tensors of 10,000 floats on 2 gloo ranks.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -145,7 +145,7 @@ def weight_factor(num_samples: int, weight: Tensor, sum_over: Callable[[Tensor],
     """Return the factor that converts a gradient normalized by samples into one normalized by total weight, ().
 
     The total weight of a step is only known when all ranks have finished their forward passes. All ranks of sum_over
-    must call it. weight: this rank's part of it, (), float64. The factor is 0 if the total weight is 0.
+    must call it. weight: this rank's part of the total, (), float64. The factor is 0 if the total weight is 0.
     """
     total = sum_over(weight.clone())
     return torch.where(total > 0, num_samples / total.clamp(min=torch.finfo(total.dtype).tiny), 0.0)

@@ -39,7 +39,7 @@ V_SHAPED = ("ZBV", "DualPipeV")
 
 
 class Pipeline(Parallel):
-    """parallel=pipeline, over a mesh of replicate x stage: `stages` ranks form a pipeline, of which there are replicas.
+    """parallel=pipeline, over a mesh of replicate x stage: `stages` ranks form a pipeline; further ranks are replicas.
 
     Its numbers are those of one process with micro_batches x parallel.micro_batches micro-batches.
     """
@@ -72,7 +72,7 @@ class Pipeline(Parallel):
         self._num_units: int | None = None  # of the model, known after `check`
 
     def axes(self, world_size: int) -> Axes:
-        """Return the mesh. stages=null is as many as model and schedule allow; before `check`, it is all ranks."""
+        """Return the mesh. stages=null: as many as model and schedule allow; before `check`, the model is unknown."""
         divisors = [size for size in range(world_size, 0, -1) if world_size % size == 0]
         if self.stages is not None:
             check_divides("parallel.stages", self.stages, world_size)
@@ -160,14 +160,14 @@ class Pipeline(Parallel):
         return kind(stages[0] if self.schedule in SINGLE else [*stages], **options)
 
     def owner(self, stage: int, num_ranks: int) -> int:
-        """Return the rank of a pipeline that has the stage: round-robin, or forth and back in a V-shaped schedule."""
+        """Return the rank of a pipeline that has the stage: round-robin, or back and forth in a V-shaped schedule."""
         if self.schedule in V_SHAPED and stage >= num_ranks:
             return 2 * num_ranks - 1 - stage
         return stage % num_ranks
 
 
 def _materialize(stages: list[Chain], own: dict[int, Chain], recipe: Recipe) -> list[StageOutput]:
-    """Create the weights of this rank's stages, and return what each stage but the last sends."""
+    """Create the weights of this rank's stages, and return the outputs that the stages except the last send."""
     outputs, features = [], recipe.sample[0]
     for number, stage in enumerate(stages):
         if number in own:

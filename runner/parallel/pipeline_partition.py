@@ -1,4 +1,4 @@
-"""Which layers form a stage of a pipeline, and the parameters that stages on several ranks share."""
+"""The partition of a model's layers into the stages of a pipeline, and parameters that several ranks share."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -29,7 +29,7 @@ class Chain(nn.Sequential):
 
 
 def trainable_units(model_stages: Sequence[nn.Module]) -> list[Chain]:
-    """Join each of the model's stages that has no parameter to train to the previous one, or at the start to the next.
+    """Join each stage without trained parameters to the previous stage, or at the start to the next one.
 
     A rank of a pipeline needs something to train, and what it sends needs a gradient.
     """
@@ -52,7 +52,7 @@ def num_parameters(units: Sequence[nn.Module]) -> list[int]:
 def num_operations(units: Sequence[nn.Module], inputs: Any) -> list[int]:
     """Count the floating-point operations of each unit. They are not timed, because all ranks must agree.
 
-    inputs: those of one sample. The units should be in evaluation mode; they may be without memory.
+    inputs: those of one sample. The units should be in evaluation mode; they may be on the meta device.
     """
     counts = []
     features = map_tensors(torch.Tensor.cpu, inputs)
@@ -108,8 +108,8 @@ def find_ties(module: nn.Module, stages: Sequence[nn.Module], owners: Sequence[i
 class TiedParameters:
     """The tied parameters of this rank, after its stages were materialized. All ranks must construct it.
 
-    The constructor's weights make all copies equal. They stay equal, because each copy gets the sum of the gradients of
-    all copies and is updated in the same way.
+    All copies start with the weights of the model's constructor. They stay equal, because each gets the sum of all
+    copies' gradients and is updated in the same way.
     """
 
     def __init__(self, module: nn.Module, ties: Sequence[Tie], own: Iterable[nn.Module], mesh: DeviceMesh):

@@ -52,7 +52,7 @@ class PipelineReplica(Replica):
         self._replicas, self._pipeline = mesh["replicate"].get_group(), mesh["stage"].get_group()
         self._tied = tied
         self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
-        self._micro_batches: list[MicroBatch] = []  # of the present call of the schedule
+        self._micro_batches: list[MicroBatch] = []  # of the current call of the schedule
         self._stages = {
             number: StageModule(
                 chain,
@@ -108,13 +108,13 @@ class PipelineReplica(Replica):
         return self._local_loss
 
     def _fit_schedule(self, num_samples: int) -> None:
-        """Create the schedule, unless the present one fits micro-batches of this size. All ranks must call it."""
+        """Create the schedule, unless the current one fits micro-batches of this size. All ranks must call it."""
         if self._schedule is not None and num_samples <= next(iter(self._stages.values())).num_samples:
             return
         stages = []
         for number, stage in self._stages.items():
             stage.num_samples = num_samples
-            # With shapes given, torch does not infer them by a forward, which BatchNorm would count.
+            # If shapes are given, torch does not run a forward to infer them, which BatchNorm would count.
             received = torch.empty(1, dtype=torch.int64, device="meta")
             if number > 0:
                 received = self._outputs[number - 1].empty(num_samples, "meta").requires_grad_()
@@ -141,7 +141,7 @@ class PipelineReplica(Replica):
         local_loss = loss.divided_by(self._num_samples)
         self._local_loss += local_loss.detach()
         self._weight += loss.weight
-        # torch 2.11 checks the dtype, and the loss of no samples has another one.
+        # torch 2.11 checks the dtype, and the loss of no samples has another dtype.
         return local_loss.to(self.precision.parameter_dtype)
 
     def _sum_gradients(self) -> None:
@@ -161,7 +161,7 @@ class PipelineReplica(Replica):
         """Run the model in evaluation mode. Return None on ranks without the last stage. All ranks must call it.
 
         A rank can receive the next inputs as soon as it has sent its outputs, so that the ranks overlap. Nothing is
-        sent for a micro-batch without samples.
+        sent for a micro-batch without rows.
         """
         rank = dist.get_rank(self._pipeline)
         features: Any = None

@@ -46,13 +46,11 @@ class Stage(PipelineStage):
 
 
 class StageModule(nn.Module):
-    """The layers of a stage, with inputs and outputs padded to one number of samples.
+    """The layers of a stage, with inputs and outputs padded to one number of samples; the last stage returns the loss.
 
-    The last stage returns this rank's part of the micro-batch's loss instead, by `compute_loss`.
-
-    A schedule requires fixed shapes, but the micro-batches of a step differ by a sample, and the last ones may be
+    A schedule requires fixed shapes, but the micro-batches of a step differ by one sample, and the last ones may be
     missing. Every rank of a pipeline reads the same micro-batches and so knows how many samples are real. Only those
-    pass the layers, because BatchNorm would see any others.
+    pass through the layers, because BatchNorm would count the padding.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class StageModule(nn.Module):
         output: StageOutput | None,
         compute_loss: Callable[[Any, MicroBatch], torch.Tensor],
     ):
-        """micro_batches: those of the present call of the schedule. output: None for the last stage."""
+        """micro_batches: those of the current call of the schedule. output: None for the last stage."""
         super().__init__()
         self.layers, self.output, self.is_first, self.compute_loss = layers, output, is_first, compute_loss
         self.micro_batches, self.precision = micro_batches, precision

@@ -34,7 +34,7 @@ class Replica:
         reduce: Combines the gradients of these parameters over the ranks, after the last backward.
         duplicates: How many ranks compute the same loss of the same samples; each returns its fraction of the loss.
         total_norm: Computes the norm of the whole gradient; by default over whole and sharded parameters.
-        after_write: Called when the parameters were written; drops whatever was gathered of them.
+        after_write: Called after the parameters were written; drops the gathered parameters.
         local_optimizer: The optimizer that keeps this rank's states, if `optimizer` distributes them over the ranks.
     """
 

@@ -31,8 +31,8 @@ class TP(Parallel):
 
     Args:
         tensor: How many ranks shard a layer; null is 2, or 1 in a world of one.
-        rest: What ranks do that have the same shards and read different samples: `average` their gradients, or `fsdp`,
-            which also shards the shards over them.
+        rest: How ranks that have the same shards and read different samples are combined: `average` their gradients, or
+            `fsdp`, which shards these shards again.
     """
 
     needs_group = True

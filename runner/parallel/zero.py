@@ -1,4 +1,4 @@
-"""ZeRO stage 1: a replica per rank under DDP; each rank keeps and applies the optimizer of its own parameters."""
+"""ZeRO stage 1: a replica per rank under DDP; each rank keeps the optimizer state of the parameters that it updates."""
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -192,7 +192,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     return [
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{config.precision}",
         *([f"groups   {', '.join(groups)} parameters"] if len(groups) > 1 or not groups[0].startswith(DEFAULT) else []),
-        *experiment.beginning,
+        *experiment.header_lines,
         f"data     {result.data}, {train.sampler.num_samples:,} training and {val.sampler.num_samples:,} validation "
         f"samples{name_classes(train.dataset)}",
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",

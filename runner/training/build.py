@@ -69,18 +69,18 @@ class Experiment:
     objective: Objective
     metrics: MetricSums
     monitor: Monitor  # the metric that compares runs
-    beginning: list[str]  # log lines about initial weights and frozen parameters
+    header_lines: list[str]  # about initial weights and frozen parameters
     warnings: list[str]
-    num_classes: int | None  # of a classification, if a confusion matrix is readable
+    num_classes: int | None  # None if it is no classification, or too many for a readable confusion matrix
 
     def share_samples(self) -> None:
-        """Share the sample cache among the ranks of this machine. All ranks must call it, after the group is formed."""
+        """Share the sample cache within this machine. All ranks must call it, after the process group is formed."""
         for cache in dict.fromkeys((self.train_loader.dataset.cache, self.val_loader.dataset.cache)):
             if cache is not None:
                 cache.share(exchange_on_machine())
 
     def watch_predictions(self) -> Predictions | None:
-        """Return the counts of predictions for the logger to fill in, or None if it does not need them."""
+        """Return empty counts of predictions for an evaluation, or None if the logger does not need them."""
         if self.num_classes is None or not self.logger.wants_predictions:
             return None
         loader = self.val_loader
@@ -90,7 +90,7 @@ class Experiment:
 def build(config: Config, choices: Mapping[str, str], world: World, init_from: Path | None = None) -> Experiment:
     """Construct the experiment on this rank, with the initial weights of a file or checkpoint. All ranks must call it.
 
-    Raises InputError for an invalid option and for options that do not fit each other; the same on all ranks.
+    Raises InputError for an invalid option and for options that do not fit each other. All ranks raise the same one.
     """
     make = functools.partial(make_group, choices)
     parallel = make_parallel(config, choices)
@@ -122,9 +122,9 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if initial is not None:
         initial.fill(module)
     axes = make_axes(config, parallel, world.world_size)  # `check` may have adapted the mode to the model
-    if _synchronizes(config, module, axes):
+    if _synchronizes_batch_norm(config, module, axes):
         try:
-            # A deferred model is on no device yet.
+            # A deferred model is still on the meta device.
             synchronize_batch_norm(module, device=world.device if deferred else None)
         except ValueError as error:
             raise InputError(f"sync_batchnorm={config.sync_batchnorm}: {error}") from None
@@ -159,7 +159,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             if initial is not None:
                 initial.fill(module)
 
-    # The random numbers that samples draw differ between splits.
+    # Samples of different splits draw different random numbers.
     split = SPLITS.index(config.split)
     evaluation_seed = derive_seed(config.seed, split) if split else config.seed
     # Each validation sample is read once. A custom loader may not have sample weights.
@@ -197,7 +197,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         objective=objective,
         metrics=metrics,
         monitor=choose_monitor(config, metrics, list(objective.losses)),
-        beginning=[*(initial.describe() if initial is not None else []), *frozen],
+        header_lines=[*(initial.describe() if initial is not None else []), *frozen],
         warnings=warnings,
         num_classes=_num_classes(prediction),
     )
@@ -219,7 +219,7 @@ def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
     return torch.channels_last if convolves and name != "contiguous" else torch.contiguous_format
 
 
-def _synchronizes(config: Config, module: nn.Module, axes: Axes) -> bool:
+def _synchronizes_batch_norm(config: Config, module: nn.Module, axes: Axes) -> bool:
     if config.sync_batchnorm is True and not any(
         isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
     ):

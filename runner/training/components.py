@@ -56,7 +56,7 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
 
 
 def attach_objective(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
-    """Move the tensors of the objective and its loss to the device; those with parameters become part of the model."""
+    """Move the objective or its loss to the device. If it has parameters, add it to the model as a submodule."""
     name, part = ("loss", objective.function) if isinstance(objective, Supervised) else ("objective", objective)
     if isinstance(part, nn.Module):
         part.to(device=device, dtype=dtype)
@@ -67,7 +67,7 @@ def attach_objective(module: nn.Module, objective: Objective, device: torch.devi
 def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
     """Construct the metrics, and try each on one sample's outputs and targets (first dim 1).
 
-    Options that are `auto` are those of the loss. Raises InputError for an unsuitable metric.
+    Options that are `auto` take the loss's values. Raises InputError for an unsuitable metric.
     """
     loss_options = _loss_options(loss)
     metrics: dict[str, Metric] = {}
@@ -88,7 +88,7 @@ def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> Metri
 def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
     """Return the possible monitors, without loading the data.
 
-    The first list has the metrics that declare their best end, then the loss; the second those that `auto` may choose.
+    The first list has the metrics that declare a direction, then the loss; the second those that `auto` may choose.
     """
     declared, possible = [], []
     for name, node in config.metrics.items():
@@ -101,7 +101,7 @@ def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
 
 
 def _loss_options(loss: Any) -> dict[str, Any]:
-    """Return the values of the metrics' options that are `auto`."""
+    """Return the loss's values for the metrics' options that are `auto`."""
     ignored, dim = getattr(loss, "ignore_index", None), getattr(loss, "class_dim", None)
     return {"ignore_index": ignored if isinstance(ignored, int) else None, "class_dim": dim if dim in (1, -1) else None}
 
@@ -119,20 +119,20 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
 
 
 def choose_monitor(config: Config, sums: MetricSums, losses: Collection[str] = ()) -> Monitor:
-    """Return the configured monitor, or else the first metric that declares its best end, or else the loss.
+    """Return the configured monitor, or else the first metric that declares a direction, or else the loss.
 
-    Raises InputError for an unknown monitor or best end, and for a metric with the name of one of the `losses`.
+    Raises InputError for an unknown monitor or direction, and for a metric with the name of one of the `losses`.
     """
-    ends: dict[str, bool | None] = {}
+    higher_is_better: dict[str, bool | None] = {}
     for name, values in sums.names.items():
         if not set(values).isdisjoint(losses):
             raise InputError(f"metrics.{name}: the objective has a loss of the same name; rename the metric")
-        ends |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
-    ends |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
-    name = config.monitor or next(name for name, higher in ends.items() if higher is not None)
-    if name not in ends:
-        raise InputError(f"monitor={name}: no metric returns it{did_you_mean(name, list(ends))}")
-    higher = ends[name] if config.monitor_direction is None else config.monitor_direction == "max"
+        higher_is_better |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
+    higher_is_better |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
+    name = config.monitor or next(name for name, higher in higher_is_better.items() if higher is not None)
+    if name not in higher_is_better:
+        raise InputError(f"monitor={name}: no metric returns it{did_you_mean(name, list(higher_is_better))}")
+    higher = higher_is_better[name] if config.monitor_direction is None else config.monitor_direction == "max"
     if higher is None:
         raise InputError(
             f"monitor={name}: its metric does not declare whether a higher value is better; set monitor_direction=max "

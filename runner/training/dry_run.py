@@ -40,7 +40,7 @@ def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> t
 def dry_run(
     config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, batch: Any, ragged: bool
 ) -> Prediction:
-    """Evaluate the objective for a batch of one sample on the CPU, and settle a supervised objective on its loss.
+    """Evaluate the objective for a batch of one sample on the CPU. A supervised objective first chooses its loss.
 
     `ragged` means that other samples may have other shapes. Raises InputError if the components do not fit each other.
     """
@@ -69,7 +69,7 @@ def _check_pair(config: Config, batch: Any) -> None:
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair or not isinstance(batch[0], (torch.Tensor, tuple, list, Mapping)):
         raise InputError(
-            "objective=supervised needs samples (inputs, targets), inputs a tensor, a tuple or a mapping of them, but "
+            "objective=supervised needs samples (inputs, targets); inputs are a tensor, a tuple or a mapping, but "
             f"the data's are {describe(batch)}; change the dataset, or write a custom objective with loss(model, batch)"
         )
     inputs = batch[0]
@@ -80,7 +80,7 @@ def _check_pair(config: Config, batch: Any) -> None:
 
 
 def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised, batch: Any, ragged: bool) -> None:
-    """Settle the objective on a sample. Raise InputError also for combinations that torch accepts by mistake."""
+    """Settle the objective with one sample. Raise InputError also for wrong combinations that torch accepts."""
     inputs, targets = batch
     reduction = getattr(objective.function, "reduction", "mean")
     if reduction == "sum":

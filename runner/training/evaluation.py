@@ -47,7 +47,7 @@ def evaluate(
             metrics.add(prediction.outputs, prediction.targets, micro_batch.indices)
             if predictions:
                 predictions.add(prediction.outputs, prediction.targets, micro_batch.indices)
-        if len(votes) == experiment.axes.stage:  # a pipeline's first stage is so many batches ahead of the last one
+        if len(votes) == experiment.axes.stage:  # how far a pipeline's first stage may be ahead of the last one
             votes.popleft()()
     for finish_vote in votes:
         finish_vote()

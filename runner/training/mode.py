@@ -27,8 +27,8 @@ class Axes:
     shard: int = 1
     stage: int = 1
     tensor: int = 1
-    servers: int = 0  # the lowest ranks, which are outside the mesh and read no samples
-    micro_batches: int = 1  # into which the mode splits each of the configuration's micro-batches
+    servers: int = 0  # number of servers: the lowest ranks, which are outside the mesh and read no samples
+    micro_batches: int = 1  # number of parts into which the mode splits each of the configuration's micro-batches
 
     @property
     def size(self) -> int:
@@ -43,7 +43,7 @@ class Axes:
         return rank >= self.servers and (rank - self.servers) % self.tensor == 0
 
     def data_rank(self, rank: int) -> int | None:
-        """Return the index of the samples that the rank reads, below `data_ranks`; None for a server."""
+        """Return the number of the rank's data rank, below `data_ranks`; None for a server."""
         return None if rank < self.servers else (rank - self.servers) // (self.stage * self.tensor)
 
 
@@ -59,7 +59,7 @@ class Recipe:
     clip_grad_norm: float | None
     device: torch.device
     sample: Any  # a batch of one sample of the training data, on the device
-    # Creates the initial weights of submodules on the device, if the module was built without memory (deferred_init).
+    # Creates the initial weights of submodules on the device, if the module was built on the meta device.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda submodules: None
 
 
@@ -94,7 +94,7 @@ class ParallelModel(Protocol):
         """Run the model in evaluation mode. Return None if another rank has the outputs. All ranks must call it."""
 
     def state(self) -> LocalState:
-        """Return what this rank writes of a checkpoint: its own memory, not copies. All ranks must call it."""
+        """Return what this rank writes of a checkpoint: its tensors, not copies of them. All ranks must call it."""
 
     def load_state(self, saved: SavedState) -> None:
         """Load this rank's part of a checkpoint of any mode and world size. All ranks must call it."""
@@ -112,7 +112,7 @@ class ParallelModel(Protocol):
         """
 
     def parameters_written(self) -> None:
-        """Drop whatever was computed from the old values of the parameters. All ranks must call it."""
+        """Drop everything that was computed from the old values of the parameters. All ranks must call it."""
 
 
 class Parallel(Protocol):
@@ -123,12 +123,12 @@ class Parallel(Protocol):
 
     Attributes:
         needs_group: A process group is also needed in a world of one.
-        meta_init: The model is built without memory; `prepare` calls `Recipe.materialize`.
-        spans_devices: A model may lie on several devices of one rank.
+        meta_init: The model is built on the meta device; `prepare` calls `Recipe.materialize`.
+        spans_devices: A model may be spread over several devices of one rank.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer).
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
-            False if mesh groups or RPC let them wait for it until `backend.timeout_s`.
+            False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """
 
     needs_group: bool = False
@@ -140,8 +140,8 @@ class Parallel(Protocol):
     def axes(self, world_size: int) -> Axes:
         """Return the mesh of a world of this size.
 
-        Called before the model is built, and again after `check`, which may have adapted it to the model. Raises
-        ValueError with the rule and the nearest sizes that fit.
+        Called before the model is built, and again after `check`, which may have adapted the mode to the model.
+        Raises ValueError with the rule and the nearest sizes that fit.
         """
         return Axes(replicate=world_size)
 

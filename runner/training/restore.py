@@ -38,9 +38,9 @@ def restore_evaluated(
 def copy_model(
     make_model: Callable[[], nn.Module], parallel_model: ParallelModel, dtype: torch.dtype, world: World
 ) -> nn.Module | None:
-    """Return a new model with the present weights on rank 0, on the CPU and in evaluation mode; None on other ranks.
+    """Return a new model with the current weights on rank 0, on the CPU and in evaluation mode; None on other ranks.
 
-    The weights are not averaged, also if an average of them is evaluated. All ranks must call it.
+    The weights are not averaged, even if evaluations use an average of them (ema). All ranks must call it.
     """
     weights = parallel_model.weights()
     if world.rank != 0:

@@ -59,7 +59,7 @@ class Trainer:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
                 evaluated = self._train()
-                metrics = {**self.state.logged, **evaluated}  # `logged` also of a run that was resumed at its end
+                metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = self.callbacks.stop_outcome()[0] if self.stopped else "finished"
             except Preempted:
                 outcome = "preempted"

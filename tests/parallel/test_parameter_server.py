@@ -175,13 +175,13 @@ def test_unsupported_options_are_refused(mode: ParameterServer, overrides: tuple
 
 
 def test_remote_forwards_do_not_change_a_state_that_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainers' next step begins when all ranks have settled, which may be before the state is copied."""
+    """The trainers' next step begins when all ranks have called `_wait_for_all`, maybe before the state is copied."""
     module = torch.nn.Module()
     module.register_buffer("seen", torch.zeros(3))
     state = LocalState({"model.seen": LocalChunk.of(module.seen)})
     monkeypatch.setattr(Replica, "state", lambda self: state)
     monkeypatch.setattr(ServerModel, "_broadcast_buffers", lambda self: None)
-    monkeypatch.setattr(ServerModel, "_settle", lambda self: self.module.seen.fill_(9.0))
+    monkeypatch.setattr(ServerModel, "_wait_for_all", lambda self: self.module.seen.fill_(9.0))
     model: Any = object.__new__(ServerModel)
     model.module, model._is_remote = module, True
     assert model.state().chunks["model.seen"].tensor.tolist() == [0.0] * 3

@@ -20,7 +20,7 @@ from runner.training.mode import ParallelModel
 from runner.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
-MAX_WAIT_S = 60.0  # how long a failed run waits at most until the checkpoint that is being written is complete
+MAX_WAIT_S = 60.0  # the longest time that a failed run waits for the checkpoint that is being written
 UNSEEN_FACTOR = 10  # the timeout is this many times longer if rank 0's progress cannot be seen
 
 
@@ -29,7 +29,7 @@ class Checkpointing(Callback):
 
     Args:
         flush: Called on the writing rank before each checkpoint, so that no metric before it is lost.
-        check: Called with the step before each checkpoint, on all ranks. It raises if none may be saved.
+        check: Called with the step on all ranks before each checkpoint; raises an exception if it must not be saved.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Checkpointing(Callback):
         self._writer, self._snapshot = AsyncWriter(), Snapshot()
 
     def on_start(self, run: RunInfo) -> None:
-        """Adopt the checkpoint that the run was resumed from: it is not saved again, and the links point to it."""
+        """Adopt the checkpoint that the run was resumed from: it is not saved again, and `last` points to it."""
         values = {step: value for step, value in run.evaluations.items() if step in run.checkpoints}
         self._best = {step: values[step] for step in self._monitor.best(values)[: self._options.keep_best]}
         self._record_best()
@@ -85,7 +85,7 @@ class Checkpointing(Callback):
             self._meter.pause()
 
     def after_evaluation(self, now: Progress) -> None:
-        """Save one of the best checkpoints; the metrics are equal on all ranks, and so is the decision."""
+        """Save a checkpoint if the evaluation is one of the best; on all ranks, because their metrics are equal."""
         values = self._best | {now.step: now.metrics.get(self._monitor.name, math.nan)}
         best = {step: values[step] for step in self._monitor.best(values)[: self._options.keep_best]}
         if now.step in best:
@@ -108,7 +108,7 @@ class Checkpointing(Callback):
                 if not error.follows:  # otherwise the loop's exception is the cause
                     raise
             return
-        for _ in range(2):  # the store may be lost while the first is written
+        for _ in range(2):  # the store may be lost during the first attempt
             self._save(now.state, is_last=True)
             self._wait_until_complete()
         if self._directory.writes:
@@ -152,18 +152,18 @@ class Checkpointing(Callback):
             log.warning("step_%d was not written: %s", state.step, error)
 
     def _wait_until_complete(self) -> None:
-        """Wait until the last checkpoint is complete, because in a collective other ranks might time out."""
+        """Wait until the last checkpoint is complete; a rank that waited in a collective instead might time out."""
         self._writer.wait()
         if self._coordinator.rank > 0 and self._writing is not None:
             directory, timeout_s = self._directory.checkpoints, self._coordinator.timeout_s
-            if not directory.parent.is_dir():  # on a disk that this machine cannot see
+            if not directory.parent.is_dir():  # the run directory is not visible on this machine
                 timeout_s *= UNSEEN_FACTOR
             partial = partial_of(directory, self._writing)
             self._coordinator.wait_for_end(self._writing.step, lambda: file_sizes(partial), timeout_s)
         self._writing = None
 
     def _retain(self) -> None:
-        """Remove old checkpoints, after the present one is complete. If it could not be completed, keep all."""
+        """Remove old checkpoints, after the current one is complete. If it could not be completed, keep all."""
         newest, best, damaged = self._saved_step, [*self._best], {*self._damaged}
         if not self._directory.writes:
             return

@@ -1,4 +1,4 @@
-"""The contract of a callback: an object on every rank that observes a run, or decides whether it updates or stops."""
+"""The contract of a callback: an object on every rank that observes a run, and may skip updates or stop the run."""
 
 import functools
 import logging
@@ -32,12 +32,12 @@ class RunInfo:
     Attributes:
         first_step: Number of steps that are already done.
         num_steps: Number of steps of the whole run.
-        copy_model: Returns a copy of the whole present model on rank 0, on the CPU and in evaluation mode, and None on
+        copy_model: Returns a copy of the whole current model on rank 0, on the CPU and in evaluation mode, and None on
             the other ranks. All ranks must call it. It costs as much as a checkpoint.
-        log: Records custom metrics in metrics.jsonl and the loggers; those of rank 0 are kept.
+        log: Records custom metrics in metrics.jsonl and the loggers; only those of rank 0 are kept.
         monitor: The metric that compares runs, with its direction.
         evaluations: The monitor's values of earlier evaluations of a resumed run, by step.
-        checkpoints: The steps of its checkpoints.
+        checkpoints: The steps of the run's checkpoints.
     """
 
     config: Config
@@ -56,10 +56,10 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of the run when a callback is called, and the new metrics; only perf/* differs between ranks.
+    """The position of the run when a callback is called, and the new metrics.
 
     Attributes:
-        metrics: Empty after a step that is not logged (`log_every`).
+        metrics: Empty after a step without logging (`log_every`). perf/* and local gradient norms differ between ranks.
         predictions: Counted in an evaluation if a logger shows them.
         updated: After a step, the names of the objective's losses by which parameters were updated.
     """
@@ -92,7 +92,7 @@ class Update:
 
 
 class Callback:
-    """Derive from it and define the methods of interest; the others do nothing. Every rank calls its own instance.
+    """The base class of callbacks: override the methods that you need. Every rank calls its own instance.
 
     An exception fails the run, with the name of the callback. A callback may draw random numbers, because each step
     has its own random stream.
@@ -131,7 +131,7 @@ class Callback:
         """Called after a step before which `is_due` was true on a rank."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context that is entered during each evaluation; it may replace the weights meanwhile."""
+        """Return a context manager that is entered during each evaluation; it may replace the weights meanwhile."""
         return nullcontext()
 
     def after_evaluation(self, now: Progress) -> None:
@@ -154,7 +154,7 @@ class Callback:
         """Restore what `state` added to a checkpoint, if the checkpoint has it. Called before `on_start`."""
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:
-        """Called after the last step of this process, in reverse order of `on_start`, also after a failure."""
+        """Called after the last step of this process, in reverse order of `on_start`, even after a failure."""
 
 
 class Callbacks:
@@ -185,7 +185,7 @@ class Callbacks:
         return any(callback.wants_to_stop for _, callback in self._named)
 
     def stop_outcome(self) -> tuple[Literal["finished", "pruned"], str]:
-        """Return the state of a run that a callback on any rank has stopped, and the reason."""
+        """Return the state of the stopped run, and the reason if a callback on this rank has stopped it."""
         reasons = {callback.stops_as: callback.stop_reason for _, callback in self._named if callback.wants_to_stop}
         state: Literal["finished", "pruned"] = "finished" if "finished" in reasons else "pruned"
         return state, reasons.get(state, "")

@@ -19,7 +19,7 @@ class EarlyStop(Callback):
         self._counted: int | None = None  # the step of the last evaluation
 
     def on_start(self, run: RunInfo) -> None:
-        """Count the earlier evaluations, so that a resumed run that had stopped stops again."""
+        """Count the earlier evaluations, so that resuming a run that stopped early stops it again."""
         for step in sorted(run.evaluations):
             self._count(step, run.evaluations[step])
         self._decide()

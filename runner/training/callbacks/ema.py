@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 class EMA(Callback):
     """The exponential moving average of this rank's trained parameters, which replaces them in evaluations.
 
-    It starts with the present weights. Update n, counted from 1, computes d * average + (1 - d) * weights, where d is
+    It starts with the current weights. Update n, counted from 1, computes d * average + (1 - d) * weights, where d is
     `decay`, or with a warm-up the smaller of `decay` and (1 + n) / (warmup_steps + n). Buffers, such as BatchNorm's
     statistics, are not averaged.
     """
 
     def __init__(self, parallel_model: ParallelModel, module: nn.Module, decay: float, warmup_steps: int = 0):
-        """Start with the present weights; `module` has the parameter names of a checkpoint."""
+        """Start with the current weights; `module` has the parameter names of a checkpoint."""
         self._parallel_model, self._decay, self._warmup_steps = parallel_model, decay, warmup_steps
         names = names_of([*module.named_parameters(remove_duplicate=False)])
         self._names = {aliases[0]: aliases for aliases in names.values()}
@@ -51,20 +51,20 @@ class EMA(Callback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Exchange the weights and the averages during an evaluation. All ranks must call it.
+        """Swap the weights and the averages during an evaluation. All ranks must call it.
 
-        After an error they are not exchanged back, because the failing rank must not wait for its peers.
+        After an error they are not swapped back, because the failing rank must not wait for its peers.
         """
-        self._exchange()
+        self._swap()
         try:
             yield
         except Preempted:  # raised on all ranks; then the model is saved
-            self._exchange()
+            self._swap()
             raise
-        self._exchange()
+        self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for average, tensor in self._pairs():
             weights = tensor.clone()
             tensor.copy_(average)

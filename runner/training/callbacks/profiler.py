@@ -27,7 +27,7 @@ class Profiler(Callback):
         self._stack = ExitStack()
 
     def on_start(self, run: RunInfo) -> None:
-        # A run with fewer steps is recorded from its second step on; a single step cannot be recorded.
+        # A short run skips fewer steps, so that at least its last one is recorded; a single step cannot be recorded.
         num_steps = run.num_steps - run.first_step
         skipped = min(SKIPPED_STEPS, num_steps - 2)
         if skipped < 0:

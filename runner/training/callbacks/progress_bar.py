@@ -60,7 +60,7 @@ class ProgressBar(Callback):
         self._stack.close()
 
     def _pause_in_debugger(self, bar: Bar) -> None:
-        """Hide the bar from each prompt of pdb until the command that continues the run.
+        """Hide the bar at each prompt of pdb, until a command continues the run.
 
         breakpoint() and pdb.set_trace() cannot be wrapped, because they return before the first prompt. IPython's
         debugger derives from Pdb.

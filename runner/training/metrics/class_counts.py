@@ -41,10 +41,10 @@ class _ClassCounts(ClassMetric):
             return self._of_labels(outputs, targets)
         scores, classes = self.positions(outputs, targets)
         predicted, num_classes = scores.argmax(-1), scores.shape[-1]
-        found, guessed, present = (
+        true_positives, predictions, occurrences = (
             torch.bincount(of, minlength=num_classes) for of in (classes[predicted == classes], predicted, classes)
         )
-        return torch.stack([found, guessed - found, present - found])
+        return torch.stack([true_positives, predictions - true_positives, occurrences - true_positives])
 
     def _of_labels(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         dims = [dim for dim in range(targets.dim()) if dim != 1]
@@ -67,9 +67,9 @@ class _ClassCounts(ClassMetric):
         return {self._average: mean} | {f"class_{number}": value for number, value in enumerate(values)}
 
     def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
-        found, false, missed = counts
-        hits = self._weight_of_hits * found
-        return hits / (hits + false + missed).clamp(min=1)
+        true_positives, false_positives, false_negatives = counts
+        hits = self._weight_of_hits * true_positives
+        return hits / (hits + false_positives + false_negatives).clamp(min=1)
 
 
 class IoU(_ClassCounts):

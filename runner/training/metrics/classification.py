@@ -68,7 +68,7 @@ class Auto:
     def choose(self, outputs: Any, targets: Any, **of_loss: Any) -> dict[str, Metric]:
         """Return accuracy for integer classes, one per sample or per position, and else nothing.
 
-        `of_loss` are Accuracy's options, as the loss has them.
+        `of_loss` are Accuracy's options, with the values that the loss has.
         """
         if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
             return {}

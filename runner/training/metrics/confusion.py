@@ -8,7 +8,7 @@ import torch
 from runner.distributed.world import World
 from runner.input.rng import SAMPLE, seeded
 
-MAX_CLASSES = 200  # a larger matrix can no longer be read
+MAX_CLASSES = 200  # a larger matrix is unreadable
 NUM_SAMPLES = 16
 
 
@@ -25,7 +25,7 @@ class Predictions:
         """Count the local samples of a batch: outputs (N, num_classes), targets (N,), dataset indices (N)."""
         predicted = outputs.argmax(-1)
         cells = self.num_classes**2
-        known = (targets < self.num_classes) & (predicted < self.num_classes)  # a model may have more outputs
+        known = (targets < self.num_classes) & (predicted < self.num_classes)  # other classes are not counted
         self._sums[:cells] += torch.bincount((targets * self.num_classes + predicted)[known], minlength=cells)
         for row, index in enumerate(indices):
             if index < self.num_samples:
@@ -45,7 +45,7 @@ class Predictions:
         found = []
         for index, predicted in enumerate((self._sums[self.num_classes**2 :] - 1).tolist()):
             if predicted >= 0:  # eval_batches may end the evaluation before this sample
-                with seeded(self._seed, 0, index, SAMPLE):  # the random numbers of the evaluation
+                with seeded(self._seed, 0, index, SAMPLE):  # the same random numbers as in the evaluation
                     sample, target = self._dataset[index]
                 found.append((sample, int(target), predicted))
         return found

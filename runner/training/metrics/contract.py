@@ -13,7 +13,7 @@ Value = torch.Tensor | float | Mapping[str, torch.Tensor | float]
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor in the result of `update` whose rows are kept, for metrics that no sum determines.
+    """A tensor in the result of `update` whose rows are kept, for metrics that cannot be computed from sums.
 
     `compute` receives a tensor with the rows of all samples, in the order of the samples. A run keeps them in memory.
     """
@@ -22,14 +22,14 @@ class Rows:
 
 
 class Metric(Protocol):
-    """A file of runner/training/metrics and a YAML file of conf/metrics; every rank has one.
+    """A metric: a file of runner/training/metrics and a YAML file of conf/metrics. Every rank has its own instance.
 
     Derive from it, or define the same members.
     """
 
     @property
     def higher_is_better(self) -> bool | None:
-        """Whether a higher value is better; an attribute will do. None if unknown: a monitor needs its direction."""
+        """Whether a higher value is better. None: a monitor needs `monitor_direction`. May be an attribute."""
         return None
 
     def update(self, outputs: Any, targets: Any) -> Sums:

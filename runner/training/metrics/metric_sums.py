@@ -111,7 +111,7 @@ class MetricSums:
         self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for is_rows, _ in layouts if is_rows]
 
     def add(self, outputs: Any, targets: Any, indices: Sequence[int]) -> None:
-        """Add a local batch. Rows are sorted by `indices`, those of the samples in the dataset."""
+        """Add a local batch. `compute` sorts Rows by `indices`, the positions of the samples in the dataset."""
         rows, added = iter(self._rows), []
         for metric in self._tried.values():
             for leaf in metric.update(outputs, targets):
@@ -162,7 +162,7 @@ def _gather(
     """Return the rows of all ranks, (number of rows, ...), in the order of the first samples of their batches."""
     local = [(first, len(rows), _DTYPES.index(rows.dtype)) for first, rows in kept]
     batches = world.collectives.gather(torch.tensor(local, dtype=torch.int64, device=device).reshape(-1, 3)).tolist()
-    # A rank without outputs learns the dtype from the others; the sample was in float32, whatever the precision is.
+    # A rank without outputs gets the dtype from the others; the first sample was in float32 under any precision.
     dtype = functools.reduce(torch.promote_types, [_DTYPES[number] for _, _, number in batches] or [torch.float64])
     empty = torch.empty((0, *shape), dtype=dtype, device=device)
     rows = world.collectives.gather(torch.cat([empty, *(rows.to(empty) for _, rows in kept)]))

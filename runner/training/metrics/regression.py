@@ -40,5 +40,5 @@ class R2:
     def compute(self, sums: torch.Tensor) -> torch.Tensor:
         residual, total, squares, count = sums
         variance = squares - total**2 / count
-        variance = variance.where(variance > 1e-12 * squares, torch.nan)  # less is rounding
+        variance = variance.where(variance > 1e-12 * squares, torch.nan)  # a smaller value is a rounding error
         return (1 - residual / variance).mean()

@@ -1,4 +1,4 @@
-"""How metrics read outputs and targets: the dim of the classes, and the positions that count."""
+"""The layout of outputs and targets in metrics: the dim of the classes, and the positions that count."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ import torch
 from runner.input.pytree import describe
 from runner.objectives.losses import find_class_dim, fits
 
-# The value auto stands for the loss's option; see runner.training.components.
+# The value `auto` means the option of the loss; see runner.training.components.
 IgnoreIndex = int | Literal["auto"] | None
 ClassDim = Literal[1, -1, "auto"] | None
 
@@ -21,7 +21,7 @@ class ClassMetric:
 
     def __init__(self, ignore_index: IgnoreIndex = None, class_dim: ClassDim = None):
         if ignore_index == "auto":
-            raise ValueError("ignore_index=auto must be a class or null without a loss that has an ignore_index")
+            raise ValueError("ignore_index=auto needs a loss that has an ignore_index; set a class, or null")
         if class_dim not in (1, -1, None):
             raise ValueError(f"class_dim={class_dim} must be 1, -1 or null without a loss that has a class_dim")
         self._ignored, self._class_dim = ignore_index, class_dim
@@ -46,7 +46,7 @@ class ClassMetric:
         return scores[counts], classes[counts]
 
     def compute(self, sums: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the fraction of the positions, given their number that satisfies the metric, and the number of all."""
+        """Return the fraction of positions that satisfy the metric, given their number and that of all positions."""
         return sums[0] / sums[1]
 
 

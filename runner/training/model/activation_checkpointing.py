@@ -19,17 +19,17 @@ def checkpoint_activations(model: nn.Module, extent: Extent) -> None:
     """Recompute the model's blocks (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 
     Names, parameters and hooks stay the same, and so do all numbers: dropout draws the same masks again, and buffers
-    change once. Raises InputError if the model has fewer than n such blocks.
+    change once. Raises InputError if `extent` is larger than the number of blocks.
     """
     for block in blocks_to_checkpoint(model, extent):
-        # Changes the class instead of the object's `forward`, because a copy of the object, as DataParallel makes one,
+        # Changes the class instead of the object's `forward`, because DataParallel copies the object, and the copy
         # would call the `forward` of the original.
         kind: Any = type(block)
         block.__class__ = _checkpointed(kind)
 
 
 def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
-    """Return modules that forward calls, in the model's stages or among its children, and that contain modules.
+    """Return the modules that forward calls in the model's stages or children, and that have submodules and parameters.
 
     Recomputing a single layer would free nothing, because it keeps its input.
     """
@@ -71,9 +71,9 @@ def _checkpointed(kind: Any) -> type[nn.Module]:
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Restores the buffers and the torch function modes of the forward; torch.utils.checkpoint restores only autocast.
+    """Restores the buffers and the torch function modes of the forward, which torch.utils.checkpoint does not restore.
 
-    Afterwards the buffers have their present values again, so that BatchNorm counts a batch once.
+    Afterwards the buffers have their current values again, so that BatchNorm counts a batch once.
     """
 
     def __init__(self, block: nn.Module):

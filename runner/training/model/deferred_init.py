@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from runner.errors import first_line
 from runner.objectives.objective import ForwardWrapper
 
-PLACEHOLDER = 0.01  # not 0, by which a normalization of weights would divide
+PLACEHOLDER = 0.01  # not 0, because normalizing weights would divide by it
 
 Memory = dict[int, torch.UntypedStorage]  # by the meta tensors' storage
 
@@ -43,7 +43,7 @@ class Deferred(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[_Call] = []
-        # What the constructor left in each module under each name, of the dtype it chose.
+        # The tensors as the constructor created them, with its dtypes, by module and name.
         self._origins: dict[tuple[nn.Module, str], Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,7 +177,7 @@ def _metas(tree: Any) -> list[Tensor]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return the tensor as an operator received it: a later conversion changes a parameter in place."""
+    """Return the tensor as an operator received it, because a later conversion changes a parameter in place."""
     return tensor.detach() if tensor.is_meta else tensor.clone()  # the constructor may change a constant later
 
 

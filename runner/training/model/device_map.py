@@ -1,4 +1,4 @@
-"""Models that lie on several devices of one rank: which submodule goes where."""
+"""The placement of a model's submodules on several devices of one rank."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -59,7 +59,7 @@ def _resolve(path: Path) -> Path:
         raise ValueError(f"no such file or directory{near_hint(path.name, siblings)}")
     directory = path if path.is_dir() else path.parent
     if (directory / MANIFEST).is_file():  # a checkpoint, or a file in it
-        checkpoint = directory.resolve()  # of a link, which may change meanwhile
+        checkpoint = directory.resolve()  # resolves a link, which may change meanwhile
         verify(checkpoint)
         return checkpoint
     if path.is_file():
@@ -79,10 +79,10 @@ class InitialWeights:
             self._file: WeightsFile | None = open_weights(path)
         except ValueError as error:
             raise InputError(f"{self._option}: {error}") from None
-        theirs = self._file.headers
-        self._renamed = _rename(options.map, theirs)
+        in_file = self._file.headers
+        self._renamed = _rename(options.map, in_file)
         tensors = _saved_tensors(module)
-        self._mine = {name: Header(tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in tensors.items()}
+        self._in_model = {name: Header(tuple(t.shape), t.is_floating_point()) for name, t in tensors.items()}
         aliases: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             aliases.setdefault(id(tensor), []).append(name)
@@ -93,10 +93,10 @@ class InitialWeights:
                 sources[name] = self._renamed[found[0]]
         used = {alias for name in sources for alias in aliases[id(tensors[name])]}
         self._unused = [source for name, source in self._renamed.items() if name not in used]
-        self._absent = [name for name in self._mine if name not in sources]
-        misfits = [name for name, source in sources.items() if theirs[source] != self._mine[name]]
+        self._absent = [name for name in self._in_model if name not in sources]
+        misfits = [name for name, source in sources.items() if in_file[source] != self._in_model[name]]
         self._misfits = [
-            f"{name} {theirs[sources[name]]} in the file, {self._mine[name]} in the model" for name in misfits
+            f"{name} {in_file[sources[name]]} in the file, {self._in_model[name]} in the model" for name in misfits
         ]
         if options.strict and (messages := self._differences()):
             raise InputError(*messages)
@@ -105,12 +105,12 @@ class InitialWeights:
         if not self._pending:
             raise InputError(
                 f"{self._option}: none of its weights has the name and shape of one of the model's; it has "
-                f"{counted(list(theirs), _LISTED)}, the model {counted(list(self._mine), _LISTED)}{self._hint()}"
+                f"{counted(list(in_file), _LISTED)}, the model {counted(list(self._in_model), _LISTED)}{self._hint()}"
             )
         self._loaded = list(self._pending)
 
     def _differences(self) -> list[str]:
-        """Return a message for each way in which the file has not exactly the model's weights."""
+        """Return a message for each kind of difference between the file's weights and the model's."""
         missing = [name for name in self._absent if not name.endswith("num_batches_tracked")]
         problems = {
             f"has weights of another shape: {counted(self._misfits, _LISTED, '; ')}": self._misfits,
@@ -123,17 +123,17 @@ class InitialWeights:
     def _hint(self) -> str:
         """Suggest a map if the names differ by a prefix."""
         prefixes: Counter[str] = Counter()
-        mine = [name for name in self._mine if name not in self._renamed]
-        theirs = [name for name in self._renamed if name not in self._mine]
-        for name in mine:
-            longer = [other[: -len(name)] for other in theirs if other.endswith(f".{name}")]
+        missing = [name for name in self._in_model if name not in self._renamed]
+        unused = [name for name in self._renamed if name not in self._in_model]
+        for name in missing:
+            longer = [other[: -len(name)] for other in unused if other.endswith(f".{name}")]
             prefixes.update(f"^{prefix.replace('.', '[.]')}{ARROW}" for prefix in longer)
-            prefixes.update(f"^{ARROW}{name[: -len(other)]}" for other in theirs if name.endswith(f".{other}"))
+            prefixes.update(f"^{ARROW}{name[: -len(other)]}" for other in unused if name.endswith(f".{other}"))
         return f"; try init_from.map='[\"{prefixes.most_common(1)[0][0]}\"]'" if prefixes else ""
 
     def describe(self) -> list[str]:
         """Return lines for the run's header: which weights were loaded, and which were not."""
-        counts = f"{len(self._loaded):,} of {len(self._mine):,} weights"
+        counts = f"{len(self._loaded):,} of {len(self._in_model):,} weights"
         lines = [f"init     {self._path}, {counts}: {counted(self._loaded, _LOGGED)}"]
         for problem, names in (
             ("not in the file, initial values kept", self._absent),

@@ -11,7 +11,7 @@ _attached: WeakSet[nn.Module] = WeakSet()
 
 
 def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None:
-    """Add a loss or an objective to the model, which is then trained, parallelized and saved with it, as `loss.NAME`.
+    """Add a loss or an objective as the submodule `name`; the model is trained, parallelized and saved with it.
 
     Raises InputError if the model has an attribute of that name.
     """
