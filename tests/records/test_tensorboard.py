@@ -100,6 +100,7 @@ def test_a_model_may_have_more_outputs_than_classes_and_samples_beyond_eval_batc
     data = [(torch.zeros(1, 2, 2), torch.tensor(n % 2)) for n in range(20)]
     seen = Predictions(data, 2, torch.device("cpu"))
     seen.add(torch.eye(3)[[0, 1, 2, 2]], torch.tensor([0, 1, 0, 1]), range(4))
+    seen.add(torch.eye(3)[[0, 1]], torch.tensor([-1, -1]), (16, 17))  # loss.ignore_index=-1
     seen.gather(World(RankInfo(), None, Backend()))
     assert seen.confusion.tolist() == [[1, 0], [0, 1]]
     assert [(true, guess) for _, true, guess in seen.samples()] == [(0, 0), (1, 1), (0, 2), (1, 2)]

@@ -25,7 +25,8 @@ class Predictions:
         """Count the local samples of a batch: outputs (N, num_classes), targets (N,), dataset indices (N)."""
         predicted = outputs.argmax(-1)
         cells = self.num_classes**2
-        known = (targets < self.num_classes) & (predicted < self.num_classes)  # other classes are not counted
+        # Ignored targets may be negative, and a model may have more outputs than there are classes.
+        known = (targets >= 0) & (targets < self.num_classes) & (predicted < self.num_classes)
         self._sums[:cells] += torch.bincount((targets * self.num_classes + predicted)[known], minlength=cells)
         for row, index in enumerate(indices):
             if index < self.num_samples:
