@@ -235,7 +235,7 @@ def test_incomplete_world_is_refused(
     monkeypatch.setattr(sys, "argv", ["runner"])
     before = listing(folder)
     status = main()
-    message = "RANK=0: half a world; WORLD_SIZE and MASTER_ADDR and MASTER_PORT must be set too, or none of them\n"
+    message = "RANK=0: incomplete world; WORLD_SIZE and MASTER_ADDR and MASTER_PORT must be set too, or none of them\n"
     assert_refused(message, status, *capfd.readouterr())
     assert listing(folder) == before
 
