@@ -21,7 +21,7 @@ def size_for(num_ranks: int) -> int:
 class SharedMemory:
     """An area of PIECE bytes for each rank, and one for their sum.
 
-    position: this rank's among the ranks. wait_for_all: returns when all ranks have called it with that number.
+    position: this rank's index among the ranks. wait_for_all: returns when all ranks have called it with that number.
     """
 
     def __init__(self, file: int, position: int, num_ranks: int, wait_for_all: Callable[[int], None]):
@@ -71,7 +71,7 @@ def _chunk_of_ring(flat: torch.Tensor, num_ranks: int) -> int:
 
 
 def _by_chunk(part: slice, begin: int, chunk: int) -> Iterator[tuple[int, slice]]:
-    """Split a part of the piece that starts at `begin` where chunks start. Yield each with its chunk's number."""
+    """Split a part of the piece that starts at index `begin`, at the chunks. Yield chunk numbers and slices."""
     start = part.start
     while start < part.stop:
         number = (begin + start) // chunk
