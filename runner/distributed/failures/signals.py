@@ -87,7 +87,7 @@ def install_rank_handlers() -> None:
 
 @contextmanager
 def handling_signals() -> Iterator[None]:
-    """Record the first signal within the context. If the process had installed handlers before, they stay afterwards.
+    """Record the first signal within the context. A process that had handlers before also does so afterwards.
 
     A second Ctrl-C raises KeyboardInterrupt at once; other signals after the first have no effect.
     """

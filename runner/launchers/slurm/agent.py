@@ -36,8 +36,8 @@ def run() -> int:
     )
     launcher.is_host = node_id == "0"
     directory = os.environ["RUNNER_DIRECTORY"]
-    with TemporaryDirectory() as folder:
-        os.environ["RUNNER_RESTART_FILE"] = str(Path(folder, "restart"))
+    with TemporaryDirectory() as temporary:
+        os.environ["RUNNER_RESTART_FILE"] = str(Path(temporary, "restart"))
         try:
             ranks = Ranks(launcher.nproc_per_node, sys.executable, ["-um", "runner", *sys.argv[7:]], SIGNALS)
             launcher.run(ranks, Request(directory=directory), [])
