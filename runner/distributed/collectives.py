@@ -16,7 +16,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
     """Sum the tensor over the group's ranks, or over all ranks, in place. All of them must call it.
 
-    A small CPU tensor is summed in the order of the ranks, a large one in the order of all_reduce, on any machines.
+    Small CPU tensors are summed in the order of the ranks, large ones in that of gloo, on one machine or several.
     """
     exchange = exchange_of(group)
     if is_small(tensor, dist.get_world_size(group)):

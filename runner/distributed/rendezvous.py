@@ -67,20 +67,20 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         port, serves = int(text), rank_info.rank == 0
     try:
         if not serves:
-            return _find(host, port, timeout_s)
+            return _connect_as_client(host, port, timeout_s)
         found = socket.getaddrinfo(host, port)  # fails at once if the name does not resolve
         is_local = rank_info.on_one_machine and all(is_loopback(str(address[0])) for *_, address in found)
         return serve_store(host, port, is_local, timeout_s)
     except (RuntimeError, OSError) as error:
-        failed = "could serve" if serves else "found"
+        action = "serve" if serves else "reach"
         raise InputError(
-            f"rank {rank_info.rank} of {rank_info.world_size} on {socket.gethostname()} {failed} no world at "
-            f"{host}:{port} within {timeout_s:g} s ({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and "
-            "that every rank was started"
+            f"rank {rank_info.rank} of {rank_info.world_size} on {socket.gethostname()} could not {action} the "
+            f"store at {host}:{port} within {timeout_s:g} s ({str(error).splitlines()[0]}); check MASTER_ADDR, "
+            "MASTER_PORT and that every rank was started"
         ) from None
 
 
-def _find(host: str, port: int, timeout_s: float) -> dist.Store:
+def _connect_as_client(host: str, port: int, timeout_s: float) -> dist.Store:
     """Connect to a store that another process serves, or is about to serve."""
     start = time.monotonic()
     deadline = start + timeout_s
@@ -130,10 +130,10 @@ def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> R
         raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
     elif not (hosts := json.loads(arrivals.get("hosts"))):  # rank 0 reports the missing ranks
         raise InputError
-    return _counted(rank_info, hosts) if rank_info.inferred else rank_info
+    return _count_local_ranks(rank_info, hosts) if rank_info.inferred else rank_info
 
 
-def _counted(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
+def _count_local_ranks(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
     """Return the info with local rank and local world size counted among the ranks with the same host name."""
     own = [rank for rank, host in enumerate(hosts) if host == hosts[rank_info.rank]]
     counted: dict[str, Any] = {"local_rank": own.index(rank_info.rank), "local_world_size": len(own)}

@@ -48,9 +48,9 @@ class CommunicationCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if "c10d" in function.namespace and (kind := _kind(function.__name__)):
             schema = [argument.name for argument in function._schema.arguments]
-            given = dict(zip(schema, args, strict=False))
-            outputs = [value for key, value in given.items() if key.startswith("output")]
-            inputs = [value for key, value in given.items() if not key.startswith("output")]
+            arguments = dict(zip(schema, args, strict=False))
+            outputs = [value for key, value in arguments.items() if key.startswith("output")]
+            inputs = [value for key, value in arguments.items() if not key.startswith("output")]
             if "functional" in function.namespace:
                 outputs = [result]
             self.bytes[kind] += max(_size(inputs), _size(outputs))

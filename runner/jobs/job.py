@@ -1,4 +1,4 @@
-"""One job in one world: agree on the input, form the group, create the directory, run the task, record the outcome."""
+"""One job in one world: agree on the input, create the directory, form the group, run the task, record the outcome."""
 
 import logging
 import os

@@ -56,7 +56,7 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False) -> nn.M
 
 
 def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpoint: str = LAST) -> Trained:
-    """Return what load_trained loads, for this configuration. The run's custom directories must be on sys.path.
+    """Return the trained model of this configuration, as load_trained does. The custom directories must be on sys.path.
 
     Raises ValueError if the checkpoint is missing or damaged, or does not fit the model.
     """

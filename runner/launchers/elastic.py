@@ -48,9 +48,10 @@ class RankDied(JobFailed):
 def run_worlds(
     rendezvous: Rendezvous, ranks: Ranks, request: Request, max_restarts: int, received: Sequence[str]
 ) -> dict[str, float]:
-    """Run the job to its end, restarting its world while it makes progress. Return the metrics of the first rank here.
+    """Run the job to its end, restarting its world while it makes progress.
 
     A failure on another machine, or a machine that joins, also starts the next world, but is not counted here.
+    Returns the metrics of this machine's first rank.
 
     received: The signals so far that request a stop. Raises InputError, Preempted, JobFailed, KeyboardInterrupt,
     or an error of the rendezvous.
@@ -77,7 +78,7 @@ def run_worlds(
                 failures = [*(failures if reached == step else ()), str(outcome)]
                 reason = refusal(failures, reached, max_restarts)
                 if died or rendezvous.is_first or reason:
-                    print_messages([reason or f"{_summary(failures[-1])}: restarted from {_name(reached)}"])
+                    print_messages([reason or f"{_summary(failures[-1])}: restarted from {_describe_step(reached)}"])
                 if reason is None:
                     continue
             if died:
@@ -138,7 +139,7 @@ def reported_failure(directory: str | None, before: int | None) -> str:
 
 def refusal(failures: Sequence[str], step: int, max_restarts: int) -> str | None:
     """Return why the world is not restarted after these failures since the checkpoint of `step`; None if it is."""
-    without = f"without getting beyond {_name(step)}"
+    without = f"without getting beyond {_describe_step(step)}"
     if len(failures) > 1 and _cause(failures[-2]) == _cause(failures[-1]):
         return f"not restarted: it failed twice in the same way, {without}"
     if len(failures) > max_restarts:
@@ -167,7 +168,7 @@ def _newest_step(directory: str | None) -> int:
     return 0
 
 
-def _name(step: int) -> str:
+def _describe_step(step: int) -> str:
     return f"step {step}" if step else "the beginning"
 
 

@@ -67,7 +67,7 @@ class Torchrun(Launcher):
         start_fork_server()
         with forwarding_signals(rank_info.is_embedded) as received, recording_directory(request) as request:
             ranks = Ranks(self.nproc_per_node, run_rank, (config, request, self.join_timeout_s, self.source))
-            # The ranks must report a lost machine before the agent does so, which terminates them.
+            # The ranks must report a lost machine before the agent notices it and terminates them.
             return self.run(ranks, request, received, as_backend(config.backend).timeout_s + REPORT_S)
 
     def run(
@@ -85,7 +85,7 @@ class Torchrun(Launcher):
             if nodes is None or not nodes.worlds:
                 raise InputError(
                     f"{where}: {self.min_nodes} nodes did not find each other there within "
-                    f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); is every one started?"
+                    f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); check that all are started"
                 ) from None
             text = f"{where}: the nodes no longer found each other ({reason})"
             if isinstance(error, RendezvousConnectionError):

@@ -67,7 +67,7 @@ def died(process: RankProcess) -> str:
 
 def describe(position: str, since_s: float) -> str:
     """Return for example "in step 12 for 20 s"."""
-    return f"in {position or 'an unknown place'} for {since_s:.0f} s"
+    return f"in {position or 'an unknown position'} for {since_s:.0f} s"
 
 
 def save_stacks(process: RankProcess, directory: Path | None) -> str:

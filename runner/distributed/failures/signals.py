@@ -189,7 +189,7 @@ def _count_interrupts(reader: int) -> None:
     num_interrupts = 0
     while num_interrupts < 2:
         is_interrupt = os.read(reader, 1)[0] == signal.SIGINT
-        # A launcher handles the signal itself, to terminate its ranks first; so does a debugger.
+        # A launcher handles Ctrl-C itself, to terminate its ranks first; a debugger handles it too.
         num_interrupts += is_interrupt and signal.getsignal(signal.SIGINT) is _handle
     _exit_interrupted()
 

@@ -39,9 +39,9 @@ class SharedMemory:
                 if position != self._position:
                     own[part] = piece[part]
             self._wait_for_all(flat.nbytes)
-            given = [piece if position == self._position else area for position, area in enumerate(areas[:-1])]
+            inputs = [piece if position == self._position else area for position, area in enumerate(areas[:-1])]
             for number, part in _by_chunk(parts[self._position], count * len(own), chunk):
-                first, second, *others = (given[number - i][part] for i in range(1, self._num_ranks + 1))
+                first, second, *others = (inputs[number - i][part] for i in range(1, self._num_ranks + 1))
                 torch.add(first, second, out=total[part])
                 for other in others:
                     total[part] += other
