@@ -1,4 +1,4 @@
-"""Agreement of the ranks through their store, before there is a process group."""
+"""Consensus of the ranks through their store, without a process group."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ _ACTIVITIES = {"composed": "composing its configuration", "refused": "building i
 
 
 class RanksMissing(TimeoutError):
-    """Ranks did not reach a point of agreement in time. is_reporter: this rank reports it, for all of them."""
+    """Ranks did not reach a point of consensus in time. is_reporter: this rank reports the failure for all ranks."""
 
     def __init__(self, text: str, is_reporter: bool):
         super().__init__(text)
@@ -23,7 +23,7 @@ class RanksMissing(TimeoutError):
 
 
 class StoreConsensus:
-    """Agreement of the ranks of a world. In a world of one rank, that rank decides."""
+    """The consensus of the ranks of a world. In a world of one rank, that rank decides."""
 
     def __init__(self, rank_info: RankInfo, store: WorldStore, timeout_s: float):
         self._rank_info, self._store, self.timeout_s = rank_info, store, timeout_s

@@ -28,7 +28,7 @@ _first: list[Callable[[], Any]] = []  # functions that restore the settings from
 
 
 def reset_process(seed: int) -> None:
-    """Seed every generator, and restore the settings that an earlier job has changed."""
+    """Seed the global random generators, and restore the settings that an earlier job has changed."""
     if not _first:
         _first.extend(_keep_settings())
     else:
@@ -131,7 +131,7 @@ def _restore_torch(restored: ExitStack) -> None:
 @contextmanager
 def _without_processes() -> Iterator[None]:
     """Kill the processes that the run has started. A remaining fork server would keep its first environment."""
-    server: Any = forkserver._forkserver  # it has no public function to stop it
+    server: Any = forkserver._forkserver  # multiprocessing has no public function to stop it
     before = multiprocessing.active_children()
     was_running = server._forkserver_pid is not None
     try:

@@ -93,8 +93,8 @@ def run_worlds(
 def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
     """Start the ranks of one world with torch's elastic agent, and wait until they have exited.
 
-    The agent itself restarts nothing: its restarts are counted over the whole run, not from each checkpoint, and leave
-    the keys of the earlier ranks in their store.
+    The agent itself does not restart ranks: it would count the restarts over the whole run, not from each checkpoint,
+    and would leave the keys of the earlier ranks in their store.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # failures are reported by the runner
         logging.getLogger(name).setLevel(logging.CRITICAL)

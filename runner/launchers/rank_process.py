@@ -64,8 +64,8 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
 def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
     """Forward signals that request a stop to the ranks; a second Ctrl-C kills them. Without ranks this process exits.
 
-    is_embedded: The process belongs to the caller; it does not exit, but KeyboardInterrupt is raised. Yields the names
-    of the received signals.
+    is_embedded: The process belongs to the caller: Ctrl-C raises KeyboardInterrupt, any other signal a SystemExit.
+    Yields the names of the received signals.
     """
     received: list[str] = []
     not_ranks = multiprocessing.active_children()

@@ -1,6 +1,6 @@
 """Signals that stop a run after it has saved, from a command's first line on, and the exit of a rank with its parent.
 
-Imports neither torch nor other modules of the runner: a signal that arrives while torch is imported ends the command.
+This module imports neither torch nor other modules of the runner, so that signals are handled while torch is imported.
 """
 
 import contextlib

@@ -33,7 +33,7 @@ class Watchdog:
         self._failed_since: float | None = None
 
     def on_peer_failure(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` in the watchdog's thread when another rank died or failed, to end waits for it."""
+        """Call `callback(reason)` in the watchdog's thread when another rank dies or fails, to end waits for it."""
         self._callbacks.append(callback)
 
     def start(self) -> None:

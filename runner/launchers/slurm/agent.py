@@ -42,7 +42,7 @@ def run() -> int:
             ranks = Ranks(launcher.nproc_per_node, sys.executable, ["-um", "runner", *sys.argv[7:]], SIGNALS)
             launcher.run(ranks, Request(directory=directory), [])
         except (SignalException, Preempted):
-            # Ranks that were only starting died of the signal, which the batch script may not have received.
+            # The signal has killed ranks that were still starting. The batch script may not have received it.
             (Path(directory) / STOPPED).touch()
         except InputError as error:
             print_messages(error.messages)

@@ -161,7 +161,7 @@ class Slurm(Queue):
     ) -> tuple[str, str]:
         """Return the script of the runs, and a note on the code that `directory` has from an earlier submission.
 
-        Several runs are the tasks of a job array. Raises InputError if the code cannot be copied.
+        Several runs are the tasks of a job array. Raises InputError if the code cannot be archived.
         """
         config_dirs, note, select_code = list(runs[0][1].config_dirs), "", ""
         if self.code == "frozen":
