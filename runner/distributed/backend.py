@@ -29,7 +29,7 @@ class Backend:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def process_group_backend(self) -> str:
-        """Return the argument of init_process_group. Flags and counts are exchanged over gloo on either device."""
+        """Return the `backend` argument of init_process_group. On GPUs, gloo exchanges CPU tensors such as flags."""
         device = self.device_type()
         if device == "cpu":
             return "gloo" if self.name == "auto" else self.name
@@ -63,5 +63,5 @@ class Backend:
 
 
 def as_backend(node: dict[str, Any]) -> Backend:
-    """Return the backend of a configuration's node."""
+    """Return the Backend of the configuration's `backend` node."""
     return Backend(**{key: value for key, value in node.items() if not key.startswith("_")})

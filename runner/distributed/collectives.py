@@ -1,4 +1,4 @@
-"""Collectives of a training step, such as sums and votes. In a world of one rank each returns its input."""
+"""Collectives of a training step, such as sums, and the logical or of flags."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def sum_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
     """Sum the tensor over the group's ranks, or over all ranks, in place. All of them must call it.
 
-    A small tensor on the CPU is summed in the order of the ranks on any machines, a large one only on one machine.
+    Small CPU tensors are summed in the order of the ranks, large ones in that of gloo, on one machine or several.
     """
     exchange = exchange_of(group)
     if is_small(tensor, dist.get_world_size(group)):
@@ -47,7 +47,7 @@ def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.
 
 
 class Collectives:
-    """Collectives over all ranks of a world, once its process group is formed. All ranks must call each."""
+    """Collectives over all ranks, which must all call each method. A world of one rank needs no process group."""
 
     def __init__(self, world_size: int):
         self._world_size = world_size
@@ -86,7 +86,7 @@ class Collectives:
         return lambda: results()[0]
 
     def any_of_async(self, *flags: bool) -> Callable[[], list[bool]]:
-        """As `any_async`, for several flags in one exchange."""
+        """Return a function that returns for each flag if it is set on any rank, as `any_async` does for one flag."""
         if self._world_size == 1:
             return lambda: [*flags]
         if (exchange := exchange_of()) is not None:

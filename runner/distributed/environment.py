@@ -30,9 +30,9 @@ class RankInfo:
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
     on_one_machine: bool = True  # as far as is known before the rendezvous
     directory: str | None = None  # the run directory of a job that a queue may start again
-    inferred: tuple[str, ...] = ()  # the names of the fields that are counted at the rendezvous
-    has_parent: bool = False  # an agent or launcher started this process for the run, which exits with it
-    restart_file: str | None = None  # in which the machine's agent keeps values for a restarted world
+    inferred: tuple[str, ...] = ()  # the fields that the rendezvous infers by counting the ranks of each host
+    has_parent: bool = False  # an agent or launcher started this process, which exits when its parent does
+    restart_file: str | None = None  # a file of the machine's agent, with values for a restarted world
     is_embedded: bool = False  # the process is a script or notebook, which continues after the run
 
     @property
@@ -56,18 +56,18 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         # A batch script and the shell of salloc have a job, but no step.
         if environ.get("SLURM_STEP_ID") and environ.get("SLURM_STEP_NUM_TASKS"):
             return rank_info_of_step(environ)
-        return RankInfo()  # MASTER_ADDR is often left over in a shell, and describes no world
+        return RankInfo()  # a shell often has a MASTER_ADDR from earlier, which describes no world
     if missing:
         given = ", ".join(f"{key}={environ[key]}" for key in needed if key not in missing)
-        raise InputError(f"{given}: half a world; {' and '.join(missing)} must be set too, or none of them")
+        raise InputError(f"{given}: incomplete world; {' and '.join(missing)} must be set too, or none of them")
     rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise InputError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
     master_addr, is_torchrun = environ.get("MASTER_ADDR", ""), "TORCHELASTIC_RUN_ID" in environ
-    # Users often set LOCAL_RANK only, or neither: all ranks are expected on one machine until the rendezvous.
+    # Users often set only LOCAL_RANK, or neither variable: until the rendezvous, one machine is assumed for all ranks.
     local = {"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
     local_world_size = integer(environ, "LOCAL_WORLD_SIZE", world_size)
-    is_counted = bool(environ.get("LOCAL_WORLD_SIZE")) or master_addr in ("localhost", "::1")
+    is_size_known = bool(environ.get("LOCAL_WORLD_SIZE")) or master_addr in ("localhost", "::1")
     return RankInfo(
         rank=rank,
         local_rank=integer(environ, "LOCAL_RANK", rank),
@@ -82,7 +82,7 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         restart_file=environ.get("RUNNER_RESTART_FILE"),
         inferred=tuple(name for name, key in local.items() if not environ.get(key)),
         has_parent=is_torchrun,
-        on_one_machine=(is_counted or master_addr.startswith("127.")) and local_world_size == world_size,
+        on_one_machine=(is_size_known or master_addr.startswith("127.")) and local_world_size == world_size,
     )
 
 
@@ -125,7 +125,7 @@ def rank_info_of_step(environ: Mapping[str, str]) -> RankInfo:
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     if missing := [key for key in needed if not environ.get(key)]:
         raise InputError(
-            f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}: half a job step; {' and '.join(missing)} must be set too"
+            f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}: incomplete job step; {' and '.join(missing)} must be set too"
         )
     world_size = integer(environ, "SLURM_STEP_NUM_TASKS")
     if world_size == 1:
@@ -138,7 +138,7 @@ def rank_info_of_step(environ: Mapping[str, str]) -> RankInfo:
         world_size=world_size,
         local_world_size=tasks[integer(environ, "SLURM_NODEID")],
         source="srun",
-        # A script may export an address and a port of its own.
+        # A script may export another address and port.
         master_addr=environ.get("MASTER_ADDR") or ("localhost" if len(tasks) == 1 else address_of(first_node)),
         master_port=integer(environ, "MASTER_PORT", step_port(environ)),
         hosts_store=rank == 0,
@@ -147,7 +147,7 @@ def rank_info_of_step(environ: Mapping[str, str]) -> RankInfo:
 
 
 def step_port(environ: Mapping[str, str]) -> int:
-    """Return a port on which all tasks of the step agree, and that no other job or step on the node uses."""
+    """Return a port that is the same for all tasks of the step, and very likely unused by other steps on the node."""
     if reserved := environ.get("SLURM_STEP_RESV_PORTS"):  # for example 12000-12003, on clusters that reserve ports
         return int(re.split("[-,]", reserved)[0])
     number = integer(environ, "SLURM_JOB_ID") + 7_919 * integer(environ, "SLURM_STEP_ID")
@@ -155,7 +155,7 @@ def step_port(environ: Mapping[str, str]) -> int:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node from Slurm's short form: 2(x3),1 is 2, 2, 2 and 1."""
+    """Return the number of tasks on each node from Slurm's short form: 2(x3),1 means 2, 2, 2 and 1."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -166,7 +166,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name of Slurm's short form: gpu[03-08,11],login is gpu03."""
+    """Return the first name in Slurm's short form of a list of nodes: gpu03 for gpu[03-08,11],login."""
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 

@@ -17,7 +17,7 @@ MEMINFO, CGROUPS_OF_PROCESS, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/c
 
 
 def choose_devices(world: World) -> list[str]:
-    """Set `world.devices` to this rank's devices. Return messages about what is wrong. All ranks must call it."""
+    """Set `world.devices` to this rank's devices. Return a message for each problem. All ranks must call it."""
     messages = world.backend.check()
     on_gpu = not messages and world.backend.device_type() == "cuda"
     num_devices, num_ranks = world.backend.devices_per_rank, world.rank_info.local_world_size
@@ -45,12 +45,12 @@ def choose_devices(world: World) -> list[str]:
 def set_threads(world: World, threads: int | None) -> None:
     """Set this rank's number of threads. All ranks must call it.
 
-    threads: None for an equal number of cores on each rank of the machine, unless the user has set OMP_NUM_THREADS.
+    threads: if None, the ranks of a machine divide its cores equally, unless the user has set OMP_NUM_THREADS.
     """
     if threads is None and not _user_set_threads(world.rank_info):
         cores = allowed_cores()
         others = world.consensus.gather_from_machine("cores", ",".join(map(str, sorted(cores))))
-        # A launcher may have bound each rank to cores of its own.
+        # A launcher may have bound the ranks to different cores.
         num_sharing = 1 + sum(bool(cores & {int(core) for core in text.split(",")}) for text in others)
         threads = max(len(cores) // num_sharing, 1)
     if threads is not None:
@@ -67,7 +67,7 @@ def allowed_cores() -> set[int]:
 def available_memory() -> float:
     """Return the bytes that this process may still use; infinity if the system does not report them.
 
-    The limits of the process's control group and of those around it count (cgroups(7), version 2).
+    This includes the memory limits of the process's control group and its ancestors (cgroups(7), version 2).
     """
     return min([*_memory_of_machine(), *_memory_of_cgroups()], default=math.inf)
 

@@ -47,7 +47,7 @@ def choose_interface(rank_info: RankInfo, requested: str | None, addresses: dist
     own = address_towards(rank_info.master_addr)
     addresses.set(str(rank_info.rank), own)
     if is_loopback(own):
-        # The master's name is often an alias of its loopback; another machine's address leads to the right interface.
+        # The master's name is often an alias of its loopback address; the route to another machine has the interface.
         others = [other.decode() for other in addresses.multi_get([str(rank) for rank in range(rank_info.world_size)])]
         outside = next((other for other in others if not is_loopback(other)), None)
         if outside is None:
@@ -58,9 +58,9 @@ def choose_interface(rank_info: RankInfo, requested: str | None, addresses: dist
 
 
 def loopback_only() -> dict[str, str]:
-    """Return the environment variables that select the interface that no other machine reaches.
+    """Return the environment variables that select the loopback interface, which no other machine can reach.
 
-    NCCL uses shared memory on one machine, and does not accept a loopback.
+    They do not include NCCL's, which uses shared memory on one machine and does not accept a loopback interface.
     """
     return dict.fromkeys((GLOO, TENSORPIPE), LOOPBACK)
 
@@ -94,7 +94,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if only this machine reaches the address, which may name its interface after a %."""
+    """Return True if only this machine can reach the address, which may end with % and an interface."""
     return ip_address(address.partition("%")[0]).is_loopback
 
 

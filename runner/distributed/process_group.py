@@ -23,14 +23,14 @@ DESTROY_S = 20.0
 
 
 class ProcessGroup:
-    """torch's default group of one job after another, in a process that joins its world once."""
+    """torch's default process group, which each job of this process forms and destroys."""
 
     def __init__(self, rank_info: RankInfo, store: WorldStore, local_ranks: LocalRanks):
         self._rank_info, self._store, self._local_ranks = rank_info, store, local_ranks
         self._callbacks: list[Callable[[bool], None]] = []
 
     def form(self, backend: Backend, device: torch.device) -> None:
-        """Initialize the process group and the device. All ranks must call it, also a single one for DDP."""
+        """Initialize the process group and the device. All ranks must call it. DDP needs it in any world."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._choose_interface(backend)
@@ -48,7 +48,7 @@ class ProcessGroup:
                 device_id=device if device.type == "cuda" else None,
             )
             if listener is not None:
-                # gloo returns before the others have connected. A rank that leaves early would fail the others in here.
+                # gloo returns before all ranks have connected: if a rank left now, others would fail in here.
                 num_ready = torch.tensor([int(listener.ready)])
                 dist.all_reduce(num_ready)
                 if num_ready.item() == self._rank_info.world_size:
@@ -63,8 +63,8 @@ class ProcessGroup:
     def leave(self, went_well: bool) -> None:
         """Destroy the process group if it exists.
 
-        Whatever refers to it (a DDP module) must be unreachable by now: a live one now and then aborts the process at
-        its exit (pytorch issue 190489).
+        Objects that refer to it, such as a DDP module, must be unreachable by now: such an object sometimes aborts the
+        process at its exit (pytorch issue 190489).
         """
         while self._callbacks:
             self._callbacks.pop()(went_well)
@@ -73,11 +73,11 @@ class ProcessGroup:
             _destroy()
 
     def on_leave(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(went_well)` before this job's group is destroyed. It must not raise."""
+        """Call `callback(went_well)` before this job's group is destroyed. `callback` must not raise."""
         self._callbacks.append(callback)
 
     def _choose_interface(self, backend: Backend) -> None:
-        """Choose the network interface of this group, and of those that are created later, until it is destroyed."""
+        """Choose the network interface of this group and of its later subgroups, until it is destroyed."""
         variables = choose_interface(self._rank_info, backend.interface, self._store.namespace("addresses"))
         # Lets gloo read the addresses of all ranks in one operation of the store, not in two operations for each.
         variables |= {"GLOO_ENABLE_STORE_V2_API": "1"}
@@ -87,14 +87,14 @@ class ProcessGroup:
 
 
 def make_mesh(device: torch.device, **axes: int) -> DeviceMesh:
-    """Return the mesh with these named axes, slowest first. All ranks must call it, once the group is formed."""
+    """Return the mesh with these named axes, outermost first. All ranks must call it, once the group is formed."""
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _destroy() -> None:
-    """Destroy the group, or give it up: gloo has been seen to wait forever when the job was complete."""
+    """Destroy the group, or give up after DESTROY_S: gloo has been seen to wait forever after a complete job."""
     if torch.cuda.is_initialized():
-        dist.destroy_process_group()  # nccl's belongs to the thread with this rank's device, and aborts by itself
+        dist.destroy_process_group()  # NCCL needs the thread with this rank's device, and aborts by itself
         return
     try:
         call_in_daemon(dist.destroy_process_group, "destroy").result(DESTROY_S)

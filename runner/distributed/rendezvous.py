@@ -21,7 +21,7 @@ from runner.distributed.world_store import call_in_daemon, set_tcp_timeouts
 from runner.errors import InputError, Preempted
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
-STOP_GRACE_S = 10.0  # for a rank that has to stop to find the others
+STOP_GRACE_S = 10.0  # for which a rank still looks for the others after a signal
 TRY_S = 2.0  # between checks for signals: Python resumes a system call that a signal has interrupted
 _joined: dict[RankInfo, World] = {}
 
@@ -29,8 +29,8 @@ _joined: dict[RankInfo, World] = {}
 def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_S) -> World:
     """Connect this process to the store of its world, once per process. All ranks must call it.
 
-    Raises InputError if the others cannot be found in time, without messages if rank 0 has them, and Preempted if a
-    signal stopped this rank before it found them.
+    Raises InputError if the other ranks do not connect in time, without messages if rank 0 reports the failure.
+    Raises Preempted if a signal stops this rank before all ranks have connected.
     """
     if rank_info not in _joined:
         if rank_info.has_parent:
@@ -43,8 +43,8 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
 
 
 def serve_store(host: str, port: int, loopback: bool, timeout_s: float) -> dist.TCPStore:
-    """Return a world's store, served by this process. port: 0 for a free one. loopback: for this machine only."""
-    # A store that is given a listening socket uses only that; otherwise it listens on every interface.
+    """Serve a world's store in this process. port: 0 for a free port. loopback: listen on that interface only."""
+    # Without a listening socket, a store listens on every interface.
     listener = socket.create_server((host, port)) if loopback else None
     return dist.TCPStore(
         host,
@@ -67,24 +67,24 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         port, serves = int(text), rank_info.rank == 0
     try:
         if not serves:
-            return _find(host, port, timeout_s)
+            return _connect_as_client(host, port, timeout_s)
         found = socket.getaddrinfo(host, port)  # fails at once if the name does not resolve
         is_local = rank_info.on_one_machine and all(is_loopback(str(address[0])) for *_, address in found)
         return serve_store(host, port, is_local, timeout_s)
     except (RuntimeError, OSError) as error:
-        failed = "could serve" if serves else "found"
+        action = "serve" if serves else "reach"
         raise InputError(
-            f"rank {rank_info.rank} of {rank_info.world_size} on {socket.gethostname()} {failed} no world at "
-            f"{host}:{port} within {timeout_s:g} s ({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and "
-            "that every rank was started"
+            f"rank {rank_info.rank} of {rank_info.world_size} on {socket.gethostname()} could not {action} the "
+            f"store at {host}:{port} within {timeout_s:g} s ({str(error).splitlines()[0]}); check MASTER_ADDR, "
+            "MASTER_PORT and that every rank was started"
         ) from None
 
 
-def _find(host: str, port: int, timeout_s: float) -> dist.Store:
+def _connect_as_client(host: str, port: int, timeout_s: float) -> dist.Store:
     """Connect to a store that another process serves, or is about to serve."""
     start = time.monotonic()
     deadline = start + timeout_s
-    while True:  # torch's own waiting logs thirty lines at the timeout
+    while True:  # torch itself would log thirty lines at the timeout
         try:
             left_s = max(deadline - time.monotonic(), 0.1)
             socket.create_connection((host, port), timeout=min(left_s, TRY_S)).close()
@@ -109,7 +109,7 @@ def _connect_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.
 
 
 def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
-    """Wait until all ranks have connected. Return the info, completed by what the environment did not contain."""
+    """Wait until all ranks have connected. Return the info, with the fields that the environment did not define."""
     arrivals = dist.PrefixStore(f"here{rank_info.restart}", store)
     arrivals.set(str(rank_info.rank), socket.gethostname())
     if rank_info.rank == 0:
@@ -130,10 +130,10 @@ def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> R
         raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
     elif not (hosts := json.loads(arrivals.get("hosts"))):  # rank 0 reports the missing ranks
         raise InputError
-    return _counted(rank_info, hosts) if rank_info.inferred else rank_info
+    return _count_local_ranks(rank_info, hosts) if rank_info.inferred else rank_info
 
 
-def _counted(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
+def _count_local_ranks(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
     """Return the info with local rank and local world size counted among the ranks with the same host name."""
     own = [rank for rank, host in enumerate(hosts) if host == hosts[rank_info.rank]]
     counted: dict[str, Any] = {"local_rank": own.index(rank_info.rank), "local_world_size": len(own)}
@@ -143,7 +143,7 @@ def _counted(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
 
 
 def _are_set(store: dist.Store, keys: list[str], deadline: float) -> bool:
-    """Return True if all keys are set in time. Polls, because the store's own waiting logs lines at the timeout."""
+    """Return True if all keys are set in time. Poll, because store.wait logs lines at the timeout."""
     start = time.monotonic()
     try:
         while not (found := store.check(keys)) and time.monotonic() < deadline:
@@ -155,6 +155,6 @@ def _are_set(store: dist.Store, keys: list[str], deadline: float) -> bool:
 
 
 def _check_stop(start: float) -> None:
-    """Raise Preempted if a signal stopped this rank, and it has looked for the others for a while since `start`."""
+    """Raise Preempted if both a signal and `start`, when the wait began, are more than STOP_GRACE_S ago."""
     if (reason := received()) and min(seconds_since_received(), time.monotonic() - start) > STOP_GRACE_S:
         raise Preempted(reason) from None

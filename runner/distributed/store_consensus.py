@@ -1,4 +1,4 @@
-"""Agreement of the ranks through their store, before there is a process group."""
+"""Consensus of the ranks through their store, without a process group."""
 
 import contextlib
 import json
@@ -10,12 +10,12 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.world_store import WorldStore
 from runner.errors import Preempted
 
-REPORT_TIMEOUT_S = 15.0  # for which ranks wait for rank 0, in addition to the time that rank 0 waits for them
+REPORT_TIMEOUT_S = 15.0  # by which ranks wait longer for rank 0 than rank 0 waits for them
 _ACTIVITIES = {"composed": "composing its configuration", "refused": "building its model and data"}  # by topic
 
 
 class RanksMissing(TimeoutError):
-    """Ranks did not reach a point of agreement in time. is_reporter: this rank reports it, for all of them."""
+    """Ranks did not reach a point of consensus in time. is_reporter: this rank reports the failure for all ranks."""
 
     def __init__(self, text: str, is_reporter: bool):
         super().__init__(text)
@@ -23,7 +23,7 @@ class RanksMissing(TimeoutError):
 
 
 class StoreConsensus:
-    """Agreement of the ranks of a world. In a world of one rank, that rank decides."""
+    """The consensus of the ranks of a world. In a world of one rank, that rank decides."""
 
     def __init__(self, rank_info: RankInfo, store: WorldStore, timeout_s: float):
         self._rank_info, self._store, self.timeout_s = rank_info, store, timeout_s
@@ -32,7 +32,7 @@ class StoreConsensus:
     def first_error(self, topic: str, messages: list[str]) -> list[str]:
         """Return the messages of the lowest rank that has any, on every rank. All ranks must call it.
 
-        Raises RanksMissing if a rank does not call it in time, and Preempted if a signal stopped one.
+        Raises RanksMissing if a rank does not call it in time, and Preempted if a signal stopped a rank.
         """
         store, rank = self._store.job, self._rank_info.rank
         if store is None:
@@ -69,14 +69,14 @@ class StoreConsensus:
         return value if self._store.job is None else self._get(topic, topic)
 
     def broadcast_once(self, topic: str, make: Callable[[], str]) -> str:
-        """As `broadcast`, but a world that its agent has restarted gets the value of the first one."""
+        """Return the value of `broadcast`; after a restart by an agent, the value from before the restart."""
         before = self.before_restart(topic)
         value = self.broadcast(topic, make if before is None else lambda: before)
         self.keep_for_restart(topic, value)
         return value
 
     def keep_for_restart(self, topic: str, value: str) -> None:
-        """Keep a value for `before_restart`, in case the agents restart this world: each machine for its own agent."""
+        """Keep a value for `before_restart`, in the restart file of each agent or, without such files, in the store."""
         if (file := self._store.restart_file()) is not None:
             if self._rank_info.local_rank == 0:
                 file.keep(topic, value)
@@ -84,7 +84,7 @@ class StoreConsensus:
             store.set(topic, value)
 
     def load_kept(self) -> None:
-        """Load what the agent of any machine keeps of this job. All ranks must call it when the job starts.
+        """Load the values that the agent of any machine keeps for this job. All ranks must call it when the job starts.
 
         A machine that joined at the restart has kept nothing, and may have rank 0.
         """
@@ -105,19 +105,19 @@ class StoreConsensus:
     def run_in_order(self, topic: str, function: Callable[[], None]) -> None:
         """Call `function` on rank 0, then on the first rank of each other machine, then on the rest.
 
-        A file that an earlier rank has downloaded into a shared directory exists for the later ones. All ranks must
-        call it, and `function` must not raise.
+        So later ranks find a file that an earlier rank has downloaded into a shared directory. All ranks must call it,
+        and `function` must not raise.
         """
         rank, local_rank = self._rank_info.rank, self._rank_info.local_rank
-        for number, is_own in enumerate((rank == 0, rank != 0 and local_rank == 0, local_rank != 0)):
-            if is_own:
+        for number, is_turn in enumerate((rank == 0, rank != 0 and local_rank == 0, local_rank != 0)):
+            if is_turn:
                 function()
             self.first_error(f"{topic}/turn{number}", [])
 
     def gather_from_machine(self, topic: str, text: str) -> list[str]:
         """Return the texts of the other ranks on this machine. All ranks must call it."""
         store, host = self._store.namespace(topic), socket.gethostname()
-        own = store.add(host, 1)  # not local_rank: users start several ranks with the same, each with its own GPU
+        own = store.add(host, 1)  # not LOCAL_RANK: users start several ranks with the same value, each with its own GPU
         store.set(f"{host}/{own}", text)
         others = [number for number in range(1, self._rank_info.local_world_size + 1) if number != own]
         return [text.decode() for text in store.multi_get([f"{host}/{other}" for other in others])]
@@ -137,7 +137,7 @@ class StoreConsensus:
     def _get(self, key: str, topic: str) -> str:
         store, own = self._store.job, str(self._rank_info.rank)
         assert store is not None
-        # Rank 0 sets the key after it has waited for all ranks, so that a rank waits a little longer for rank 0.
+        # Rank 0 sets the key after it has waited for all ranks. So a rank waits a little longer for rank 0.
         if not self._wait_for([key], time.monotonic() + self.timeout_s + REPORT_TIMEOUT_S):
             is_reporter = store.compare_set("absent", "", own).decode() == own
             raise RanksMissing(self._describe_missing([0], topic), is_reporter)

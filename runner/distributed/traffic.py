@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 RPC = "rpc"
-KINDS = (  # under which bytes are counted
+KINDS = (  # the collectives by which bytes are counted
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -28,8 +28,8 @@ _lock = threading.Lock()  # exchanges may run in threads
 class CommunicationCounter(TorchDispatchMode):
     """A context that counts the bytes of this rank's collectives: of each call, the larger of its input and output.
 
-    Every collective of a process group passes the dispatcher, also those that DDP calls from C++. A point-to-point
-    message is counted by its sender. Exchanges without a process group call `count` or `count_tensors`.
+    Every collective of a process group passes through the dispatcher, also those that DDP calls from C++. The sender
+    counts a point-to-point message. Exchanges without a process group call `count` or `count_tensors`.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class CommunicationCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if "c10d" in function.namespace and (kind := _kind(function.__name__)):
             schema = [argument.name for argument in function._schema.arguments]
-            given = dict(zip(schema, args, strict=False))
-            outputs = [value for key, value in given.items() if key.startswith("output")]
-            inputs = [value for key, value in given.items() if not key.startswith("output")]
+            arguments = dict(zip(schema, args, strict=False))
+            outputs = [value for key, value in arguments.items() if key.startswith("output")]
+            inputs = [value for key, value in arguments.items() if not key.startswith("output")]
             if "functional" in function.namespace:
                 outputs = [result]
             self.bytes[kind] += max(_size(inputs), _size(outputs))

@@ -16,7 +16,7 @@ from runner.distributed.world_store import WorldStore
 
 
 class World:
-    """A world is joined once per process; each job of a sweep forms a process group of its own.
+    """The world of this process, which joins it once. Each job of a sweep forms its own process group.
 
     connection: to the store; None in a world of one rank.
     """
@@ -40,7 +40,7 @@ class World:
         return self.devices[0]
 
     def begin_job(self, backend: Backend) -> None:
-        """Start a job, whose keys in the store are new. All ranks must call it."""
+        """Start a job, with new keys in the store. All ranks must call it."""
         self.backend, self.consensus.timeout_s = backend, backend.timeout_s
         self.store.begin_job()
         self.local_ranks.publish()

@@ -1,4 +1,4 @@
-"""The keys of a world in its store: those of one job after another, and those that outlast a restart of all ranks."""
+"""The keys of a world in its store: the keys of each job, and keys that outlast a restart of all ranks."""
 
 import json
 import os
@@ -51,12 +51,12 @@ class WorldStore:
         return None if self._connection is None else dist.PrefixStore(f"kept/job{self._num_jobs}", self._connection)
 
     def restart_file(self) -> "RestartFile | None":
-        """Return where this machine's agent keeps these values instead: it outlasts the loss of other machines."""
+        """Return the file in which this machine's agent keeps these values, if any, in case another machine is lost."""
         path = self._rank_info.restart_file
         return None if path is None else RestartFile(Path(f"{path}-{self._num_jobs}"))
 
     def is_reachable(self) -> bool:
-        """Return True if a process listens at the store's address. torch logs thirty lines if none does."""
+        """Return True if a process listens at the store's address. Without this check, torch would log thirty lines."""
         if not isinstance(self._connection, dist.TCPStore):
             return self._connection is not None
         try:
@@ -72,7 +72,7 @@ class WorldStore:
             return None
         with suppress(RuntimeError, TimeoutError):
             if self.is_reachable():
-                # The system still accepts connections for a process that is stopped.
+                # The system accepts connections even for a process that SIGSTOP has stopped.
                 call_in_daemon(lambda: root.check([STOPPED]), "store").result(RESPONSE_S)
                 return call_in_daemon(lambda: function(job), "store").result(timeout_s)
         self.disconnect()
@@ -87,7 +87,7 @@ class WorldStore:
 
 
 class RestartFile:
-    """A JSON file with a text by name, which one rank of the machine writes."""
+    """A JSON file of texts by name, which one rank of the machine writes."""
 
     def __init__(self, path: Path):
         self._path = path

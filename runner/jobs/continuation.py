@@ -30,7 +30,7 @@ def count_samples(experiment: Experiment | None) -> dict[str, int]:
 
 
 def check_directory(directory: str | None, config: Config, experiment: Experiment | None) -> list[str]:
-    """Return why the job cannot resume the run in `directory`, one message. Rank 0 must call it.
+    """Return a message for each reason why the job cannot resume the run in `directory`. Rank 0 must call it.
 
     `directory` is None for a new run.
     """
@@ -50,8 +50,8 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
     if not has_changed or config.resume_force or not list_checkpoints(path / CHECKPOINTS):
         return []
     return [
-        f"data: there are {now:,} training samples, and the run in {path} was made with {then:,}, on which its steps "
-        "depend; restore the data, or add resume_force=true"
+        f"data: there are {now:,} training samples, and the run in {path} was trained with {then:,}, on which its "
+        "steps depend; restore the data, or add resume_force=true"
     ]
 
 

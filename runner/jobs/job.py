@@ -1,4 +1,4 @@
-"""One job in one world: agree on the input, form the group, create the directory, run the task, record the outcome."""
+"""One job in one world: agree on the input, create the directory, form the group, run the task, record the outcome."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.jobs.continuation import check_directory, count_samples, locked
-from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_halve, run_until_it_fits
+from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_double_again, run_until_it_fits
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.console import LOGS, logging_to
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
-    """Run one job on this rank, repeatedly until its micro-batches fit into memory. All ranks must call it.
+    """Run one job on this rank, and repeat it if `micro_batches=auto` and memory runs out. All ranks must call it.
 
-    Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped and saved it) or JobFailed.
+    Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
     """
     with run_in_progress(), handling_signals():
         if config.micro_batches != AUTO:
@@ -79,7 +79,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
     world.shutdown.report_late = partial(report_failure, directory.path)
     world.shutdown.is_recorded = watch_outcome(directory.path)
     if may_double:
-        world.shutdown.patience_s = world.backend.timeout_s  # the ranks begin again: none may exit
+        world.shutdown.patience_s = world.backend.timeout_s  # the ranks repeat the job, so none may exit
     with locked(directory, config, request, world), logging_to(world.rank, directory.path) as console:
         directory.prepare(
             config,
@@ -122,7 +122,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
                 experiment.val_loader.close()
             _agree_on_end(end, world)
             if may_double and experiment is not None and end.state == "failed":
-                is_repeated = may_halve(config, experiment, end.text)
+                is_repeated = may_double_again(config, experiment, end.text)
             _record_end(end, config, world, directory, task, is_repeated)
         if end.stopped:
             raise Preempted(end.stopped)
@@ -130,7 +130,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
 
 
 def _agree_on_input(config: Config, request: Request, world: World) -> tuple[JobTask | None, Experiment | None, str]:
-    """Return the task, its experiment, and the first traceback of a rank that crashed while it built them.
+    """Return the task, its experiment, and the traceback of the first rank that crashed while it built them.
 
     Raises InputError on all ranks if any of them refuses the input.
     """
@@ -198,9 +198,9 @@ class _End:
 
 
 def _end_of(error: BaseException, world: World) -> _End:
-    """Return the end of a job that has raised this. It refers to no frame, and so to no model."""
+    """Return the end of a job that has raised `error`. It refers to no frame, and so to no model."""
     if isinstance(error, Stopped) and world.local_ranks.exited():
-        # A launcher sends this signal after it has lost a rank; a rank stopped by a user has reported it.
+        # A launcher sends this signal after it has lost a rank; a rank that a user stopped has reported the stop.
         error = PeerMissing(f"ended by {error}")
     if isinstance(error, Stopped):
         world.shutdown.report_stop(str(error))

@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
-def may_halve(config: Config, experiment: Experiment, text: str) -> bool:
+def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:
     """Return True if the job is repeated with twice as many micro-batches; the same on all ranks."""
     if RAN_OUT not in text.partition("\n")[0]:
         return False
@@ -41,7 +41,7 @@ def run_until_it_fits(
 ) -> dict[str, float]:
     """Run the job in one run directory, from its last checkpoint if it has one. All ranks must call it.
 
-    The run records the found number instead of auto. Raises InputError for a mode that cannot begin again.
+    The run records the number that fits instead of auto. Raises InputError for a mode that cannot repeat a job.
     """
     mode = request.choices["parallel"]
     if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:

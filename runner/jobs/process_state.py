@@ -1,4 +1,4 @@
-"""The process-wide state, which every job finds as the first job did, and which a caller's script finds unchanged."""
+"""Process-wide state: reset before every job, and restored after a run for a script that has called the runner."""
 
 import gc
 import logging
@@ -24,11 +24,11 @@ from runner.jobs.process_tuning import freeze_objects, return_freed_memory
 
 LOGGERS = ("runner", "py.warnings", "torch.distributed.elastic", "torch.multiprocessing.spawn")
 BY_AGENT = signal.SIGXCPU  # torch's elastic agent leaves a handler for it
-_first: list[Callable[[], Any]] = []  # restores the settings from before the first job
+_first: list[Callable[[], Any]] = []  # functions that restore the settings from before the first job
 
 
 def reset_process(seed: int) -> None:
-    """Seed every generator, and restore the settings that an earlier job has changed."""
+    """Seed the global random generators, and restore the settings that an earlier job has changed."""
     if not _first:
         _first.extend(_keep_settings())
     else:
@@ -71,10 +71,10 @@ def _keep_settings() -> list[Callable[[], Any]]:
 
 @contextmanager
 def embedded_run() -> Iterator[None]:
-    """Give the process the state of a new command: torch's default settings, and no main module of the caller's.
+    """Give the process the state of a new command: torch's default settings, and another main module than the caller's.
 
     At the end random states, settings, threads, cores, environment, signal handlers and loggers are restored, and no
-    started process remains. For the main thread.
+    started process remains. Call it in the main thread.
     """
     with ExitStack() as restored:
         _restore_python(restored)
@@ -130,8 +130,8 @@ def _restore_torch(restored: ExitStack) -> None:
 
 @contextmanager
 def _without_processes() -> Iterator[None]:
-    """Kill the processes that the run has started. A fork server that remained would keep its first environment."""
-    server: Any = forkserver._forkserver  # it has no public function to stop it
+    """Kill the processes that the run has started. A remaining fork server would keep its first environment."""
+    server: Any = forkserver._forkserver  # multiprocessing has no public function to stop it
     before = multiprocessing.active_children()
     was_running = server._forkserver_pid is not None
     try:

@@ -15,7 +15,7 @@ from runner.records.run_directory import Request, RunDirectory
 
 
 class Task(Protocol):
-    """What every task declares; one file of runner/tasks and one YAML file of conf/task.
+    """The attributes of every task; one file of runner/tasks and one YAML file of conf/task.
 
     A task derives from `JobTask` or `LaunchingTask` and overrides only the attributes that differ.
 
@@ -57,7 +57,7 @@ class JobTask(Task, Protocol):
 
 
 class LaunchingTask(Task, Protocol):
-    """A task that launches jobs of its own, or none."""
+    """A task that launches jobs itself, or needs no job."""
 
     needs_experiment: bool = False
 

@@ -56,7 +56,7 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False) -> nn.M
 
 
 def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpoint: str = LAST) -> Trained:
-    """As load_trained, for the model of this configuration. The run's custom directories must be on sys.path.
+    """Return the trained model of this configuration, as load_trained does. The custom directories must be on sys.path.
 
     Raises ValueError if the checkpoint is missing or damaged, or does not fit the model.
     """
@@ -82,7 +82,7 @@ def make_model(config: Config, choices: Mapping[str, str]) -> nn.Module:
     """
     node = dict(config.model)
     if hasattr(locate(node["_target_"]), "place") and node.get("devices") is not None:
-        node["devices"] = None  # the devices of the machine that trained it
+        node["devices"] = None  # they belong to the machine that trained the model
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         model: nn.Module = make_group(choices, "model", node)

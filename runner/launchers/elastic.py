@@ -28,12 +28,12 @@ from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
 from runner.records.result import read_result, result_mtime_ns
 from runner.records.run_directory import CHECKPOINTS, Request
 
-UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates everything at its signals, and needs at least one
+UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates all ranks at its signals, and needs at least one
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the agent starts on this machine: a function or a command in each of `num` processes."""
+    """The `num` processes that the agent starts on this machine, each of which runs a function or a command."""
 
     num: int
     entrypoint: Callable[..., Any] | str
@@ -48,14 +48,15 @@ class RankDied(JobFailed):
 def run_worlds(
     rendezvous: Rendezvous, ranks: Ranks, request: Request, max_restarts: int, received: Sequence[str]
 ) -> dict[str, float]:
-    """Run the job to its end, restarting its world while it makes progress. Return the metrics of the first rank here.
+    """Run the job to its end, restarting its world while it makes progress.
 
-    A failure on another machine, or a machine that joins, begins the next world as well, and is not counted here.
+    A failure on another machine, or a machine that joins, also starts the next world, but is not counted here.
+    Returns the metrics of this machine's first rank.
 
     received: The signals so far that request a stop. Raises InputError, Preempted, JobFailed, KeyboardInterrupt,
     or an error of the rendezvous.
     """
-    failures: list[str] = []  # since the last start that made a checkpoint
+    failures: list[str] = []  # since the newest checkpoint
     try:
         while True:
             attempt = rendezvous.join()
@@ -71,20 +72,20 @@ def run_worlds(
             rendezvous.leave()
             died, reason = isinstance(outcome, RankDied), None
             if died and received:
-                raise Preempted(received[0])  # the rank had not begun; nothing is lost
+                raise Preempted(received[0])  # the rank had not started its job; nothing is lost
             if isinstance(outcome, JobFailed) and max_restarts and not received:
                 reached = _newest_step(run_directory(request))
                 failures = [*(failures if reached == step else ()), str(outcome)]
                 reason = refusal(failures, reached, max_restarts)
                 if died or rendezvous.is_first or reason:
-                    print_messages([reason or f"{_summary(failures[-1])}: restarted from {_name(reached)}"])
+                    print_messages([reason or f"{_summary(failures[-1])}: restarted from {_describe_step(reached)}"])
                 if reason is None:
                     continue
             if died:
                 print(outcome, file=sys.stderr, flush=True)
             raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
     finally:
-        # After a signal the ranks save and exit; the other machines must not take a closed rendezvous for a failure.
+        # After a signal the ranks save and exit; the other machines must not mistake a closed rendezvous for a failure.
         if not isinstance(sys.exception(), SignalException):
             rendezvous.close()
 
@@ -92,8 +93,8 @@ def run_worlds(
 def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
     """Start the ranks of one world with torch's elastic agent, and wait until they have exited.
 
-    The agent itself restarts nothing: its restarts are counted over the whole run, not from each checkpoint, and leave
-    the keys of the earlier ranks in their store.
+    The agent itself does not restart ranks: it would count the restarts over the whole run, not from each checkpoint,
+    and would leave the keys of the earlier ranks in their store.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # failures are reported by the runner
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -109,7 +110,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
     result = agent.run()
-    if result is None:  # the other machines have finished without this one
+    if result is None:  # the other machines have finished without this machine
         raise RendezvousClosedError
     return result
 
@@ -121,7 +122,7 @@ def _outcome(result: RunResult, reason: str) -> Outcome:
     rank, failure = ChildFailedError("", result.failures).get_first_failure()
     if failure.exitcode == PREEMPTED:
         return Preempted()
-    # A rank that the others have terminated is not the cause.
+    # A rank that was terminated because another one failed is not the cause.
     if failure.exitcode == FAILURE_REPORTED or (reason and (failure.exitcode > 0 or KILLED in reason)):
         return JobFailed(reason or "a rank has reported the reason above")
     how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit status {failure.exitcode}"
@@ -137,8 +138,8 @@ def reported_failure(directory: str | None, before: int | None) -> str:
 
 
 def refusal(failures: Sequence[str], step: int, max_restarts: int) -> str | None:
-    """Return why there is no further start after these failures since the checkpoint of `step`; None if there is."""
-    without = f"without getting beyond {_name(step)}"
+    """Return why the world is not restarted after these failures since the checkpoint of `step`; None if it is."""
+    without = f"without getting beyond {_describe_step(step)}"
     if len(failures) > 1 and _cause(failures[-2]) == _cause(failures[-1]):
         return f"not restarted: it failed twice in the same way, {without}"
     if len(failures) > max_restarts:
@@ -153,7 +154,7 @@ def _summary(failure: str) -> str:
 
 
 def _cause(failure: str) -> str:
-    """Return the report without what differs between two identical failures: the rank, its process and the calls."""
+    """Return the report without the rank, its process and the frames, which differ between failures of one cause."""
     lines = failure.strip().splitlines()
     cause = [line for line in lines[1:] if not line.startswith(" ")] or lines
     return re.sub(r"\bprocess \d+", "process", "\n".join(cause))
@@ -167,15 +168,15 @@ def _newest_step(directory: str | None) -> int:
     return 0
 
 
-def _name(step: int) -> str:
+def _describe_step(step: int) -> str:
     return f"step {step}" if step else "the beginning"
 
 
 @contextmanager
 def recording_directory(request: Request) -> Iterator[Request]:
     """Yield the request with a file into which the ranks of this machine write the path of the run directory."""
-    with TemporaryDirectory() as folder:
-        yield replace(request, directory_file=request.directory_file or str(Path(folder, "directory")))
+    with TemporaryDirectory() as temporary:
+        yield replace(request, directory_file=request.directory_file or str(Path(temporary, "directory")))
 
 
 def run_directory(request: Request) -> str | None:

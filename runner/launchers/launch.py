@@ -28,16 +28,15 @@ def make_launcher(config: Config) -> Launcher:
     check_contract(launcher, Launcher, "launcher")
     if config.debug and launcher.starts_processes:
         raise InputError(
-            "debug=true is for the process that has the terminal, not those of a launcher; try launcher=env"
+            "debug=true needs the terminal, which the processes of a launcher do not have; try launcher=env"
         )
     return launcher
 
 
 def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
-    """Run the job by its launcher and return the metrics.
+    """Run the job by its launcher and return the metrics. Raises InputError, Preempted or JobFailed, as run_job does.
 
-    launcher: The configuration's launcher if it has been constructed already. Raises InputError, Preempted or
-    JobFailed, as run_job does.
+    launcher: The configuration's launcher if the caller has constructed it.
     """
     launcher = launcher or make_launcher(config)
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
@@ -96,7 +95,7 @@ def check_queueable(config: Config, choices: Mapping[str, str]) -> None:
     """Raise InputError if the launcher queues jobs but the task would launch its own jobs in this process."""
     if launches_jobs(config) and not locate(config.task["_target_"]).reads_run:
         raise InputError(
-            f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes of its own "
+            f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes itself "
             "where the command runs; run it inside an allocation (salloc, or a script for sbatch) with launcher=env"
         )
 

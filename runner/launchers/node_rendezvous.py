@@ -26,7 +26,7 @@ CLOSED = "closed"
 
 
 class OneMachine(StaticTCPRendezvous):
-    """The rendezvous of worlds on one machine, with the members that `Nodes` has as the rendezvous of a job."""
+    """The rendezvous of a job on one machine, with the interface of `Nodes`; also that of each of its worlds."""
 
     is_first = True
 
@@ -36,7 +36,7 @@ class OneMachine(StaticTCPRendezvous):
         self._ranks_store: dist.TCPStore | None = None
 
     def join(self) -> RendezvousHandler:
-        """Return the rendezvous of the next world, for whose ranks this process serves a store."""
+        """Serve a store for the ranks of the next world, and return its rendezvous."""
         self._ranks_store = serve_store("localhost", 0, loopback=True, timeout_s=self._join_timeout_s)
         self.master_port = self._ranks_store.port
         return self
@@ -57,7 +57,7 @@ class Attempt(DynamicRendezvousHandler):
 
     number: int
     node_rank: int | None  # number of this machine; None for the order in which torch sorts the machines
-    worlds: list[int]  # receives the number of this machine when the machines have found each other
+    worlds: list[int]  # receives the number of this machine once all machines have joined
     _is_joined = False
     _closed_at = float("inf")  # monotonic seconds
 
@@ -72,9 +72,9 @@ class Attempt(DynamicRendezvousHandler):
         return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait to join; at least 1 if another machine's ranks have failed some time ago.
+        """Return how many machines wait to join; at least 1 if the rendezvous was closed more than END_TIMEOUT_S ago.
 
-        torch's agent then stops its ranks, if they have not noticed the failure themselves.
+        torch's agent then stops its ranks, if they have not noticed the failure of other ranks themselves.
         """
         waiting, now = super().num_nodes_waiting(), time.monotonic()
         if self.is_closed():
@@ -89,8 +89,8 @@ class Nodes:
     several worlds, but keeps the first one's store for the ranks: that is lost with the machine that serves it, and
     contains the keys of the earlier ranks.
 
-    Raises RendezvousConnectionError if the endpoint cannot be reached, and if it does not respond for `timeout_s`
-    seconds; None waits until TCP gives up. `node_rank` is the number of this machine, None for any.
+    Raises RendezvousConnectionError if the endpoint cannot be reached, or does not respond for `timeout_s` seconds
+    (None: until TCP gives up). `node_rank` is the number of this machine, or None for any number.
     """
 
     def __init__(self, parameters: RendezvousParameters, timeout_s: float | None = None, node_rank: int | None = None):
@@ -113,7 +113,7 @@ class Nodes:
         if number == CLOSED:
             raise RendezvousClosedError
         attempt = self._attempt(int(number))
-        # The store of an earlier attempt is served until all of its ranks have exited.
+        # This keeps the store of the previous attempt, which is served until all of its ranks have exited.
         self._attempts = [*self._attempts[-1:], attempt]
         return attempt
 
@@ -157,4 +157,4 @@ class Nodes:
             raise RendezvousConnectionError(str(error)) from error
 
 
-Rendezvous = OneMachine | Nodes  # of the worlds of a job, one after another
+Rendezvous = OneMachine | Nodes  # the rendezvous of a job, whose `join` returns that of the next world

@@ -2,7 +2,7 @@
 
 from runner.jobs.process_tuning import begin_imports
 
-begin_imports()  # a rank ends the imports
+begin_imports()  # each rank calls `tune_process`, which ends the imports
 
 import torch._dynamo  # noqa: E402, F401
 

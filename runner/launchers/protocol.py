@@ -21,7 +21,7 @@ class Launcher(Protocol):
         queues: The jobs of a sweep are submitted together instead of launched one by one; see `Queue`.
         started_on_each: The same command is started on several machines.
         world_size: Number of processes that the launcher starts; None if it is not known in advance.
-        join_timeout_s: Seconds that a process waits for the others to appear.
+        join_timeout_s: Seconds that a process waits for the others to join.
     """
 
     starts_processes: bool = False
@@ -55,7 +55,7 @@ class Queue(Launcher, Protocol):
 
     @abstractmethod
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
-        """Submit jobs of the sweep in this directory. Return a name for each; none if `dry_run`.
+        """Submit jobs of the sweep in this directory. Return a name for each; [] if `dry_run`.
 
         All jobs have the options of this launcher. Raises InputError if the queue refuses the jobs.
         """
@@ -63,7 +63,7 @@ class Queue(Launcher, Protocol):
     @classmethod
     @abstractmethod
     def find_ended(cls, names: Sequence[str]) -> set[str]:
-        """Return those of the named jobs that neither wait nor run; none if the queue does not answer.
+        """Return the named jobs that neither wait nor run; an empty set if the queue does not respond.
 
         Raises InputError if this machine cannot query the queue.
         """
@@ -73,7 +73,7 @@ class Queue(Launcher, Protocol):
         return None
 
     def wait_for_sweep(self) -> bool:
-        """Wait until the submitted jobs have ended, if that is configured. Return True if it waited."""
+        """Wait until the submitted jobs have ended, if that is configured. Return True if the method waited."""
         return False
 
     @classmethod

@@ -36,8 +36,8 @@ FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; 
 
 def run_rank(config: Config, request: Request, join_timeout_s: float, source: str) -> Outcome:
     """Run one rank in its own process, in the environment that torch's agent has set. Return its outcome."""
-    # From here on the process receives signals, and its loader workers are forked from itself: a fork server of its own
-    # would outlive it.
+    # From here on the process receives signals, and forks its loader workers itself: a fork server for them would
+    # outlive it.
     install_rank_handlers()
     tune_process()
     multiprocessing.set_start_method(None, force=True)
@@ -52,11 +52,11 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
     except JobFailed:
         world.shutdown.report_before_exit(lambda: None)  # the agent terminates the others as soon as one has exited
         world.shutdown.close()
-        sys.exit(FAILURE_REPORTED)  # an agent takes a rank that returns for finished, and waits for other machines
+        sys.exit(FAILURE_REPORTED)  # an agent regards a rank that returns as finished, and waits for other machines
     except (InputError, Preempted, KeyboardInterrupt) as error:
         outcome = error.with_traceback(None)  # its frames refer to the model
     world.shutdown.close()
-    exit_at_once_with_parent()  # torch lets the rank wait until the agent has read what it returns
+    exit_at_once_with_parent()  # the rank waits until torch's agent has read the result
     return outcome
 
 
@@ -64,8 +64,8 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
 def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
     """Forward signals that request a stop to the ranks; a second Ctrl-C kills them. Without ranks this process exits.
 
-    is_embedded: The process belongs to the caller; it does not exit, but KeyboardInterrupt is raised. Yields the names
-    of the received signals.
+    is_embedded: The process belongs to the caller: Ctrl-C raises KeyboardInterrupt, any other signal a SystemExit.
+    Yields the names of the received signals.
     """
     received: list[str] = []
     not_ranks = multiprocessing.active_children()
@@ -101,12 +101,12 @@ def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
 
 
 def start_fork_server() -> None:
-    """Start the fork server of the ranks, which a signal to the process group must not end, nor its resource tracker.
+    """Start the fork server of the ranks. A signal to the process group must not end it or its resource tracker.
 
-    It imports torch once for all ranks of all jobs and, unlike this process, has not used a GPU.
+    The server imports torch once for all ranks of all jobs and, unlike this process, has not used a GPU.
     """
     multiprocessing.set_forkserver_preload(["runner.launchers.preload"])
     with signals_blocked():
-        resource_tracker.ensure_running()  # it unblocks some signals in here
+        resource_tracker.ensure_running()  # it unblocks some signals
     with signals_blocked():
         forkserver.ensure_running()

@@ -26,13 +26,13 @@ class Spawn(Torchrun):
         if nodes > 1 and not 0 <= node_rank < nodes:
             raise ValueError(f"launcher.node_rank={node_rank} must be at least 0 and below launcher.nodes={nodes}")
         if nodes > 1 and not master_addr:
-            raise ValueError(f"launcher.nodes={nodes} needs launcher.master_addr, the name or address of the first one")
+            raise ValueError(f"launcher.nodes={nodes} needs launcher.master_addr, the name or address of node 0")
         if master_port is not None and not 0 < master_port < 2**16:
             raise ValueError(f"launcher.master_port={master_port} must be from 1 to 65535; try {MASTER_PORT}")
         several = {"node_rank": node_rank, "master_addr": master_addr, "master_port": master_port}
         for key, value in several.items():
             if nodes == 1 and value:
-                raise ValueError(f"launcher.{key}={value} has an effect on several nodes; add launcher.nodes")
+                raise ValueError(f"launcher.{key}={value} needs several nodes; add launcher.nodes")
         endpoint = f"{master_addr}:{master_port or MASTER_PORT}" if nodes > 1 else None
         super().__init__(nproc_per_node, nodes, endpoint, "spawn", max_restarts, join_timeout_s)
         self.endpoint_key, self.node_rank, self.is_host = "launcher.master_addr", node_rank, node_rank == 0

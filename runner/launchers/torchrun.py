@@ -1,4 +1,4 @@
-"""launcher=torchrun: torch's elastic agent, run by the runner itself, on this machine or as one of several."""
+"""launcher=torchrun: torch's elastic agent, run by the runner itself, on one machine or on each of several."""
 
 import math
 import socket
@@ -26,7 +26,7 @@ from runner.launchers.protocol import Launcher
 from runner.launchers.rank_process import forwarding_signals, run_rank, start_fork_server
 from runner.records.run_directory import Request
 
-LAST_CALL_S = 30  # that enough machines wait for more of them
+LAST_CALL_S = 30  # for which the minimum number of machines waits for more machines
 REPORT_S = 20.0  # for the ranks to report that a machine does not respond, after backend.timeout_s
 
 
@@ -50,9 +50,7 @@ class Torchrun(Launcher):
         if self.max_nodes > 1 and not rdzv_endpoint:
             raise ValueError(f"launcher.nodes={nodes} needs launcher.rdzv_endpoint=HOST:PORT, their rendezvous")
         if self.max_nodes == 1 and rdzv_endpoint:
-            raise ValueError(
-                f"launcher.rdzv_endpoint={rdzv_endpoint} has an effect on several nodes; add launcher.nodes"
-            )
+            raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} needs several nodes; add launcher.nodes")
         self.started_on_each = self.max_nodes > 1
         self.endpoint_key = "launcher.rdzv_endpoint"
         self.node_rank: int | None = None  # None for any
@@ -69,7 +67,7 @@ class Torchrun(Launcher):
         start_fork_server()
         with forwarding_signals(rank_info.is_embedded) as received, recording_directory(request) as request:
             ranks = Ranks(self.nproc_per_node, run_rank, (config, request, self.join_timeout_s, self.source))
-            # The ranks have to report first that a machine is lost: the agent terminates them.
+            # The ranks must report a lost machine before the agent notices it and terminates them.
             return self.run(ranks, request, received, as_backend(config.backend).timeout_s + REPORT_S)
 
     def run(
@@ -87,7 +85,7 @@ class Torchrun(Launcher):
             if nodes is None or not nodes.worlds:
                 raise InputError(
                     f"{where}: {self.min_nodes} nodes did not find each other there within "
-                    f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); is every one started?"
+                    f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); check that all are started"
                 ) from None
             text = f"{where}: the nodes no longer found each other ({reason})"
             if isinstance(error, RendezvousConnectionError):
@@ -119,7 +117,7 @@ class Torchrun(Launcher):
         )
 
     def _hosts_rendezvous(self, own: str) -> bool:
-        """Return True if the endpoint is on this machine, and no other agent serves it yet. own: this address."""
+        """Return True if the endpoint is on this machine, and no agent serves it yet. own: this machine's address."""
         address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4]
         # On Debian a machine's own name is an alias of its loopback address.
         if not is_loopback(own) and own != address[0]:

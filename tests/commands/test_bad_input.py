@@ -111,7 +111,7 @@ TABLE = {
     "name=${model}": "name=${model}: Cannot convert",
     "checkpoint.keep=0": "checkpoint.keep=0 must be at least 1",
     "launcher=spawn launcher.nproc_per_node=0": "launcher.nproc_per_node=0 must be at least 1",
-    "launcher=spawn launcher.master_port=1234": "launcher.master_port=1234 has an effect on several nodes",
+    "launcher=spawn launcher.master_port=1234": "launcher.master_port=1234 needs several nodes",
     "launcher=spawn launcher.master_port=0 launcher.nodes=2 launcher.master_addr=a": "master_port=0 must be from 1 to",
     # valid values that do not work together
     "model=[toy,mlp]": "model=[toy,mlp] must be one option; to run several type -m model=",
@@ -235,7 +235,7 @@ def test_incomplete_world_is_refused(
     monkeypatch.setattr(sys, "argv", ["runner"])
     before = listing(folder)
     status = main()
-    message = "RANK=0: half a world; WORLD_SIZE and MASTER_ADDR and MASTER_PORT must be set too, or none of them\n"
+    message = "RANK=0: incomplete world; WORLD_SIZE and MASTER_ADDR and MASTER_PORT must be set too, or none of them\n"
     assert_refused(message, status, *capfd.readouterr())
     assert listing(folder) == before
 

@@ -52,14 +52,14 @@ def test_torchrun_agent_serves_the_store() -> None:
 def test_other_rendezvous_needs_no_master() -> None:
     rank_info = find_rank_info("file:///tmp/meeting", {"RANK": "1", "WORLD_SIZE": "2"})
     assert (rank_info.rank, rank_info.world_size) == (1, 2)
-    with pytest.raises(InputError, match="RANK=1: half a world; WORLD_SIZE must be set too"):
+    with pytest.raises(InputError, match="RANK=1: incomplete world; WORLD_SIZE must be set too"):
         find_rank_info("file:///tmp/meeting", {"RANK": "1"})
 
 
 @pytest.mark.parametrize(
     ("change", "output"),
     [
-        ({"RANK": ""}, r"half a world; RANK must be set too"),
+        ({"RANK": ""}, r"incomplete world; RANK must be set too"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, r"MASTER_ADDR and MASTER_PORT must be set too"),
         ({"RANK": "4"}, r"RANK=4 must be at least 0 and below WORLD_SIZE=4"),
         ({"WORLD_SIZE": "four"}, r"WORLD_SIZE=four must be an integer"),
@@ -102,7 +102,7 @@ def test_exported_address_and_port_take_precedence() -> None:
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"])
 def test_incomplete_step_is_refused(missing: str) -> None:
     environ = {key: value for key, value in STEP.items() if key != missing}
-    with pytest.raises(InputError, match=f"half a job step; {missing} must be set too"):
+    with pytest.raises(InputError, match=f"incomplete job step; {missing} must be set too"):
         find_rank_info(environ=environ)
 
 

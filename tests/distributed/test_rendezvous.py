@@ -93,7 +93,7 @@ def test_unresponsive_listener_is_refused_in_time() -> None:
 
         def refused(rank: int, world_size: int) -> None:
             rank_info = RankInfo(1, 1, 2, 2, source="test", master_addr="127.0.0.1", master_port=port)
-            where = f"no world at 127.0.0.1:{port} within 2 s .*does not respond.*MASTER_PORT"
+            where = f"could not reach the store at 127.0.0.1:{port} within 2 s .*does not respond.*MASTER_PORT"
             with pytest.raises(InputError, match=where):
                 join(rank_info, Backend(), timeout_s=2)
             os._exit(0)

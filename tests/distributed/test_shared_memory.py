@@ -92,7 +92,7 @@ def test_sums_of_different_sizes_are_refused(tmp_path: Path) -> None:
 
     sizes = [4 * LARGE, 4 * LARGE + 4]
     assert on_ranks(tmp_path, 2, act) == [
-        f"rank {1 - rank} sums {sizes[1 - rank]} bytes where this one sums {sizes[rank]}" for rank in (0, 1)
+        f"rank {1 - rank} sums {sizes[1 - rank]} bytes, but this rank sums {sizes[rank]}" for rank in (0, 1)
     ]
 
 

@@ -23,7 +23,7 @@ class RankProcess(NamedTuple):
     Attributes:
         machine: equal for processes that can signal each other and reach each other's sockets.
         started: in clock ticks since the machine's start, because another process may get the same pid later.
-        file: a file descriptor in that process, with its position and stacks; -1 on systems without Linux's /proc.
+        file: the file descriptor, in that process, of its position and stacks; -1 on systems without Linux's /proc.
     """
 
     rank: int
@@ -91,14 +91,14 @@ def read_position(process: RankProcess) -> tuple[str, float]:
 def read_stacks(process: RankProcess, timeout_s: float) -> str:
     """Return the stacks of all threads of a process on this machine; "" if it does not write them in time.
 
-    A stopped process continues.
+    A process that a signal has stopped continues.
     """
     deadline = time.monotonic() + timeout_s
     try:
         with open(f"/proc/{process.pid}/fd/{process.file}", "rb") as file:
             file.seek(0, os.SEEK_END)
-            # The main thread of a stopped process has to handle the signal before it does anything else. A signal to
-            # the process would be handled by whichever thread wakes first. Python lacks tgkill.
+            # The main thread of a stopped process must handle the signal before it does anything else. A signal to
+            # the whole process would be handled by the thread that wakes first. Python lacks tgkill.
             if state_of(process) != "exited":
                 ctypes.CDLL(None).tgkill(process.pid, process.pid, int(STACKS_SIGNAL))
             send_signal(process, signal.SIGCONT)

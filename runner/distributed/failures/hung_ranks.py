@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
     Attributes:
         line: names the rank, its position and how it was terminated.
-        stacks: as shown to the user.
+        stacks: the stack of the main thread, as shown to the user.
         is_waiting: the rank waits for others, and so is not the cause.
     """
 
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def examine(process: RankProcess, timeout_s: float, stacks_dir: Path | None) -> Finding:
-    """Return what the stacks of an unresponsive rank on this machine show, and save them. The caller has to kill it."""
+    """Examine an unresponsive rank on this machine, and save its stacks. The caller must kill the rank."""
     state = state_of(process)
     if state == "exited":
         return Finding(died(process))
@@ -67,11 +67,11 @@ def died(process: RankProcess) -> str:
 
 def describe(position: str, since_s: float) -> str:
     """Return for example "in step 12 for 20 s"."""
-    return f"in {position or 'an unknown place'} for {since_s:.0f} s"
+    return f"in {position or 'an unknown position'} for {since_s:.0f} s"
 
 
 def save_stacks(process: RankProcess, directory: Path | None) -> str:
-    """Return the stacks of a rank on this machine, the main thread first. Write them to a file of the run."""
+    """Return the stacks of a rank on this machine, the main thread first, and write them to a file in `directory`."""
     threads = read_stacks(process, STACKS_S).strip().split("\n\n")
     stacks = "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current thread")))
     if stacks and directory is not None:

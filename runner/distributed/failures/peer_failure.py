@@ -36,7 +36,7 @@ def is_peer_failure(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_ERRORS):
         return True
-    # A pipeline's schedule raises an error of its own.
+    # A pipeline's schedule raises another error, caused by this one.
     return error.__cause__ is not None and is_peer_failure(error.__cause__)
 
 
@@ -48,7 +48,7 @@ class FirstFailure:
     the position of a rank that has failed, `silent` the ranks that do not respond, `examiner/RANK` the rank that
     examines one of these, and `finding/RANK` the result.
 
-    stacks_dir: for the stacks of hung ranks; None if there is no run directory yet.
+    stacks_dir: for the stacks of hung ranks; None before the run directory exists.
     """
 
     rank: int
@@ -82,9 +82,9 @@ class FirstFailure:
         return first, sorted({*missing, *self._exited()})
 
     def examine(self, rank: int) -> None:
-        """Record what the stacks of a rank on this machine show, and kill it, unless another rank does.
+        """Record the result of the examination of a rank on this machine, and kill it, unless another rank does so.
 
-        Only its end frees the ranks that wait for it.
+        The ranks that wait for it continue only when it exits.
         """
         process, own = self.local_ranks.all[rank], str(self.rank)
         if self.store.compare_set(f"examiner/{rank}", "", own).decode() == own:
@@ -93,7 +93,7 @@ class FirstFailure:
             send_signal(process, signal.SIGKILL)
 
     def _is_cause_known(self) -> bool:
-        """Return True if a rank has exited, which is the cause, or if waiting for more failures shows nothing."""
+        """Return True if a rank has exited, which is the cause, or if there is no reason to wait for more failures."""
         return bool(self._exited()) or not self._silent() or any(self.store.check([k]) for k in ("failure", "silent"))
 
     def _silent(self) -> list[int]:
@@ -110,7 +110,7 @@ class FirstFailure:
     def _examine_all(self, silent: list[int]) -> list[str]:
         """Return the stacks and positions of ranks that do not respond, which are killed. The causes come last.
 
-        A rank on the same machine examines a silent rank. If that has none, its own watchdog does.
+        Another rank on the same machine examines a silent rank. If there is none, the silent rank's watchdog does so.
         """
         self.store.set("silent", json.dumps(silent))
         start = time.monotonic()
@@ -131,7 +131,7 @@ class FirstFailure:
         return Finding(f"no response from rank {rank} on {host}")
 
     def _waiting_lines(self) -> list[str]:
-        """Return the positions of the ranks that have failed like this one; ranks at one position share a line."""
+        """Return the positions of the ranks that have failed because of a peer, with one line per position."""
         ranks_at: dict[str, list[str]] = {}
         for rank in range(self.world_size):
             if self._has_failed(rank) and (position := self.store.get(f"failed/{rank}").decode()):

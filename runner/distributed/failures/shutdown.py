@@ -16,7 +16,7 @@ from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world_store import STOPPED, WorldStore
 
-PATIENCE_S = 5.0  # for a loop that waits for a failed rank to raise an error by itself
+PATIENCE_S = 5.0  # in which a loop that waits for a failed rank may raise an error by itself
 
 
 class Shutdown:
@@ -25,9 +25,9 @@ class Shutdown:
     Attributes:
         failed: the job has failed on this rank.
         is_reporter: this rank reports to the user. It is rank 0, or the lowest running rank if rank 0 died or hangs.
-        stacks_dir: for the stacks of hung ranks, once there is a run directory.
+        stacks_dir: for the stacks of hung ranks; None before the run directory exists.
         report_late: reports and records a failure in place of a loop that hangs, or of rank 0.
-        is_recorded: returns True if a rank has recorded the end of the job, which it has reported before.
+        is_recorded: returns True if a rank has recorded the end of the job; a rank reports the end before.
         patience_s: from another rank's failure until the watchdog terminates this rank.
     """
 
@@ -45,7 +45,7 @@ class Shutdown:
         self.is_recorded: Callable[[], bool] = lambda: True
 
     def first_failure(self, store: dist.Store) -> FirstFailure:
-        """Return the job's record of its first failure. store: that of the job."""
+        """Return the job's record of its first failure. store: the job's keys."""
         info = self._rank_info
         return FirstFailure(info.rank, info.world_size, store, self._local_ranks, self.timeout_s, self.stacks_dir)
 
@@ -70,10 +70,10 @@ class Shutdown:
         return text
 
     def takes_over_report(self) -> bool:
-        """Return True if this rank must report the failure in place of one that has exited before it did, or hangs.
+        """Return True if this rank must report the failure because the reporting rank has exited or hangs.
 
-        Call it outside the process group, whose end frees the ranks that wait. A rank that is being killed loses its
-        connections a moment before its process exits.
+        Call it after leaving the process group, which ends the waits of other ranks. A rank that is being killed loses
+        its connections a moment before its process exits.
         """
         if self.is_reporter:
             return False
@@ -94,7 +94,7 @@ class Shutdown:
             self._store.call(lambda _: root.set(STOPPED, reason))
 
     def stop_reason(self) -> str | None:
-        """Return why a rank that this one misses was stopped; None if it was not stopped by a signal."""
+        """Return why a missing rank has stopped; None if no signal has stopped it."""
         reason = self._store.call(lambda _: self._store.stop_reason() or "")
         if reason is None:  # the store may have exited together with the process that started the ranks
             return PARENT_EXITED if received() == PARENT_EXITED else None
@@ -124,7 +124,7 @@ class Shutdown:
             pass
 
     def close(self) -> None:
-        """Leave the store. The rank that serves it stays until the others have left, or for a bounded time."""
+        """Leave the store. The rank that serves it first waits until the others have left, at most REPORT_TIMEOUT_S."""
         root = self._store.root
         if root is None:
             return
@@ -140,7 +140,7 @@ class Shutdown:
         self._store.disconnect()
 
     def _failure_without_store(self, text: str) -> str:
-        """Return the failure with what this rank finds out by itself. A machine's lowest running rank reports it."""
+        """Return the failure and the state of the ranks on this machine, whose lowest running rank reports it."""
         info, local, exited = self._rank_info, self._local_ranks.others, self._local_ranks.exited()
         self._reporter = self._local_ranks.lowest_running()
         self.is_reporter = info.rank == self._reporter

@@ -1,6 +1,6 @@
 """Signals that stop a run after it has saved, from a command's first line on, and the exit of a rank with its parent.
 
-Imports neither torch nor other modules of the runner: a signal that arrives while torch is imported ends the command.
+This module imports neither torch nor other modules of the runner, so that signals are handled while torch is imported.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, si
 MAY_BE_IGNORED = (
     signal.SIGHUP,
     signal.SIGQUIT,
-)  # by nohup, and by shells for background jobs; the runner then does too
+)  # by nohup, and by shells for background jobs; the runner then ignores them too
 PREEMPTED, INTERRUPTED = 143, 130  # exit statuses
 EXIT_DELAY_S = 1.5  # from a second Ctrl-C to the exit
 PARENT_GRACE_S = 30.0  # from the exit of the parent, for a step and a save
@@ -48,11 +48,11 @@ class _State:
     reason: str | None = None  # the first signal's name, or `requested_reason`
     received_at: float = 0.0  # monotonic seconds
     on_first: Callable[[str], None] = _note
-    pid: int | None = None  # the process that installed the handlers; a forked one installs its own
+    pid: int | None = None  # the process that installed the handlers; a forked process installs its own
     num_interrupts: int = 0  # of SIGINT: a launcher may pass on a terminal's SIGINT as another signal
-    requested_reason: str | None = None  # of the next signal
-    parent: int | None = None  # at the command's first line
-    terminals: tuple[int, ...] = ()  # those of standard output and standard error that are terminals
+    requested_reason: str | None = None  # replaces the name of the next signal
+    parent: int | None = None  # the pid of the parent at the command's first line
+    terminals: tuple[int, ...] = ()  # the descriptors of standard output and standard error that are terminals
 
 
 _state = _State()
@@ -68,9 +68,9 @@ def seconds_since_received() -> float:
 
 
 def install_handlers() -> None:
-    """Handle signals from a command's first line on: one ends the command with status 143 until there is a run to save.
+    """Handle signals from a command's first line on: until a run exists, a signal ends the command with status 143.
 
-    A rank of several notes the signal instead, and lets the other ranks know at their rendezvous.
+    In a world of several ranks, a rank records the signal instead, and reports it to the others after the rendezvous.
     """
     is_rank = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     _install(_note if is_rank else _exit_preempted)
@@ -87,7 +87,7 @@ def install_rank_handlers() -> None:
 
 @contextmanager
 def handling_signals() -> Iterator[None]:
-    """Note the first signal within the context; after it as well, in a process that has installed handlers before.
+    """Record the first signal within the context. A process that had handlers before also does so afterwards.
 
     A second Ctrl-C raises KeyboardInterrupt at once; other signals after the first have no effect.
     """
@@ -130,7 +130,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore signals, in a process that another one needs until that has stopped."""
+    """Ignore signals, in a worker that must stay until the process that uses it has stopped."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -145,12 +145,12 @@ def detach_terminal() -> None:
 
 
 def exit_with_parent() -> None:
-    """From now on, stop this process when its parent exits, as a signal does, and exit after PARENT_GRACE_S."""
+    """From now on, when the parent exits, stop as after a signal, and exit after PARENT_GRACE_S at the latest."""
     _watch_parent(_stop_and_exit)
 
 
 def exit_at_once_with_parent() -> None:
-    """From now on, exit when the parent exits, in a process that has nothing to save."""
+    """From now on, exit as soon as the parent exits. For a process that has nothing to save."""
     _watch_parent(lambda: os._exit(1))
 
 
@@ -177,7 +177,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _exit_at_second_interrupt() -> None:
-    """Count Ctrl-C in a thread: Python's handlers run in the main thread, which may wait for a peer in C++."""
+    """Exit at the second Ctrl-C, from a thread: Python's handlers run in the main thread, which may wait in C++."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -189,7 +189,7 @@ def _count_interrupts(reader: int) -> None:
     num_interrupts = 0
     while num_interrupts < 2:
         is_interrupt = os.read(reader, 1)[0] == signal.SIGINT
-        # A launcher handles the signal itself, to terminate its ranks first; a debugger has a Ctrl-C of its own.
+        # A launcher handles Ctrl-C itself, to terminate its ranks first; a debugger handles it too.
         num_interrupts += is_interrupt and signal.getsignal(signal.SIGINT) is _handle
     _exit_interrupted()
 
@@ -211,8 +211,8 @@ def _watch_parent(on_exit: Callable[[], None]) -> None:
 
     parent = multiprocessing.parent_process()
     first = os.getppid() if parent is not None or _state.parent is None else _state.parent
-    # An orphan gets another parent. A process of a fork server does not when its parent exits, but has a pipe to it;
-    # and forked processes may share that pipe with others that keep it open.
+    # An orphan gets another parent, except that the fork server stays the parent of the processes that it has started:
+    # these have a pipe to the process that requested them. Other forked processes may keep their pipe open.
     pipes = [] if parent is None else [parent.sentinel]
 
     def watch() -> None:

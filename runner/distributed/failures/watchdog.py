@@ -1,4 +1,4 @@
-"""A thread in which a rank notices the failure of another one while its loop waits."""
+"""A thread that detects the failure of another rank while the loop of this rank waits."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.world_store import WorldStore, call_in_daemon
 
 POLL_S = 0.5
-QUIET_S = 5.0  # without a step, after which the store is checked for failures
+QUIET_S = 5.0  # the time without a step after which the store is checked for failures
 
 
 class Watchdog:
-    """Runs from `start` to `stop` in a world of several ranks."""
+    """The watchdog of a rank, which runs from `start` to `stop` in a world of several ranks."""
 
     def __init__(
         self, rank_info: RankInfo, store: WorldStore, local_ranks: LocalRanks, heartbeat: Heartbeat, shutdown: Shutdown
@@ -33,11 +33,11 @@ class Watchdog:
         self._failed_since: float | None = None
 
     def on_peer_failure(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` in the watchdog's thread when another rank died or failed, to end waits for it."""
+        """Call `callback(reason)` in the watchdog's thread when another rank dies or fails, to end waits for it."""
         self._callbacks.append(callback)
 
     def start(self) -> None:
-        """Start, once the process group is formed."""
+        """Start the thread, once the process group is formed."""
         self._callbacks.clear()
         self._stopped, self._failed_since = threading.Event(), None
         if self._rank_info.world_size > 1:
@@ -48,7 +48,7 @@ class Watchdog:
 
     def _run(self, stopped: threading.Event) -> None:
         exited: set[int] = set()
-        # If the store is unreachable, the thread ends: the ranks that wait for its machine fail by themselves.
+        # If the store becomes unreachable, the thread ends: ranks that wait for its machine fail by themselves.
         while not stopped.wait(POLL_S) and not self._shutdown.failed:
             for rank in set(self._local_ranks.exited()) - exited:
                 exited.add(rank)
@@ -76,7 +76,7 @@ class Watchdog:
             self._exit_for_loop(json.loads(store.get("failure"))[0])
 
     def _exit_for_loop(self, failure: str) -> None:
-        """Save the stacks of a loop that does not return from a wait, report the failure if it had to, and exit."""
+        """Save the stacks, report the failure on rank 0, and exit, because the loop does not return from a wait."""
         self._shutdown.failed = True
         try:
             save_stacks(self._heartbeat.start(), self._shutdown.stacks_dir)

@@ -1,4 +1,4 @@
-"""Exchanges of small tensors between ranks of one machine, for which gloo's threads take many times as long."""
+"""Exchanges of CPU tensors between the ranks of one machine; for small ones, gloo takes many times as long."""
 
 import hashlib
 import os
@@ -21,8 +21,8 @@ _DESCRIPTOR = struct.Struct("<qq")  # process, file
 class LocalExchange:
     """The exchanges of a group of ranks on one machine. All of them must call each, in the same order.
 
-    Few ranks send to each other; of more, all send to the lowest, which sends them everything. Each method raises
-    PeerMissing if a rank does not respond.
+    Up to MAX_ALL_TO_ALL ranks send to each other; more ranks send to the lowest one, which sends the result to all.
+    Each method raises PeerMissing if a rank does not respond.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str, sockets: LocalSockets):
@@ -34,7 +34,7 @@ class LocalExchange:
         self._memory: SharedMemory | None = None
 
     def sum_large(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor of any size in memory that the ranks share, in place."""
+        """Sum a tensor of any size in place, through shared memory."""
         if not tensor.numel():
             return
         if self._memory is None:
@@ -49,7 +49,7 @@ class LocalExchange:
     def gather(self, tensor: torch.Tensor, kind: str = "all_gather") -> torch.Tensor:
         """Return the tensors of all ranks, in their order.  (...) -> (N, ...)
 
-        kind: as which collective it is counted and profiled, all_gather or all_reduce.
+        kind: the collective as which it is counted and profiled, all_gather or all_reduce.
         """
         count(kind, tensor.nbytes * (len(self._ranks) if kind == "all_gather" else 1))
         with _profiled(kind):
@@ -61,7 +61,7 @@ class LocalExchange:
         own = bytes(flags)
         count("all_reduce", len(own))
         tag, deadline = self._next_tag(), self._sockets.deadline()
-        for other in self._others:  # directly, so that no rank waits for one that is busy after this
+        for other in self._others:  # directly, so that no rank waits until another one passes the flags on
             self._sockets.send(other, tag, own, deadline)
 
         def result() -> list[bool]:
@@ -104,7 +104,7 @@ class LocalExchange:
     def _receive(self, rank: int, tag: Tag, size: int, deadline: float) -> bytearray:
         data = self._sockets.receive(rank, tag, deadline)
         if len(data) != size:
-            raise RuntimeError(f"rank {rank} exchanges {len(data)} bytes where this one exchanges {size}")
+            raise RuntimeError(f"rank {rank} exchanges {len(data)} bytes, but this rank exchanges {size}")
         return data
 
     def _next_tag(self) -> Tag:
@@ -115,7 +115,7 @@ class LocalExchange:
         sizes = struct.unpack(f"<{len(self._ranks)}q", self._gather(struct.pack("<q", num_bytes)))
         for rank, size in zip(self._ranks, sizes, strict=True):
             if size != num_bytes:
-                raise RuntimeError(f"rank {rank} sums {size} bytes where this one sums {num_bytes}")
+                raise RuntimeError(f"rank {rank} sums {size} bytes, but this rank sums {num_bytes}")
 
     def _shared_memory(self) -> SharedMemory:
         file = self.share_file(size_for(len(self._ranks)))
@@ -128,7 +128,7 @@ class LocalExchange:
 class LocalExchanges:
     """The exchanges of all groups whose ranks this rank's sockets reach, while the process group exists.
 
-    on_machine: that of all ranks of this machine; None if this rank is the only one.
+    on_machine: the exchange of all ranks on this machine; None if this rank is the only one.
     """
 
     def __init__(self, rank: int, sockets: LocalSockets):
@@ -149,7 +149,7 @@ class LocalExchanges:
 
 
 def is_small(tensor: torch.Tensor, num_ranks: int) -> bool:
-    """Return True if such tensors of `num_ranks` ranks fit into one message together."""
+    """Return True if the tensors of all `num_ranks` ranks together fit into one message."""
     return is_plain(tensor) and tensor.dtype in DTYPES and tensor.nbytes * num_ranks <= LARGEST
 
 

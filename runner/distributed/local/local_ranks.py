@@ -13,7 +13,7 @@ class LocalRanks:
     Attributes:
         own: this rank's process; None in a world of one rank.
         all: the processes of all ranks, by rank; empty before `discover`.
-        others: those of the other ranks on this machine, whose state can be read, and which can be signaled.
+        others: the processes of the other ranks on this machine. This rank can read their state and signal them.
     """
 
     def __init__(self, rank_info: RankInfo, store: WorldStore, heartbeat: Heartbeat):
@@ -30,7 +30,7 @@ class LocalRanks:
             self._store.job.set(f"rank/{self.own.rank}", json.dumps(self.own))
 
     def discover(self) -> None:
-        """Read the processes of all ranks. All ranks must call `publish` before."""
+        """Read the processes of all ranks. All ranks must have called `publish`."""
         own, store = self.own, self._store.job
         if own is None or store is None:
             return

@@ -21,7 +21,7 @@ def size_for(num_ranks: int) -> int:
 class SharedMemory:
     """An area of PIECE bytes for each rank, and one for their sum.
 
-    position: this rank's among the ranks. wait_for_all: returns when all ranks have called it with that number.
+    position: this rank's index among the ranks. wait_for_all: returns when all ranks have called it with that number.
     """
 
     def __init__(self, file: int, position: int, num_ranks: int, wait_for_all: Callable[[int], None]):
@@ -39,9 +39,9 @@ class SharedMemory:
                 if position != self._position:
                     own[part] = piece[part]
             self._wait_for_all(flat.nbytes)
-            given = [piece if position == self._position else area for position, area in enumerate(areas[:-1])]
+            inputs = [piece if position == self._position else area for position, area in enumerate(areas[:-1])]
             for number, part in _by_chunk(parts[self._position], count * len(own), chunk):
-                first, second, *others = (given[number - i][part] for i in range(1, self._num_ranks + 1))
+                first, second, *others = (inputs[number - i][part] for i in range(1, self._num_ranks + 1))
                 torch.add(first, second, out=total[part])
                 for other in others:
                     total[part] += other
@@ -71,7 +71,7 @@ def _chunk_of_ring(flat: torch.Tensor, num_ranks: int) -> int:
 
 
 def _by_chunk(part: slice, begin: int, chunk: int) -> Iterator[tuple[int, slice]]:
-    """Split a part of the piece that starts at `begin` where chunks start. Yield each with its chunk's number."""
+    """Split a part of the piece that starts at index `begin`, at the chunks. Yield chunk numbers and slices."""
     start = part.start
     while start < part.stop:
         number = (begin + start) // chunk

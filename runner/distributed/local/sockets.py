@@ -1,7 +1,7 @@
 """Sockets between the ranks of one machine, one for each pair of them, and their messages.
 
 The sockets are in Linux's abstract namespace: they need no file, no other machine reaches them, and the system reports
-for each connection which process made it.
+for each connection which process has opened it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class LocalSockets:
     def __init__(self, sockets: Mapping[int, socket.socket], timeout_s: float):
         self._sockets, self._timeout_s = dict(sockets), timeout_s
         self._buffer = bytearray(_HEADER.size + LARGEST)
-        self._early: dict[tuple[int, Tag], bytearray] = {}  # messages that were received before they were requested
+        self._early: dict[tuple[int, Tag], bytearray] = {}  # messages that arrived before a `receive` with their tag
         for each in self._sockets.values():
             each.setblocking(True)
             # Set on the socket, because Python's own timeout needs one more system call each time.
@@ -66,7 +66,7 @@ class LocalSockets:
                 raise
 
     def receive(self, rank: int, tag: Tag, deadline: float) -> bytearray:
-        """Return what the rank sends with the tag."""
+        """Return the data that the rank sends with the tag."""
         while True:
             if self._early and (early := self._early.pop((rank, tag), None)) is not None:
                 return early
@@ -160,7 +160,7 @@ def _address(process: RankProcess) -> str:
 
 
 def _connect(process: RankProcess) -> socket.socket:
-    """Return a connection to a rank that was listening. Raise PeerMissing if its process has exited."""
+    """Return a connection to a rank that listens. Raise PeerMissing if its process has exited."""
     connection = _new()
     try:
         connection.connect(_address(process))

@@ -36,13 +36,13 @@ def run() -> int:
     )
     launcher.is_host = node_id == "0"
     directory = os.environ["RUNNER_DIRECTORY"]
-    with TemporaryDirectory() as folder:
-        os.environ["RUNNER_RESTART_FILE"] = str(Path(folder, "restart"))
+    with TemporaryDirectory() as temporary:
+        os.environ["RUNNER_RESTART_FILE"] = str(Path(temporary, "restart"))
         try:
             ranks = Ranks(launcher.nproc_per_node, sys.executable, ["-um", "runner", *sys.argv[7:]], SIGNALS)
             launcher.run(ranks, Request(directory=directory), [])
         except (SignalException, Preempted):
-            # Ranks that were only starting died of the signal, which the batch script may not have received.
+            # The signal has killed ranks that were still starting. The batch script may not have received it.
             (Path(directory) / STOPPED).touch()
         except InputError as error:
             print_messages(error.messages)

@@ -1,4 +1,4 @@
-"""launcher=slurm: the run as a batch job of Slurm, printed, submitted or waited for."""
+"""launcher=slurm: prints or submits a run as a batch job of Slurm, and may wait for it."""
 
 import re
 import shlex
@@ -113,7 +113,7 @@ class Slurm(Queue):
         return follow(job, directory, self.log_file(directory, job)) if self.wait else {}
 
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
-        """Print or submit the jobs as one job array. Return their names in the queue; none of those printed."""
+        """Print or submit the jobs as one job array. Return their names in the queue; [] if they are printed."""
         runs = [(Path(str(request.directory)), request) for _, request in jobs]
         log = directory / "slurm" / ("%A_%a.log" if len(runs) > 1 else "%j.log")
         text, note = self._script(jobs[0][0], directory, runs, log)
@@ -133,7 +133,7 @@ class Slurm(Queue):
         return find_ended(names)
 
     def max_jobs(self) -> int:
-        """Return how many tasks an array may have; Slurm's default limit if scontrol does not answer."""
+        """Return how many tasks an array may have; Slurm's default limit if scontrol does not respond."""
         output = ""
         with suppress(OSError, subprocess.TimeoutExpired):
             command = ("scontrol", "show", "config")
@@ -142,7 +142,7 @@ class Slurm(Queue):
         return max(int(found[1]), 1) if found else 1001
 
     def wait_for_sweep(self) -> bool:
-        """With launcher.wait, return when all jobs of the sweep have ended. Return whether they were waited for."""
+        """With launcher.wait, return when all jobs of the sweep have ended. Return True if the method waited."""
         left = self._submitted
         try:
             with interruptible():
@@ -161,7 +161,7 @@ class Slurm(Queue):
     ) -> tuple[str, str]:
         """Return the script of the runs, and a note on the code that `directory` has from an earlier submission.
 
-        Several runs are the tasks of a job array. Raises InputError if the code cannot be copied.
+        Several runs are the tasks of a job array. Raises InputError if the code cannot be archived.
         """
         config_dirs, note, select_code = list(runs[0][1].config_dirs), "", ""
         if self.code == "frozen":
@@ -234,7 +234,7 @@ class Slurm(Queue):
         )
 
     def _prepare(self) -> list[str]:
-        """Return the lines that set up the environment of the run; each failure ends the job with the command."""
+        """Return the lines that set up the run's environment. If modules, conda or venv fail, the job exits."""
         commands = [f"module load {shlex.quote(module)}" for module in self.modules]
         if self.conda:
             commands += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(self.conda)}"]

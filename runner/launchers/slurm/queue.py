@@ -29,7 +29,7 @@ def check_sbatch() -> None:
 def submit(script: str, directory: Path, name: str = "job.sh") -> str:
     """Save the script and submit it with sbatch. Return the job's id.
 
-    Raises InputError if sbatch refuses it, and JobFailed if Slurm does not answer in time and may have accepted it.
+    Raises InputError if sbatch refuses it, and JobFailed if Slurm does not respond in time and may have accepted it.
     """
     (directory / "slurm").mkdir(exist_ok=True)
     path = directory / "slurm" / name
@@ -53,9 +53,9 @@ def last_job(directory: Path) -> str | None:
 
 
 def find_ended(names: Sequence[str]) -> set[str]:
-    """Return those of these jobs (7) and tasks of arrays (7_3) that neither wait nor run.
+    """Return the named jobs (7) and tasks of arrays (7_3) that neither wait nor run.
 
-    Returns none if Slurm does not answer. Raises InputError if squeue is missing.
+    Returns an empty set if Slurm does not respond. Raises InputError if squeue is missing.
     """
     jobs = ",".join(sorted({name.partition("_")[0] for name in names}))
     if not jobs:
@@ -69,7 +69,7 @@ def find_ended(names: Sequence[str]) -> set[str]:
         ) from None
     except subprocess.TimeoutExpired:
         return set()
-    if done.returncode and "Invalid job id" not in done.stderr:  # Slurm forgets jobs some time after their end
+    if done.returncode and "Invalid job id" not in done.stderr:  # Slurm deletes the records of old jobs
         return set()
     return {*names} - set(done.stdout.split())
 
@@ -105,7 +105,7 @@ def leave_queued(*jobs: str) -> NoReturn:
 
 
 def _final_state(job: str) -> tuple[str, int]:
-    """Return Slurm's name of an ended job's state and its exit status; COMPLETED and 0 if Slurm has forgotten it."""
+    """Return Slurm's name of an ended job's state and its exit status; COMPLETED and 0 if Slurm has deleted it."""
     command = ("scontrol", "--oneliner", "show", "job", job)
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found = re.search(r"\bJobState=(\w+).*\bExitCode=(\d+):", output)

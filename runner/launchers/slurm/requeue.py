@@ -48,7 +48,7 @@ def _fail(directory: Path, error: str, status: int) -> int:
 
 
 def _state_of_this_start(directory: Path) -> str:
-    """Return the state in the newest of the run's records; running if the script's last start is newer than all."""
+    """Return the state in the newest record of the run; "running" if the script was started after all records."""
     attempts = [attempt.state for attempt in read_attempts(directory)]
     states: dict[str | Path, str | None] = {
         # An attempt without a step leaves result.json unchanged.

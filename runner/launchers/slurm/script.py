@@ -64,7 +64,7 @@ trap record_failed_setup EXIT
 RUN = """\
 trap 'rm -rf "$RUNNER_DIRECTORY/{extracted}"' EXIT
 master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
-port=$(({first_port} + SLURM_JOB_ID % {ports}))  # different from that of any other job on the node
+port=$(({first_port} + SLURM_JOB_ID % {ports}))  # jobs on one node have different ids, and so different ports
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
 export master port
 export -f inside agent
