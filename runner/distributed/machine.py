@@ -73,9 +73,9 @@ def available_memory() -> float:
 
 
 def _user_set_threads(rank_info: RankInfo) -> bool:
-    """Return True if the user has set OMP_NUM_THREADS. torchrun sets it to 1 for its ranks if it is not set."""
-    value = os.environ.get("OMP_NUM_THREADS")
-    return value is not None and (value, rank_info.source) != ("1", "torchrun")
+    """Return True if the user has set OMP_NUM_THREADS. The command torchrun sets it to 1 if it is not set."""
+    value, is_own_agent = os.environ.get("OMP_NUM_THREADS"), rank_info.restart_file is not None
+    return value is not None and (is_own_agent or (value, rank_info.source) != ("1", "torchrun"))
 
 
 def _memory_of_machine() -> Iterator[int]:

@@ -55,10 +55,12 @@ def test_threads_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     world = World(RankInfo(), None, Backend(name="gloo", device="cpu"))
     set_threads(world, 2)
     assert torch.get_num_threads() == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
     torch.set_num_threads(1)
-    set_threads(world, None)
-    assert torch.get_num_threads() == 1, "torch itself has heard OMP_NUM_THREADS as it was imported"
+    by_agent = World(RankInfo(source="torchrun", restart_file="restart"), None, Backend(name="gloo", device="cpu"))
+    for each, value in ((world, "5"), (by_agent, "1")):  # launcher=torchrun does not set the variable
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        set_threads(each, None)
+        assert torch.get_num_threads() == 1, "torch itself reads OMP_NUM_THREADS when it is imported"
 
 
 def devices_of_ranks(
