@@ -36,7 +36,7 @@ class Augmentation:
 
 
 def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
-    from torchvision.tv_tensors import Image, Mask, TVTensor  # here, because it takes seconds
+    from torchvision.tv_tensors import Image, Mask, TVTensor  # imported here, because that takes seconds
 
     inputs = sample[0] if _is_pair(sample) else sample
     if isinstance(inputs, np.ndarray):
