@@ -13,10 +13,10 @@ from .tensors import BatchDataset
 
 
 class Arrays(BatchDataset):
-    """Sample i consists of row i of an array of inputs, (N, *sample_shape), and of one of targets, (N,) or (N, ...).
+    """Sample i is row i of an array of inputs, (N, *sample_shape), and of an array of targets, (N,) or (N, ...).
 
-    Floating point is converted to float32, and integers to int64; floating-point targets of shape () become (1,). A
-    .npy file is memory-mapped, so that a batch reads its rows only; an array of a .npz file is in memory.
+    Floating-point values are converted to float32, and integers to int64. Floating-point targets of shape () become
+    (1,). A .npy file is memory-mapped, so that a batch reads only its rows; an array of a .npz file is in memory.
 
     Args:
         inputs, targets: for each split a path, FILE.npy or FILE.npz/NAME; None if the split does not exist.

@@ -15,7 +15,7 @@ class Columns:
     """The concatenated columns of some files."""
 
     columns: dict[str, Column]
-    lines: np.ndarray  # (N,), of each row: its line in a CSV file, or its row in a Parquet file
+    lines: np.ndarray  # (N,), for each row its line in a CSV file, or its number in a Parquet file
     starts: dict[str, int]  # the first row of each file
 
     def numbers(self, names: Sequence[str]) -> np.ndarray:

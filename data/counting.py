@@ -16,8 +16,8 @@ MOST = 2**62  # samples, so that an int64 can represent their numbers
 class Counting(BatchDataset):
     """Sample i is a hash of i, float32 of `sample_shape`, uniform on [-1, 1).
 
-    Its class is the index of the largest of its first `num_outputs` features, so that classes are equally likely,
-    exact, and learnable by a linear model.
+    Its class is the index of the largest of its first `num_outputs` features. Classes are equally likely and free
+    of label noise, and a linear model can learn them.
 
     Training samples are numbered from 0, and validation samples from `num_train`, so they never overlap.
     An index outside of [0, len) raises IndexError. Raises ValueError if a size or count is below 1, if there are more

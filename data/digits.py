@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from .checks import check_images
 from .tensors import TensorData
 
-NUM_TRAIN = 1437  # 80 % of 1,797, which leaves 360 for validation
+NUM_TRAIN = 1437  # 80% of 1,797, which leaves 360 for validation
 
 
 class Digits(TensorData):

@@ -55,7 +55,7 @@ def open_files(
 
 
 def _fetch(kind: Any, directory: Path, folder: str, names: Sequence[str], archives: Sequence[str]) -> None:
-    # Unpack to a temporary directory and move the files, so that neither a failure nor a reader finds half a dataset.
+    # Unpack to a temporary directory and move the files, so that no reader ever finds an incomplete dataset.
     existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     with tempfile.TemporaryDirectory(dir=existing, prefix=".download-") as name:
         staging = Path(name)

@@ -14,7 +14,7 @@ NAMES = tuple(f"{part}-{what}-ubyte" for part in ("train", "t10k") for what in (
 
 
 class IdxFiles:
-    """The files in root/NAME/raw, where NAME is the name of the class, like torchvision's class of that name.
+    """The files in root/NAME/raw. NAME is the name of the class, as in torchvision's class of that name.
 
     data: (N, H, W) uint8; targets: (N,) int64.
     """

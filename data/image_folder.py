@@ -76,7 +76,7 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
         return F.pil_to_tensor(image), torch.tensor(target)  # (C, H, W), ()
 
     def unpacked(self, sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the sample, or batch, of a packed one."""
+        """Convert a packed sample, or a batch of them, to the form that `__getitem__` returns."""
         images, targets = sample
         return images.to(torch.float32).div_(255), targets
 

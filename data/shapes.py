@@ -22,8 +22,8 @@ class Shapes(BatchDataset):
     Classes are 0 for background, 1 for discs and 2 for squares. A shape covers the shapes before it. Colors are uniform
     on [0.5, 1); noise, uniform on [0, noise), is added to the whole image. Training samples are numbered from 0,
     followed by validation and test samples. An index outside of [0, len) raises IndexError. Raises ValueError if a
-    count is below 1, there are not 1 or 3 channels, images are smaller than 8 x 8, there are not 3 outputs, or noise is
-    negative.
+    count is below 1, there are not 1 or 3 channels, images are smaller than 8 x 8, there are not 3 outputs, noise is
+    not in [0, 10], or there are more than 2^32 samples.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Table(TensorData):
         standardize: shift and scale features to mean 0 and standard deviation 1 on the training split; constant
             features become 0.
 
-    Classes are numbered in the sorted order of the labels of the training split, see `classes`.
+    Classes are numbered in the sorted order of the training split's labels, which `classes` contains.
     Raises ValueError if a file or column is missing, a feature is not a finite number, a label does not occur in the
     training split, or sample_shape or num_outputs differ from those of the table.
     """

@@ -15,7 +15,7 @@ from .tensors import BatchDataset
 PARTS = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # parts of the text, by position
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # the vocabulary of the text that comes with Python
 # Typographic quotation marks, dashes and ellipses, and their ASCII equivalents.
-TYPED = str.maketrans(
+TO_ASCII = str.maketrans(
     dict(zip("\u201c\u201d\u2018\u2019\u2013\u2014\u2026", ('"', '"', "'", "'", "-", "-", "..."), strict=True))
 )
 
@@ -72,8 +72,8 @@ class Text(BatchDataset):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: (len(indices), block) tokens, and the tokens that follow them."""
         rows = check_rows(indices, len(self)).numpy()
-        places = rows[:, None] * self.block + np.arange(self.block + 1)  # (N, block + 1)
-        tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
+        positions = rows[:, None] * self.block + np.arange(self.block + 1)  # (N, block + 1)
+        tokens = torch.from_numpy(self.tokens[positions].astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -87,7 +87,7 @@ def _tokenize(text: str, vocabulary: str) -> tuple[list[str], np.ndarray]:
     """Return the sorted characters of text and vocabulary, and the index of each character of the text among them."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)  # (T,)
     known = np.union1d(codes, np.frombuffer(vocabulary.encode("utf-32-le"), np.uint32))
-    kind = np.uint8 if len(known) <= 256 else np.int32  # there are 1.1 million characters
+    kind = np.uint8 if len(known) <= 256 else np.int32  # Unicode has 1.1 million characters
     # In pieces, because searchsorted returns 8 bytes per character.
     pieces = [np.searchsorted(known, codes[at : at + 2**24]).astype(kind) for at in range(0, len(codes), 2**24)]
     return [chr(code) for code in known], np.concatenate([np.empty(0, kind), *pieces])
@@ -109,6 +109,6 @@ def _pydoc() -> str:
 
     paragraphs: dict[str, str] = {}
     for name in sorted(topics):
-        for paragraph in topics[name].translate(TYPED).split("\n\n"):
+        for paragraph in topics[name].translate(TO_ASCII).split("\n\n"):
             paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
     return "".join(character for character in "\n\n".join(paragraphs.values()) if character in PRINTABLE)

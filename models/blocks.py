@@ -12,7 +12,7 @@ from .checks import Plan
 class Block(nn.Module):
     """A pre-norm transformer block: attention, then a perceptron with one hidden layer, each with a residual.
 
-    dropout: probability with which an output of either is dropped in training. is_causal: see Attention.
+    dropout: probability of dropping an output of attention or perceptron in training. is_causal: see Attention.
     """
 
     def __init__(self, dim: int, heads: int, hidden: int, is_causal: bool = False, dropout: float = 0.0) -> None:
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention, in which each position attends to all positions, or with is_causal not to later ones.
+    """Multi-head attention. Each position attends to all positions, or with is_causal to itself and earlier ones.
 
     The number of heads follows from the number of features that the layers return: if tensor parallelism shards the
     layers, each rank computes some of the heads.

@@ -16,7 +16,7 @@ def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
 
 
 def check_images(model: str, sample_shape: Sequence[int], num_outputs: int, least: int = 1) -> None:
-    """Raise ValueError unless samples are images (C, H, W) of at least `least` x `least` pixels, and as check_sizes."""
+    """Call check_sizes. Raise ValueError unless samples are images (C, H, W) of at least `least` x `least` pixels."""
     check_sizes(sample_shape, num_outputs)
     if len(sample_shape) != 3 or min(sample_shape[1:]) < least:
         raise ValueError(
@@ -27,7 +27,7 @@ def check_images(model: str, sample_shape: Sequence[int], num_outputs: int, leas
 
 
 def check_tokens(model: str, sample_shape: Sequence[int], num_outputs: int) -> None:
-    """Raise ValueError unless samples are sequences (tokens,), and as check_sizes."""
+    """Call check_sizes. Raise ValueError unless samples are sequences (tokens,)."""
     check_sizes(sample_shape, num_outputs)
     if len(sample_shape) != 1:
         raise ValueError(

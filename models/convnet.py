@@ -10,8 +10,8 @@ from .checks import Plan, check_images
 class ConvNet(nn.Module):
     """Two conv-BatchNorm-ReLU-pool blocks and a linear head, (N, C, H, W) -> (N, num_outputs).
 
-    Raises ValueError if the samples are not images of at least 4 x 4 pixels, of which two poolings leave one, if
-    `channels` is not two sizes, or if a size is below 1.
+    Raises ValueError if the samples are not images of at least 4 x 4 pixels (1 x 1 after two poolings), if `channels`
+    is not two sizes, or if a size is below 1.
     """
 
     def __init__(self, sample_shape: Sequence[int], num_outputs: int, channels: Sequence[int] = (16, 32)) -> None:

@@ -9,7 +9,7 @@ from .checks import Plan, check_sizes
 
 
 class Linear(nn.Module):
-    """20-1 on the random data; samples of any shape are flattened, (N, *sample_shape) -> (N, num_outputs).
+    """A linear layer. Samples of any shape are flattened, (N, *sample_shape) -> (N, num_outputs).
 
     Raises ValueError if a size is below 1.
     """

@@ -11,8 +11,8 @@ from .checks import Plan, check_dropout, check_images
 class Net(nn.Module):
     """10 and 20 channels of 5 x 5 convolutions, 50 hidden units, (N, C, H, W) -> (N, num_outputs) log-probabilities.
 
-    Raises ValueError if the samples are not images of at least 16 x 16 pixels, of which two convolutions without
-    padding and two poolings leave one, if `dropout` is not in [0, 1), or if a size is below 1. Source:
+    Raises ValueError if the samples are not images of at least 16 x 16 pixels (1 x 1 after two convolutions
+    without padding and two poolings), if `dropout` is not in [0, 1), or if a size is below 1. Source:
     https://github.com/pytorch/examples/blob/0.4/mnist/main.py
     """
 

@@ -69,7 +69,7 @@ class Split(nn.Module):
 
 
 def _tied(model: nn.Module, parts: Sequence[nn.Module]) -> str | None:
-    """Return the names of the first parameter that several parts share, which can only be on one device; or None."""
+    """Return the names of the first parameter that several parts share, or None. It can be on one device only."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

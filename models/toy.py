@@ -9,7 +9,7 @@ from .checks import Plan, check_sizes
 
 
 class Toy(nn.Module):
-    """10-10-5 on the toy data; samples of any shape are flattened, (N, *sample_shape) -> (N, num_outputs).
+    """Layers of 10-10-5 units on the toy data. Samples are flattened, (N, *sample_shape) -> (N, num_outputs).
 
     Raises ValueError if a size is below 1.
     Source: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html

@@ -10,7 +10,7 @@ from .checks import check_images
 
 
 class UNet(nn.Module):
-    """`depth` poolings and as many upsamplings, each of which is concatenated with the features before the pooling.
+    """`depth` poolings and as many upsamplings. Each upsampling is concatenated with the features before its pooling.
 
     (N, C, H, W) -> (N, num_outputs, H, W). A block is two 3 x 3 convolutions, each with BatchNorm and ReLU; it has
     `width` channels at full size, and twice as many after each pooling. Unlike the original, convolutions are padded,
@@ -48,7 +48,7 @@ class UNet(nn.Module):
 
 
 def _block(num_inputs: int, num_outputs: int) -> nn.Sequential:
-    # (N, num_inputs, H, W) -> (N, num_outputs, H, W); the convolutions have no biases, because BatchNorm has
+    # (N, num_inputs, H, W) -> (N, num_outputs, H, W); the convolutions have no biases, because BatchNorm adds one
     return nn.Sequential(
         nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(num_outputs),

@@ -23,7 +23,7 @@ class Snapshot:
         self._memory: dict[str, torch.Tensor] = {}
 
     def of(self, local: LocalState) -> LocalState:
-        """Return a copy, which is valid until the next call."""
+        """Return a copy of the state. It is valid until the next call."""
         old, self._memory = self._memory, {}
         for name, chunk in local.chunks.items():
             tensor, memory = chunk.tensor, old.get(name)
@@ -37,7 +37,7 @@ class Snapshot:
 
 
 class AsyncWriter:
-    """Runs functions one after the other in the background. The next call of a method raises an error of theirs."""
+    """Runs functions one after the other in the background. If one fails, the next method call raises its error."""
 
     def __init__(self) -> None:
         self._newest: threading.Thread | None = None
@@ -50,13 +50,13 @@ class AsyncWriter:
         self._newest.start()
 
     def check(self) -> None:
-        """Raise the error of a function, once."""
+        """Raise the error of a function that failed, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for all functions, at most `timeout_s`. Return True if they are done; raise the error of one."""
+        """Wait for all functions, at most `timeout_s`. Return True if they are done. Raise as `check` does."""
         is_done = True
         if self._newest is not None:
             self._newest.join(timeout_s)

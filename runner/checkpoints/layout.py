@@ -1,4 +1,4 @@
-"""The files of a checkpoint `step_N`: their names, hashes and position in the run; readable without torch."""
+"""The files of a checkpoint `step_N`, their hashes, and its position in the run; readable without torch."""
 
 import hashlib
 import json
@@ -82,7 +82,7 @@ def choose_checkpoint(
 
     A damaged newest checkpoint is named in a warning, and the previous one is tried. Raise ValueError if the named
     checkpoint is damaged or none is undamaged, because a run must not silently start again from step 0.
-    `paths` are the results of `candidates`, and `check` is `verify`, unless ranks agree on them.
+    By default, `paths` is the result of `candidates` and `check` is `verify`; `open_on_all_ranks` replaces both.
     """
     for path in candidates(directory, name) if paths is None else paths:
         try:
@@ -97,7 +97,7 @@ def choose_checkpoint(
 
 
 def candidates(directory: Path, name: str) -> list[Path]:
-    """Return the checkpoints that may be meant by a name: for last all of them, newest first."""
+    """Return the checkpoints to which a name may refer: for last all of them, newest first."""
     return list_checkpoints(directory)[::-1] if name == LAST else [find_checkpoint(directory, name)]
 
 
@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     except _UNREADABLE as error:
         raise ValueError(f"{file} cannot be read ({error}); the checkpoint is damaged") from None
     is_complete = {FACTS, PROGRESS} <= files.keys() and all(map(_FILE.fullmatch, files))
-    if not is_complete or text != manifest_text(files):  # the hash of the list, too
+    if not is_complete or text != manifest_text(files):  # this also compares the hash of the list
         raise ValueError(f"{file} is not what was saved; the checkpoint is damaged")
     return files
 

@@ -1,4 +1,4 @@
-"""Links to checkpoints, and the removal of old ones and of what a crash has left."""
+"""Links to checkpoints, and the removal of old checkpoints and of directories that a crash has left."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def retain(
         keep: the number of newest checkpoints to keep.
         best: steps of the best checkpoints, the best one first.
         newest: the step of the newest undamaged checkpoint. Later ones are damaged, and the run will replace them.
-        damaged: steps of checkpoints that `keep` does not count, and that are removed once they are not the newest.
+        damaged: steps of damaged checkpoints, which `keep` does not count; those before `newest` are removed.
     """
     paths = [path for path in list_checkpoints(directory) if step_of(path) <= newest]
     kept = {path for path in paths if step_of(path) in best}
@@ -57,18 +57,18 @@ def retain(
 
 def remove(path: Path) -> None:
     """Delete a checkpoint, which is either complete or absent at any moment."""
-    leaving = path.with_name(path.name + DELETING)
-    shutil.rmtree(leaving, ignore_errors=True)
+    renamed = path.with_name(path.name + DELETING)
+    shutil.rmtree(renamed, ignore_errors=True)
     reached("remove: begin")
-    path.rename(leaving)
+    path.rename(renamed)
     reached("remove: renamed")
     flush(path.parent)
-    shutil.rmtree(leaving)
+    shutil.rmtree(renamed)
     reached("remove: end")
 
 
 def remove_leftovers(directory: Path, keep: Path | None = None) -> None:
-    """Remove what crashed saves have left, except `keep`. Only one rank may call it, while no other save runs."""
+    """Remove the directories that crashed saves have left, except `keep`. Call it on one rank, while no save runs."""
     for suffix in (PARTIAL, DELETING):
         for leftover in {*directory.glob(f"step_*{suffix}")} - {keep}:
             shutil.rmtree(leftover, ignore_errors=True)

@@ -47,8 +47,8 @@ def save(
 
     Args:
         directory: the run's directory of checkpoints.
-        local: what this rank stores.
-        check_lock: raises if another world has taken over the run; then its files are left alone.
+        local: this rank's part of the checkpoint.
+        check_lock: raises if another world has taken over the run; then its files are not changed.
 
     Raises:
         JobFailed: if this rank's disk failed; on rank 0 also if another rank failed, or replicas differ between ranks.
@@ -96,7 +96,7 @@ def save(
         reached("save: renamed")
         flush(directory)
     except Exception as error:
-        check_lock()  # otherwise the directory may be the other world's
+        check_lock()  # the directory may belong to another world
         with suppress(RuntimeError):  # the store may be lost
             coordinator.announce(train_state.step, "dropped")
         shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
@@ -193,10 +193,10 @@ def _write_text(path: Path, text: str) -> FileRecord:
 
 
 def _explain(error: BaseException, partial: Path) -> BaseException:
-    """Return a JobFailed without traceback for an error of the disk or a rank's silence; return other errors as is."""
+    """Return a JobFailed without traceback if the disk failed or a rank is late; return other errors unchanged."""
     if not isinstance(error, OSError):
         return error
-    if isinstance(error, TimeoutError) and error.errno is None:  # that rank's own error says more
+    if isinstance(error, TimeoutError) and error.errno is None:  # the other rank's error names the cause
         return JobFailed(f"checkpoint {partial.with_suffix('')}: {error}", follows=True)
     return JobFailed(
         f"checkpoint {partial.with_suffix('')} could not be written: {error.strerror or repr(error)}\n"

@@ -68,7 +68,7 @@ class SaveCoordinator:
             self.collectives.gather_objects(message)
             return
         assert self.store is not None
-        with self._lost_store_noted():
+        with self._detecting_lost_store():
             self.store.set(f"{step}/{self.rank}", json.dumps(message))
 
     def collect(self, step: int, progress: Callable[[], object]) -> list[dict[str, Any]]:
@@ -79,27 +79,27 @@ class SaveCoordinator:
         """
         if self.synchronous:
             return (self.collectives.gather_objects(None) or [])[1:]
-        with self._lost_store_noted():
+        with self._detecting_lost_store():
             return [self._collect(step, rank, progress) for rank in range(1, self.world_size)]
 
     def announce(self, step: int, what: Literal["dropped", "ended"]) -> None:
-        """Announce, on rank 0, the end of the save, or before its files are removed that the checkpoint is given up."""
+        """On rank 0, announce that the save has ended, or that it is given up, before its files are removed."""
         if self.store is not None and not self.synchronous:
             self.store.set(f"{step}/{what}", "")
 
     def is_aborted(self, step: int) -> bool:
-        """Return True if rank 0 gave up the checkpoint, so that this rank has to remove its file. Raise StoreLost."""
+        """Return True if rank 0 gave up the checkpoint, so that this rank must remove its file. Raise StoreLost."""
         if self.synchronous:
             return False
         assert self.store is not None
-        with self._lost_store_noted():
+        with self._detecting_lost_store():
             return self.store.check([f"{step}/dropped"])
 
     def wait_for_end(self, step: int, progress: Callable[[], object], timeout_s: float) -> None:
-        """Wait for rank 0's announcement, on another rank, which must not enter a collective before.
+        """On a rank other than 0, wait until rank 0 has announced the end. Enter no collective before it returns.
 
-        Return also if `progress()` has not changed for `timeout_s` or a rank has failed: the next collective reports
-        that.
+        Return also if `progress()` has not changed for `timeout_s`, or if a rank has failed. The next collective
+        reports that failure.
         """
         if not self.synchronous:
             with suppress(RuntimeError):  # the store may be lost
@@ -135,7 +135,7 @@ class SaveCoordinator:
         return True
 
     @contextmanager
-    def _lost_store_noted(self) -> Iterator[None]:
+    def _detecting_lost_store(self) -> Iterator[None]:
         try:
             yield
         except dist.DistNetworkError as error:

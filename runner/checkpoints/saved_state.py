@@ -26,10 +26,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass
 class LocalState:
-    """What this rank writes of a checkpoint. No two ranks write the same chunk; the facts of all ranks are merged."""
+    """This rank's part of a checkpoint. No two ranks write the same chunk; the facts of all ranks are merged."""
 
     chunks: dict[str, LocalChunk] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)  # what JSON can represent
+    facts: dict[str, Any] = field(default_factory=dict)  # values that JSON can represent
     replica_hashes: dict[str, int] = field(default_factory=dict)  # of tensors that are equal on all ranks, by name
 
     def __or__(self, other: "LocalState") -> "LocalState":
@@ -46,7 +46,7 @@ class LocalState:
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a hash of each tensor that is not sharded: the exclusive or of its elements, computed on its device.
+    """Return a hash of each tensor that is not sharded: the bitwise XOR of its elements, computed on its device.
 
     Any single flipped bit changes the hash.
     """
@@ -114,7 +114,7 @@ class SavedState:
         return Weights(_strip(self.tensors, AVERAGE))
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors, whose types may differ. Raise ValueError if one is missing or has another shape."""
+        """Fill tensors, and convert dtypes. Raise ValueError if one is missing or has another shape."""
         check_fits(self, {name: tuple(target.shape) for name, target in targets.items()}, "the current state")
         for name, target in targets.items():
             self.tensors[name].fill(target)

@@ -53,7 +53,7 @@ class SavedChunk:
     read: Callable[[Slices], Tensor]  # slices within the box; returns a view of the file if possible
 
     def fill(self, target: LocalChunk) -> None:
-        """Copy the elements that the target covers too."""
+        """Copy the elements that both chunks contain into the target."""
         starts = [max(pair) for pair in zip(self.offsets, target.offsets, strict=True)]
         sizes = zip(self.offsets, self.shape, target.offsets, target.tensor.shape, strict=True)
         ends = [min(here + size, there + extent) for here, size, there, extent in sizes]
@@ -120,7 +120,7 @@ def write_shard(path: Path, chunks: Mapping[str, LocalChunk]) -> FileRecord:
 
 
 def open_shards(files: Iterable[Path]) -> dict[str, SavedTensor]:
-    """Return the tensors of the safetensors files among these, by name. Nothing but the headers is read."""
+    """Return the tensors of the safetensors files among these, by name. Only the headers are read."""
     tensors: dict[str, SavedTensor] = {}
     for file in sorted(file for file in files if file.suffix == ".safetensors"):
         try:
@@ -132,7 +132,7 @@ def open_shards(files: Iterable[Path]) -> dict[str, SavedTensor]:
                 saved = tensors.setdefault(name, SavedTensor(dtype))
                 shape = tuple(part.get_shape())
                 start = tuple(offsets[name][_OFFSETS]) if offsets else (0,) * len(shape)
-                if start not in [chunk.offsets for chunk in saved.chunks]:  # several ranks may have written it
+                if start not in [chunk.offsets for chunk in saved.chunks]:  # another rank may have written the same box
                     saved.chunks.append(SavedChunk(start, shape, functools.partial(_read, opened, name)))
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error}); the file is damaged") from None

@@ -36,7 +36,7 @@ class Augmentation:
 
 
 def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
-    from torchvision.tv_tensors import Image, Mask, TVTensor  # takes seconds, which runs without transforms save
+    from torchvision.tv_tensors import Image, Mask, TVTensor  # imported here, because that takes seconds
 
     inputs = sample[0] if _is_pair(sample) else sample
     if isinstance(inputs, np.ndarray):
@@ -76,7 +76,7 @@ def augment(config: Config, source: Source) -> Source:
 
 
 def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:
-    """Return True if the targets contain a class for each pixel of the image."""
+    """Return True if the targets are transformed as a mask of the image. Raise InputError if that is impossible."""
     arrays = (torch.Tensor, np.ndarray, np.generic, int, float)
     is_pair_of_arrays = _is_pair(sample) and all(isinstance(item, arrays) for item in sample)
     tensors = [torch.as_tensor(item) for item in sample] if is_pair_of_arrays else []

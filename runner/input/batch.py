@@ -10,7 +10,7 @@ from runner.input.pytree import num_rows
 
 
 def cast_floating(tensor: Tensor, to: dtype) -> Tensor:
-    """Return floating-point data in the parameters' dtype; integer tensors, such as class labels, are unchanged."""
+    """Convert floating-point data to a dtype. Integer tensors, such as class labels, are unchanged."""
     return tensor.to(to) if tensor.is_floating_point() else tensor
 
 
@@ -52,4 +52,4 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     num_samples: int  # of the whole step, over all ranks and micro-batches
-    wait_s: float  # how long the step waited for its data
+    wait_s: float  # time that the step waited for its data

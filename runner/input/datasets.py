@@ -39,7 +39,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
         train = splits.load("train")
         return train, train if config.split == "train" else splits.load(config.split)
 
-    train, evaluated = _downloaded(config, world, load)
+    train, evaluated = _load_or_download(config, world, load)
     try:
         for source in dict.fromkeys((train, evaluated)) if config.keep_samples else ():
             source.cache_samples()
@@ -54,11 +54,11 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
 
 def load_split(config: Config, choices: Mapping[str, str], world: World, split: str) -> Source:
     """Return one split: train, val or test. See `load_data`."""
-    return _downloaded(config, world, lambda options: _Splits(config, choices, options).load(split))
+    return _load_or_download(config, world, lambda options: _Splits(config, choices, options).load(split))
 
 
-def _downloaded(config: Config, world: World, load: Callable[[Mapping[str, Any]], T]) -> T:
-    """Load the data, and download them before if they are missing on any rank."""
+def _load_or_download(config: Config, world: World, load: Callable[[Mapping[str, Any]], T]) -> T:
+    """Load the data. If files are missing on any rank, download them first."""
     if not config.data.get("download"):
         return load({})
     loaded: list[T] = []
@@ -86,7 +86,7 @@ def _downloaded(config: Config, world: World, load: Callable[[Mapping[str, Any]]
 
 
 class _Splits:
-    """The splits that the dataset has itself, and a validation split that is drawn from its training split."""
+    """The splits that the dataset itself has, and a validation split that is drawn from its training split."""
 
     def __init__(self, config: Config, choices: Mapping[str, str], options: Mapping[str, Any]):
         target = config.data["_target_"]
@@ -105,7 +105,7 @@ class _Splits:
 
     def load(self, split: str) -> Source:
         if self._fraction is not None and split != "test":
-            return self._drawn(split, self._fraction)
+            return self._split_off(split, self._fraction)
         try:
             return self._existing(split)
         except NoSplit:
@@ -116,7 +116,7 @@ class _Splits:
             ) from None
 
     def _existing(self, split: str) -> Source:
-        """Return a split that the dataset has itself. Raise NoSplit if it does not have one of that name."""
+        """Return a split that the dataset itself has. Raise NoSplit if it has no split of that name."""
         no_split = NoSplit(f"split={split}: {self._data} has no such split")
         if split not in self._names:
             raise no_split
@@ -138,8 +138,8 @@ class _Splits:
             raise InputError(f"{self._data}: its {split} split has no samples; at least one is required")
         return Source.of(dataset)
 
-    def _drawn(self, split: str, fraction: float) -> Source:
-        """Return validation samples drawn by the seed from the training split, or the other samples."""
+    def _split_off(self, split: str, fraction: float) -> Source:
+        """Return a part of the training split: samples that are drawn with the seed for val, the others for train."""
         if self._whole is None:
             if self._has_validation():
                 raise NoSplit(

@@ -27,7 +27,7 @@ class Loader:
     Args:
         dataset: a Source, or a dataset. If it `reads_ahead` and there are no workers, several local micro-batches are
             read at once and then split.
-        allow_empty: whether a local micro-batch without samples has no rows; otherwise it has one that is not counted.
+        allow_empty: whether a local micro-batch without samples has no rows; otherwise it has one uncounted sample.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Loader:
         self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
         self.allow_empty, self.seed = allow_empty, sampler.seed
         self._position = (0, 0)
-        # Of each batch that was requested but is not read yet: the indices of its local micro-batches.
+        # For each batch that is requested and not yet read: the indices of its local micro-batches.
         self._requested: deque[list[list[int]]] = deque()
         self._reads_ahead = num_workers == 0 and source.reads_ahead
         self._at_once: int | None = None  # local micro-batches; determined from the size of the first one
@@ -74,7 +74,7 @@ class Loader:
             source,
             batch_sampler=self,  # any iterable is permitted
             num_workers=num_workers,
-            collate_fn=_shared,
+            collate_fn=_share_in_worker,
             pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
             prefetch_factor=prefetch or 2 if num_workers else None,
             persistent_workers=num_workers > 0,
@@ -95,11 +95,11 @@ class Loader:
             yield StepBatch(of_step, self.sampler.step_size(step), time.perf_counter() - start)
 
     def use_sampler(self, sampler: Sampler) -> None:
-        """Replace the sampler, from the next call of `steps` on."""
+        """Replace the sampler for all further calls of `steps`."""
         self.sampler, self._at_once = sampler, None
 
     def close(self) -> None:
-        """Stop the workers. They ignore the signal by which Python would stop them at exit, so that it would hang."""
+        """Stop the workers. They ignore the SIGTERM that Python sends at exit, so that Python would wait forever."""
         # Explicitly: if a worker has failed, the iterator is in a reference cycle with the error, and the garbage
         # collector might close its queues before it notifies the workers.
         if self._loader is not None and (iterator := getattr(self._loader, "_iterator", None)) is not None:
@@ -109,7 +109,7 @@ class Loader:
     def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
         """Yield local micro-batches on the device. Raise ValueError if a batch that was read ahead cannot be split."""
         for each in batches:
-            batch = map_tensors(self._place, each)
+            batch = map_tensors(self._to_device, each)
             requested = self._requested.popleft()
             if self._reads_ahead and self._at_once is None and requested[0]:
                 num_bytes = sum(tensor.nbytes for tensor in tensors(batch))
@@ -122,7 +122,7 @@ class Loader:
                 yield MicroBatch(part, indices)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield each Request, starting at the present position; DataLoader iterates over it once per epoch.
+        """Yield each Request, starting at the current position. DataLoader iterates over the requests once per epoch.
 
         DataLoader requests batches before they are needed, and returns them in the order of the requests.
         """
@@ -135,17 +135,17 @@ class Loader:
                 self._requested.append(block)
                 yield Request(list(itertools.chain.from_iterable(block)), epoch, self.seed, self.allow_empty)
 
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = cast_floating(tensor.to(self.device, non_blocking=True), self.dtype)
         return tensor.contiguous(memory_format=self.memory_format) if tensor.dim() == 4 else tensor
 
 
-def _shared(batch: Any) -> Any:
-    """Move a batch to shared memory if this is a worker. The thread that sends it would lose an error of that."""
+def _share_in_worker(batch: Any) -> Any:
+    """In a worker, move the batch to shared memory. An error of the move would be lost in the thread that sends it."""
     return batch if get_worker_info() is None else map_tensors(torch.Tensor.share_memory_, batch)
 
 
 def _start_worker(worker: int) -> None:
-    """Ignore signals: one to the whole process group requests a checkpoint, and workers have to finish the step."""
+    """Ignore signals. A signal to the process group requests a checkpoint, and workers must first finish the step."""
     ignore_signals()
     exit_at_once_with_parent()

@@ -57,7 +57,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split a batch into consecutive batches of the given sizes. Raise ValueError if a leaf lacks rows of samples."""
+    """Split a batch into consecutive batches of the given sizes. Raise ValueError if a leaf lacks a row per sample."""
     leaves, structure = tree_flatten(register_types(batch))
     if not all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == sum(sizes) for leaf in leaves):
         raise ValueError(

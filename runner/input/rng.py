@@ -12,7 +12,7 @@ import torch
 T = TypeVar("T")
 # The last number of a key (seed, epoch, index, …), which separates these streams from those of the trainer and sampler.
 TRANSFORMS, SAMPLE, EPOCH, COLLATE = range(2**63, 2**63 + 4)
-_BLANK = 0x5EED  # the seed of generators that a function is not known to use
+_BLANK = 0x5EED  # the seed while it is unknown whether a function draws random numbers
 _spare: list[np.random.BitGenerator] = []  # constructing one takes longer than seeding it
 
 
@@ -97,7 +97,7 @@ class DrawDetector:
                 self.has_drawn = True
 
     def seed(self, *key: int) -> None:
-        """Seed the generators if the function draws. The function calls this before it draws."""
+        """Seed the generators if the function is known to draw. The function must call this before it draws."""
         if self.has_drawn:
             seed_all(derive_seed(*key))
 

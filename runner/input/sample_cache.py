@@ -32,10 +32,10 @@ class SampleCache:
 
     Args:
         read: returns the sample at an index, as a batch of one with tensors in any structure.
-        num_samples: how many samples there are.
+        num_samples: the number of samples.
         unpack: returns a batch of cached samples in the form that the dataset returns; None if that is the cached form.
 
-    Raises CannotCache if the first sample is not suitable or there is not enough memory.
+    Raises CannotCache if the first sample is not suitable, or if the samples do not fit into memory.
     """
 
     def __init__(self, read: Callable[[int], Any], num_samples: int, unpack: Callable[[Any], Any] | None = None):
@@ -56,7 +56,7 @@ class SampleCache:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that all samples will take."""
+        """The size of the memory for all samples."""
         return self._starts[-1]
 
     def share(self, exchange: LocalExchange | None) -> None:

@@ -7,14 +7,14 @@ import torch
 
 from runner.input.source import Source
 
-OF_DATA = "data"  # the option that means the dataset's own weights
+OF_DATA = "data"  # the value of the option that selects the dataset's weights
 
 
 def read_weights(option: str, source: Source) -> torch.Tensor:
-    """Return one weight per sample, (N,) float64: of the dataset's attribute `sample_weights`, or of a .npy file.
+    """Return one weight per sample, (N,) float64, from the dataset's attribute `sample_weights` or a .npy file.
 
     A file contains one weight for each sample of the training split, including those that `val_fraction` moves to the
-    validation split. Raise ValueError if there are no weights, or if samples cannot be drawn by them.
+    validation split. Raise ValueError if the weights are missing or invalid.
     """
     key = f"loader.weights={option}"
     if option == OF_DATA:

@@ -24,8 +24,8 @@ _HALF = np.uint64(32)  # bits
 class Sampler:
     """Splits each epoch into steps, a step into micro-batches, and a micro-batch among the data ranks.
 
-    The global batch of a step is the same for every number of data ranks. If it is not divisible, ranks get different
-    numbers of samples, and some may get none, but every micro-batch has samples on some rank.
+    The global batch of a step is the same for every number of data ranks. If their number does not divide it, ranks
+    get different numbers of samples, and some may get none, but every micro-batch has samples on some rank.
     """
 
     num_samples: int
@@ -33,7 +33,7 @@ class Sampler:
     micro_batches: int = 1
     data_rank: int | None = 0  # None: this rank reads no samples
     data_ranks: int = 1
-    seed: int = 0  # of the order, and of what reading a sample draws
+    seed: int = 0  # of the order, and of random numbers that reading a sample draws
     shuffle: bool = True
     drop_last: bool = False
     max_steps: int | None = None  # per epoch; None: all
@@ -119,7 +119,7 @@ class Permutation:
     """A random permutation of [0, size), which maps positions (N,) to numbers (N,) without being stored.
 
     A Feistel network over pairs (left, right) of about sqrt(size) values each; each round shifts one half by a hash of
-    the other (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002). There are less than sqrt(size) more pairs
+    the other (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002). There are fewer than sqrt(size) more pairs
     than numbers. A pair that is not a number is mapped again until it is one, which keeps the map one-to-one.
     """
 
@@ -196,7 +196,7 @@ def _shift(half: Positions, other: Positions, key: np.uint64, size: np.uint64) -
 
 
 def _finalize(state: Positions) -> Positions:
-    """Hash in place."""
+    """Hash the numbers in place, and return them."""
     state ^= state >> np.uint64(30)
     state *= _ONE
     state ^= state >> np.uint64(27)

@@ -32,7 +32,7 @@ class Source(Dataset[Any]):
     dataset: Any
     rows: torch.Tensor | None = None  # (N,) int64, the samples of the dataset that belong to this split; None: all
     cache: SampleCache | None = None
-    transform: Callable[[Any, int, int], Any] | None = None  # of a sample, in an epoch, at an index
+    transform: Callable[[Any, int, int], Any] | None = None  # called with a sample, its epoch and its index
     returns_lists: bool = False  # `__getitems__` returns a list of samples, as torch's Subset does, not a batch
     _sample_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
     collate_draws: DrawDetector = field(default_factory=DrawDetector, init=False)  # numbers depend on the batch
@@ -57,12 +57,12 @@ class Source(Dataset[Any]):
         return self._sample(self._in_epoch(0, 0), 0, index)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # while it is unpickled, for example
+        if name == "dataset" or name.startswith("__"):  # before `dataset` exists, for example while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "cache": self.cache is not None}  # another process fills its own
+        return {**self.__dict__, "cache": self.cache is not None}  # another process fills its own cache
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=None)
@@ -77,7 +77,7 @@ class Source(Dataset[Any]):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether several batches may be read at once and then split."""
+        """True if several batches may be read at once and then split."""
         may_be_split = self.cache is not None or getattr(self.dataset, "reads_ahead", False)
         return self._reads_batches(self.dataset) and bool(may_be_split)
 
@@ -95,7 +95,7 @@ class Source(Dataset[Any]):
     def read(self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False) -> Any:
         """Return a batch of the samples. Random numbers that reading a sample draws follow from seed, epoch and index.
 
-        For no indices, return a batch without rows if `allow_empty`, else one of the first sample.
+        If there are no indices, return a batch without rows if `allow_empty`, else a batch of the first sample.
         """
         batch = self._read(indices or [0], epoch, seed)
         return map_tensors(lambda tensor: tensor[:0], batch) if allow_empty and not indices else batch
@@ -109,7 +109,7 @@ class Source(Dataset[Any]):
         reads_batches = self._reads_batches(dataset)
 
         def read() -> Any:
-            """Read at once, or one by one if that draws: numbers drawn at once would depend on the indices."""
+            """Read the samples at once, or one by one if that draws: each sample must have its own random numbers."""
             if reads_batches and not self._sample_draws.has_drawn:
                 return self._batch(dataset, indices)
             samples = []
@@ -149,7 +149,7 @@ class Source(Dataset[Any]):
             return self.dataset.in_epoch(epoch)
 
     def _reads_batches(self, dataset: Any) -> bool:
-        """Return True if batches are read at once. Samples that are transformed or collated later are read singly."""
+        """Return True if batches are read at once. Samples to transform or collate are read one by one."""
         if self.transform is not None:
             return False
         is_collated = self.returns_lists and hasattr(dataset, "collate")
