@@ -22,7 +22,7 @@ class Monitor:
         return sorted(finite, key=lambda step: (sign * values[step], step))
 
     def improves(self, value: float, on: float, by: float = 0.0) -> bool:
-        """Return True if `value` is better than `on` by more than `by`. Finite values are better than non-finite ones."""
+        """Return True if `value` is better than `on` by more than `by`. Finite values are better than others."""
         gain = value - on if self.direction == "max" else on - value
         return math.isfinite(value) and (not math.isfinite(on) or gain > by)
 

@@ -31,7 +31,7 @@ class CodeState:
 
 
 def _extracted_code() -> tuple[Path, CodeState] | None:
-    """Return the directory of the extracted code that this process runs, and its state; None if the code is not frozen."""
+    """Return the directory of the frozen code that this process runs, and its state; None if it is not frozen."""
     path = ROOT.parent / STATE
     if ROOT.name != INSTALLED or not path.is_file():
         return None

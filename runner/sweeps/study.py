@@ -40,7 +40,7 @@ class Study:
     study: Any = None
 
     def open(self, directory: Path) -> None:
-        """Open or create the study of the sweep in this directory. Raises InputError if the options do not fit it."""
+        """Open or create the study of the sweep in this directory. Raises InputError if the options do not match it."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -58,7 +58,7 @@ class Study:
             )
         except InstantiationException as error:
             raise InputError(f"hydra.sweeper.{name}: {str(error).splitlines()[0]}") from None
-        except Exception as error:  # databases have their own classes
+        except Exception as error:  # each database has its own exception classes
             raise InputError(f"hydra.sweeper.storage={options.storage}: {first_line(error)}") from None
         name, known = self.study.study_name, self.study.direction.name.lower()
         if known != direction:
@@ -93,9 +93,9 @@ class Study:
         return trials
 
     def report_outcomes(self) -> None:
-        """Report every trial that has ended to the study.
+        """Report the outcomes of all ended trials to the study.
 
-        Raises InputError if jobs have finished, and none of them has the metric.
+        Raises InputError if jobs have finished, but none of them has the metric.
         """
         from optuna.trial import TrialState
 
@@ -127,7 +127,7 @@ def run_study(
 ) -> None:
     """Run the trials. All ranks must call it. Raises InputError, with nothing written, for invalid options.
 
-    check: what the launcher requires of the jobs; it raises InputError.
+    check: the check of the jobs by Hydra's launcher, which raises InputError.
     """
     texts = [*(f"{key}={value}" for key, value in options.params.items()), *sweep.arguments]
     try:

@@ -32,7 +32,7 @@ class Csv(Logger):
         self._file.close()
 
     def _rebuild(self) -> None:
-        """Write the whole table from metrics.jsonl, because a column is new or an earlier attempt's row is truncated."""
+        """Write the whole table from metrics.jsonl, because of a new column or an earlier attempt's truncated row."""
         path, lines = Path(self._directory, TABLE), list(logged_metrics(self._directory))
         self._columns = list(dict.fromkeys(["step", *(name for _, metrics in lines for name in metrics)]))
         write_atomically(path, csv_table([self._columns, *(self._row(*line) for line in lines)]))
