@@ -1,4 +1,4 @@
-"""task=rerun: train a finished run again from its record; compare the weights and list what differs now."""
+"""task=rerun: train a finished run again from its record, compare the weights, and list what has changed."""
 
 import logging
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from runner.training.build import Experiment
 
 log = logging.getLogger(__name__)
 
-# Keys without influence on the weights. `threads` depends on the machine.
+# Keys that do not affect the weights, and `threads`, which depends on the machine.
 IGNORED_KEYS = frozenset(LOCATION_KEYS)
 IGNORED_KEYS |= {"launcher", "metrics", "monitor", "monitor_direction", "callbacks", "report", "compare", "profile"}
 
