@@ -30,7 +30,7 @@ SAVE_TIMEOUT_S = 30.0  # for jobs to save and exit after a signal
 
 @dataclass
 class RunningJob:
-    """A running job with its slots and its process. `stderr` is a file with the output of the process."""
+    """A running job with its slots and its process. `stderr` is a file that receives its standard error."""
 
     job: Job
     slots: list[int]

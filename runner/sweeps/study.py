@@ -26,7 +26,7 @@ from runner.sweeps.sweep import Sweep
 FAILED = ("failed", "refused")  # such a trial is not run again
 JOURNAL = "study.journal"
 
-Trial = tuple[Job, TrialPruner]
+JobWithPruner = tuple[Job, TrialPruner]
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Study:
         seed = options.sampler.get("seed")
         self.study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + num_trials}))
 
-    def next_trials(self) -> list[Trial]:
+    def next_trials(self) -> list[JobWithPruner]:
         """Return the trials that were interrupted, or else at most `n_jobs` new ones; none after `n_trials`."""
         self.report_outcomes()
         jobs = read_ledger(Path(str(self.sweep.directory)))
@@ -116,7 +116,7 @@ class Study:
             else:
                 self.study.tell(job.trial, state=TrialState.PRUNED if job.state == "pruned" else TrialState.FAIL)
 
-    def _with_pruner(self, job: Job, trial: int | None) -> Trial:
+    def _with_pruner(self, job: Job, trial: int | None) -> JobWithPruner:
         pruner: Any = OmegaConf.to_container(self.options.pruner)
         assert trial is not None and self.options.storage is not None
         return job, TrialPruner(self.options.storage, self.study.study_name, trial, self.options.metric, pruner)

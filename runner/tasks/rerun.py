@@ -51,7 +51,7 @@ class Rerun(JobTask):
         then = Path(str(config.run))
         if directory.writes:
             lines = differences(then, directory)
-            log.info("again   %s", then)
+            log.info("rerun   %s", then)
             for line in lines or ["nothing: commit, versions, machine and configuration are the same"]:
                 log.info("differs %s", line)
         metrics = Train().run(config, experiment, world, directory, console)

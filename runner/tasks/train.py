@@ -188,7 +188,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     trained = f"{num_trained:,} of them trained, " if num_trained < experiment.num_parameters else ""
     groups = [f"{name} {size:,}" for name, size in experiment.parameter_groups.items()]
     warmup = f", warm-up {config.ema.warmup_steps}" if config.ema.warmup_steps else ""
-    average = f"ema      decay {config.ema.decay}{warmup}: evaluations are of the weights averaged over the steps"
+    average = f"ema      decay {config.ema.decay}{warmup}: evaluations use the weights averaged over the steps"
     return [
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{config.precision}",
         *([f"groups   {', '.join(groups)} parameters"] if len(groups) > 1 or not groups[0].startswith(DEFAULT) else []),
