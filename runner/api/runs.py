@@ -100,7 +100,7 @@ class Run:
         Args:
             inputs: a tensor or an array, a tuple of them (`model(*inputs)`) or a dict (`model(**inputs)`).
             checkpoint: as for `model`.
-            device: the device on which the model computes, and which has the outputs.
+            device: the device of the model and of the outputs.
         """
         import torch
         from torch.utils._pytree import tree_map_only

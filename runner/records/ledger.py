@@ -95,7 +95,7 @@ def read_sweep(directory: Path) -> SweepRecord:
 
 
 def write_lines(directory: Path, *lines: dict[str, Any]) -> None:
-    """Append lines. If the machine crashes meanwhile, only the first of them may be written."""
+    """Append lines. If the machine crashes meanwhile, possibly only some of them are written."""
     if lines:
         append_json_lines(directory / LEDGER, *lines)
 

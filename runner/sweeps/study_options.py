@@ -99,7 +99,7 @@ def distribution(override: Override) -> Any:
 class TrialPruner:
     """Reports a trial's metric to its study, and returns True if the study's pruner stops the trial.
 
-    Only rank 0 calls it, which may be in another process, so it is pickled before its first call.
+    Only rank 0 calls it, possibly in another process, for which it is pickled before the first call.
     """
 
     storage: str

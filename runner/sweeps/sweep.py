@@ -1,4 +1,4 @@
-"""A sweep: checks of its jobs, its directory, which is new or resumed, and the execution of each job."""
+"""A sweep: the checks of its jobs, its new or resumed directory, and the execution of each job."""
 
 import json
 from collections.abc import Callable

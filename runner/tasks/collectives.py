@@ -170,7 +170,7 @@ class Collectives(JobTask):
 def check(operation: str, world: World) -> str | None:
     """Return the backend's error if it does not support the collective; None if the values are correct.
 
-    If a rank has wrong values, raises RuntimeError on all ranks, which names that rank. All ranks must call it.
+    If a rank has wrong values, all ranks raise RuntimeError, which names that rank. All ranks must call it.
     """
     call = _prepare(operation, 4 * 3 * world.world_size, world)  # three values per rank
     unsupported, wrong = list[str](), list[str]()

@@ -116,7 +116,7 @@ def _cells(config: Config, rank_info: RankInfo) -> list[Cell]:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
     cells = [Cell(mode, size) for size in sizes for mode in modes]
     reference = Cell("none", 1)
-    # The reference comes first. In an existing world of several ranks there is none, because it has one process.
+    # The reference, a world of one process, comes first. An existing world of several ranks cannot run it.
     if rank_info.world_size == 1:
         cells = [reference, *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
     return cells

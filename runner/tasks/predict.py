@@ -63,7 +63,7 @@ class Predict(JobTask):
             experiment.recipe.module.to(memory_format=torch.contiguous_format)
             experiment.val_loader.memory_format = torch.contiguous_format
         if config.precision == "fp64" and config.threads is None:
-            # The order of a sum depends on the number of threads, and that on the number of ranks on the machine.
+            # Sums depend on the number of threads, which depends on the number of ranks on the machine.
             torch.set_num_threads(1)
         parallel_model, progress = restore_run(config, experiment, world, directory)
         named = config.predict.output

@@ -93,7 +93,7 @@ def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet 
 
 
 class Csv:
-    """A CSV file, with the shortest text for each number that is parsed as the same number."""
+    """A CSV file. Each number is written as the shortest text that is parsed as the same number."""
 
     def __init__(self, path: Path, num_samples: int):
         self._file = path.open("w", newline="")

@@ -32,7 +32,7 @@ class MLflow(Logger):
     """logger=mlflow. A thread sends the metrics, so that no step waits for the server.
 
     Args:
-        uri: sqlite:///FILE or http://HOST:PORT; None: the variable MLFLOW_TRACKING_URI, or else mlflow.db in the
+        uri: sqlite:///FILE or http://HOST:PORT; None: the value of MLFLOW_TRACKING_URI, or else mlflow.db in the
             directory of all runs.
         experiment: The name of the experiment; None: the key `name` of the configuration.
         images: Log a confusion matrix after evaluations.
