@@ -72,7 +72,7 @@ def sweep(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> list[
     """Run a sweep to its end, as `python -m runner -m` does, and return the runs of its jobs in their order.
 
     The arguments are those of `compose`, with several values for some keys. The exceptions are those of `train`.
-    JobFailed is raised after all jobs were tried, if some are not done; `runner.runs(error.directory)` returns the runs.
+    JobFailed is raised after all jobs were tried if some are not done; `runner.runs(error.directory)` returns the runs.
     """
     from runner.sweeps.run_sweep import run_sweep
 

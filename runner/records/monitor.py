@@ -46,7 +46,7 @@ def recorded_monitor(result: Mapping[str, Any], metrics: Collection[str]) -> Mon
 
 
 def main_metrics(monitors: Iterable[Monitor], known: Collection[str]) -> list[str]:
-    """Return the monitored metrics and val/loss, if they are in `known`, for a line or a table with little space."""
+    """Return the monitored metrics and val/loss, if in `known`, for a line or a table with little space."""
     names = dict.fromkeys([*(monitor.name for monitor in monitors), LOSS])
     return [name for name in names if name in known]
 

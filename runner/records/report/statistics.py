@@ -101,7 +101,7 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
 
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
-    """Return the monitors of the finished jobs, and val/loss, by the number of jobs that measured them, largest first."""
+    """Return the monitors of the finished jobs, and val/loss, starting with the one that most jobs measured."""
     finished = finished_jobs(jobs)
     counts = Counter(job.monitor for job in finished if job.monitor is not None)
     if counts:
