@@ -34,8 +34,8 @@ def compose(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Con
         config_dirs: one or several custom directories, as for --config-dir.
     """
     with (
-        _call("compose", overrides, config_dirs) as (words, directories),
-        composing(words, directories, multirun=False) as arguments,
+        _call("compose", overrides, config_dirs) as (texts, directories),
+        composing(texts, directories, multirun=False) as arguments,
     ):
         return prepare(arguments, EMBEDDED, ())[0]
 
@@ -50,11 +50,11 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
     from runner.jobs.task import launches_jobs
     from runner.launchers.launch import launch, make_launcher
 
-    with _call("train", overrides, config_dirs) as (words, directories), TemporaryDirectory() as temporary:
+    with _call("train", overrides, config_dirs) as (texts, directories), TemporaryDirectory() as temporary:
         directory_file = Path(temporary, "directory")
         try:
-            with composing(words, directories, multirun=False) as arguments:
-                config, request = prepare(arguments, EMBEDDED, _command(words, directories))
+            with composing(texts, directories, multirun=False) as arguments:
+                config, request = prepare(arguments, EMBEDDED, _command(texts, directories))
                 launcher = make_launcher(config)
                 if launches_jobs(config):
                     raise InputError(f"task={request.choices['task']} is not a single run; run it in a shell")
@@ -76,9 +76,9 @@ def sweep(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> list[
     """
     from runner.sweeps.run_sweep import run_sweep
 
-    with _call("sweep", overrides, config_dirs) as (words, directories):
-        with composing(words, directories, multirun=True) as arguments:
-            directory, status = run_sweep(arguments, EMBEDDED, _command(words, directories, "-m"))
+    with _call("sweep", overrides, config_dirs) as (texts, directories):
+        with composing(texts, directories, multirun=True) as arguments:
+            directory, status = run_sweep(arguments, EMBEDDED, _command(texts, directories, "-m"))
         assert directory is not None  # launcher.dry_run=true was refused
         if status:
             jobs = read_jobs_and_queues(Path(directory))
@@ -102,8 +102,8 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
         raise InputError(f"{called} must be called in the main thread, which handles signals; start a process for it")
     if isinstance(overrides, str):
         raise InputError(f"{called}({overrides!r}): the overrides must be a list; use {called}({overrides.split()!r})")
-    words = list(overrides)
-    if flags := [word for word in words if word.startswith("-")]:
+    texts = list(overrides)
+    if flags := [text for text in texts if text.startswith("-")]:
         raise InputError(f"{called}: {flags[0]} is a flag; use runner.sweep for -m, and config_dirs= for --config-dir")
     directories = [config_dirs] if isinstance(config_dirs, (str, Path)) else list(config_dirs)
     for directory in directories:
@@ -115,7 +115,7 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
         with embedded_run(), fresh_imports():
             if os.getcwd() not in sys.path and "" not in sys.path:
                 sys.path.append(os.getcwd())  # as a command does
-            yield words, absolute_dirs(map(str, directories))
+            yield texts, absolute_dirs(map(str, directories))
     except InputError as error:
         flag, function = "a sweep needs -m", "a sweep needs runner.sweep"
         raise InputError(*(message.replace(flag, function) for message in error.messages)) from None
