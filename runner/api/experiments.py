@@ -1,4 +1,4 @@
-"""Experiments from a script or a notebook: `compose`, `train` and `sweep`, along the path of a command."""
+"""Experiments from a script or a notebook: `compose`, `train` and `sweep`, which work as the command does."""
 
 import os
 import signal
@@ -25,17 +25,17 @@ Directories = str | Path | Sequence[str | Path]
 
 
 def compose(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Config:
-    """Return the whole configuration, checked as a command checks it; nothing runs.
+    """Return the whole configuration, with the checks of a command, without running anything.
 
-    Raise InputError with every wrong override.
+    Raise InputError, which lists every wrong override.
 
     Args:
-        overrides: as on the command line, for example ["model=mlp", "optimizer.lr=0.1"].
-        config_dirs: custom directories, as --config-dir names them.
+        overrides: the overrides as on the command line, for example ["model=mlp", "optimizer.lr=0.1"].
+        config_dirs: one or several custom directories, as for --config-dir.
     """
     with (
-        _call("compose", overrides, config_dirs) as (words, directories),
-        composing(words, directories, multirun=False) as arguments,
+        _call("compose", overrides, config_dirs) as (texts, directories),
+        composing(texts, directories, multirun=False) as arguments,
     ):
         return prepare(arguments, EMBEDDED, ())[0]
 
@@ -43,18 +43,18 @@ def compose(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Con
 def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
     """Run one experiment to its end, as `python -m runner` does, and return the run.
 
-    Another task than train may be chosen if it is a single run. Raise InputError (nothing was written), JobFailed, or
-    Preempted if a signal or an interrupt of the notebook stopped the run after it had saved. The attribute `directory`
-    of the latter two is the run's. The arguments are those of `compose`.
+    Another task can be chosen if it is a single run. Raise InputError (nothing was written), JobFailed, or Preempted if
+    a signal or an interrupt of the notebook stopped the run after it had saved. The attribute `directory` of JobFailed
+    and Preempted is the run directory. The arguments are those of `compose`.
     """
     from runner.jobs.task import launches_jobs
     from runner.launchers.launch import launch, make_launcher
 
-    with _call("train", overrides, config_dirs) as (words, directories), TemporaryDirectory() as temporary:
+    with _call("train", overrides, config_dirs) as (texts, directories), TemporaryDirectory() as temporary:
         directory_file = Path(temporary, "directory")
         try:
-            with composing(words, directories, multirun=False) as arguments:
-                config, request = prepare(arguments, EMBEDDED, _command(words, directories))
+            with composing(texts, directories, multirun=False) as arguments:
+                config, request = prepare(arguments, EMBEDDED, _command(texts, directories))
                 launcher = make_launcher(config)
                 if launches_jobs(config):
                     raise InputError(f"task={request.choices['task']} is not a single run; run it in a shell")
@@ -71,26 +71,26 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
 def sweep(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> list[Run]:
     """Run a sweep to its end, as `python -m runner -m` does, and return the runs of its jobs in their order.
 
-    The arguments are those of `compose`, with several values for some keys. Raise as `train` does; JobFailed if some
-    jobs are not done after all were tried, whose runs `runner.runs(error.directory)` returns.
+    The arguments are those of `compose`, with several values for some keys. The exceptions are those of `train`.
+    JobFailed is raised after all jobs were tried if some are not done; `runner.runs(error.directory)` returns the runs.
     """
     from runner.sweeps.run_sweep import run_sweep
 
-    with _call("sweep", overrides, config_dirs) as (words, directories):
-        with composing(words, directories, multirun=True) as arguments:
-            directory, status = run_sweep(arguments, EMBEDDED, _command(words, directories, "-m"))
-        assert directory is not None  # a sweep that only prints its jobs was refused
+    with _call("sweep", overrides, config_dirs) as (texts, directories):
+        with composing(texts, directories, multirun=True) as arguments:
+            directory, status = run_sweep(arguments, EMBEDDED, _command(texts, directories, "-m"))
+        assert directory is not None  # launcher.dry_run=true was refused
         if status:
             jobs = read_jobs_and_queues(Path(directory))
-            undone = [f"{job.label} {job.state}" for job in jobs if job.state not in DONE]
-            what = f"{len(undone)} of {len(jobs)} jobs are not done ({', '.join(undone)})"
-            raise JobFailed(f"{what}: {directory}", status, directory)
+            unfinished = [f"{job.label} {job.state}" for job in jobs if job.state not in DONE]
+            summary = f"{len(unfinished)} of {len(jobs)} jobs are not done ({', '.join(unfinished)})"
+            raise JobFailed(f"{summary}: {directory}", status, directory)
         return runs(directory)
 
 
 @contextmanager
 def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the checked overrides and absolute directories of a call, and restore the state of the process on exit.
+    """Yield the overrides and the absolute directories of a call, and restore the state of the process on exit.
 
     Raise InputError if no run can start in this process.
     """
@@ -101,25 +101,25 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
     if threading.current_thread() is not threading.main_thread():
         raise InputError(f"{called} must be called in the main thread, which handles signals; start a process for it")
     if isinstance(overrides, str):
-        raise InputError(f"{called}({overrides!r}): the overrides are a list; type {called}({overrides.split()!r})")
-    words = list(overrides)
-    if flags := [word for word in words if word.startswith("-")]:
+        raise InputError(f"{called}({overrides!r}): the overrides must be a list; use {called}({overrides.split()!r})")
+    texts = list(overrides)
+    if flags := [text for text in texts if text.startswith("-")]:
         raise InputError(f"{called}: {flags[0]} is a flag; use runner.sweep for -m, and config_dirs= for --config-dir")
     directories = [config_dirs] if isinstance(config_dirs, (str, Path)) else list(config_dirs)
     for directory in directories:
         if not Path(directory).is_dir():
             raise InputError(f"config_dirs: {directory} is not a directory; name the one with your model/*.yaml")
-    from runner.jobs.process_state import embedded_run  # imports torch, for which a wrong call does not wait
+    from runner.jobs.process_state import embedded_run  # imports torch, so it follows the checks
 
     try:
         with embedded_run(), fresh_imports():
             if os.getcwd() not in sys.path and "" not in sys.path:
                 sys.path.append(os.getcwd())  # as a command does
-            yield words, absolute_dirs(map(str, directories))
+            yield texts, absolute_dirs(map(str, directories))
     except InputError as error:
         flag, function = "a sweep needs -m", "a sweep needs runner.sweep"
         raise InputError(*(message.replace(flag, function) for message in error.messages)) from None
-    except SystemExit as error:  # a signal arrived when no run could save
+    except SystemExit as error:  # a signal arrived while there was no run to save
         number = (error.code if isinstance(error.code, int) else 0) - 128
         if number not in list(signal.Signals):
             raise

@@ -1,4 +1,4 @@
-"""Runs on disk: `open_run`, `runs` and `table`. Custom code of a run is imported only for its model."""
+"""Runs on disk: `open_run`, `runs` and `table`. The custom code of a run is imported only to load its model."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Column = np.ndarray[Any, Any]
 
 
 class Run:
-    """A run directory. Its properties are read from disk on each access, so those of a run in progress change."""
+    """A run directory. Properties are read from disk on each access, so they change while the run is in progress."""
 
     def __init__(self, path: str | Path, trust: bool = False):
         self.path, self._trust = Path(path).absolute(), trust
@@ -99,8 +99,8 @@ class Run:
 
         Args:
             inputs: a tensor or an array, a tuple of them (`model(*inputs)`) or a dict (`model(**inputs)`).
-            checkpoint: as of `model`.
-            device: where the model computes; the outputs stay there.
+            checkpoint: as for `model`.
+            device: the device of the model and of the outputs.
         """
         import torch
         from torch.utils._pytree import tree_map_only
@@ -113,18 +113,18 @@ class Run:
         key = (self._checkpoint(checkpoint), str(device))
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = key, self.model(key[0].name, device)
-        model, where = self._loaded[1], torch.device(device)
-        precision = Precision(self.config.get("precision", "fp32"), where)
+        model, target = self._loaded[1], torch.device(device)
+        precision = Precision(self.config.get("precision", "fp32"), target)
 
-        given = tree_map_only(np.ndarray, torch.from_numpy, register_types(inputs))
+        tree = tree_map_only(np.ndarray, torch.from_numpy, register_types(inputs))
         dtype = precision.parameter_dtype
         with torch.no_grad(), precision.autocast():
-            return call_model(model, map_tensors(lambda tensor: cast_floating(tensor.to(where), dtype), given))
+            return call_model(model, map_tensors(lambda tensor: cast_floating(tensor.to(target), dtype), tree))
 
     def _checkpoint(self, name: str | None) -> Path:
-        folder = self.path / CHECKPOINTS
+        directory = self.path / CHECKPOINTS
         try:
-            return find_checkpoint(folder, name or (BEST if (folder / BEST).exists() else LAST))
+            return find_checkpoint(directory, name or (BEST if (directory / BEST).exists() else LAST))
         except ValueError as error:
             raise InputError(f"checkpoint={name or LAST}: {error}") from None
 
@@ -134,13 +134,13 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
 
     Args:
         path: the run directory; "last" is the newest training run in outputs/run, as run=last on the command line.
-        trust: allow the model of another user's directory to import code that the directory names.
+        trust: allow `model` to import code that another user's run directory names.
     """
     if str(path) == "last":
-        folder = Path("outputs", "run").absolute()
-        newest = newest_training_run(folder)
+        directory = Path("outputs", "run").absolute()
+        newest = newest_training_run(directory)
         if newest is None:
-            raise InputError(f"open_run('last'): there is no run under {folder}; name the directory")
+            raise InputError(f"open_run('last'): there is no training run in {directory}; name the run directory")
         return Run(newest, trust)
     if not Path(path, OVERRIDES).is_file():
         raise InputError(f"{path} is no run directory; runner.runs(DIRECTORY) lists the runs below a directory")
@@ -150,10 +150,10 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
 def runs(folder: str | Path = "outputs") -> list[Run]:
     """Return all runs below a directory, including the jobs of sweeps, in the order in which they were started.
 
-    Raise InputError if there is no such directory.
+    Raise InputError if the directory does not exist.
     """
     if not Path(folder).is_dir():
-        raise InputError(f"{folder} is no directory; name one that contains runs, as outputs")
+        raise InputError(f"{folder} is no directory; name one that contains runs, such as outputs")
     found = [path.parent for path in Path(folder).rglob(OVERRIDES)]
     return [Run(path) for path in sorted(found, key=_started)]
 
@@ -161,7 +161,7 @@ def runs(folder: str | Path = "outputs") -> list[Run]:
 def table(chosen: Sequence[Run]) -> dict[str, Column]:
     """Return the columns of a table with a row for each run: path, state, differing overrides, and final metrics.
 
-    A missing value is nan in a column of numbers, and empty in another one.
+    A missing value is nan in a column of numbers, and an empty string in other columns.
     """
     records = [read_run(single_run(run.path)) for run in chosen]
     columns: dict[str, list[Any]] = {
@@ -176,7 +176,7 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
 
 
 def _value(record: RunRecord, key: str) -> Any:
-    """Return the value of the run's configuration, else the one of its overrides; empty without either."""
+    """Return the value in the run's configuration, or else in its overrides; an empty string if neither has it."""
     text = record.value(key)
     number = as_number(text)
     return record.settings.get(key, text if number is None else number)

@@ -1,4 +1,4 @@
-"""The attempts to run a run, in `attempts.jsonl`: who started each, what was changed, and how it ended."""
+"""The attempts of a run, in `attempts.jsonl`: who started each, which values were changed, and how it ended."""
 
 import getpass
 import json
@@ -30,24 +30,24 @@ def utc_now() -> str:
 
 @dataclass
 class Attempt:
-    """One start of the run, by default of this process now.
+    """One start of the run. The defaults describe this process and the current time.
 
-    It is written as a line when it has ended. A killed attempt's line is written by the next one.
+    An attempt is written as a line when it ends. The line of a killed attempt is written by the next attempt.
     """
 
     number: int
     host: str = field(default_factory=socket.gethostname)
     user: str = field(default_factory=user_name)
-    pid: int = field(default_factory=os.getpid)  # of the rank that writes
+    pid: int = field(default_factory=os.getpid)  # of rank 0, which writes
     started: str = field(default_factory=utc_now)
-    ended: str | None = None  # of a killed attempt, the last sign of life
+    ended: str | None = None  # for a killed attempt, the last time at which its lock file was touched
     state: str = "running"  # finished, failed, preempted or pruned, as in result.json, or killed
     world_size: int = 1
     parallel: str = ""
-    first_step: int | None = None  # the step after which it continued; None if it did not start to train
+    first_step: int | None = None  # the step after which the attempt continued; None if it did not start training
     step: int | None = None  # the last step
-    changed: dict[str, list[Any]] = field(default_factory=dict)  # by key: the run's initial value, and this attempt's
-    error: str | None = None  # the last line
+    changed: dict[str, list[Any]] = field(default_factory=dict)  # by key: the run's initial and this attempt's value
+    error: str | None = None  # the last line of the error
 
 
 def read_attempts(directory: Path) -> Iterator[Attempt]:
@@ -66,7 +66,7 @@ def read_attempts(directory: Path) -> Iterator[Attempt]:
 
 
 def parse_attempt(facts: Mapping[str, Any]) -> Attempt | None:
-    """Return the attempt with these fields and possibly others, or None if they are not those of an attempt."""
+    """Return the attempt with these fields, or None if they are not valid. Unknown fields are ignored."""
     try:
         attempt = Attempt(**{each.name: facts[each.name] for each in fields(Attempt) if each.name in facts})
     except TypeError:  # a field is missing
@@ -81,7 +81,7 @@ def append_attempt(directory: Path, attempt: Attempt) -> None:
 
 
 def initial_values(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with the values that the run started with for the keys that were changed in later attempts.
+    """Return `config` with the initial values of the keys that later attempts have changed.
 
     config: the configuration of the last attempt that trained, by dotted key.
     """

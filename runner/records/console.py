@@ -15,7 +15,7 @@ LOGGER = logging.getLogger("runner")
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints lines above the progress bar."""
+    """A handler that prints above the progress bar."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -57,7 +57,7 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     handlers: list[logging.Handler]
     if rank == 0:
         handlers = [logging.FileHandler(directory / LOG)]
-        if not any(isinstance(handler, _ConsoleHandler) for handler in LOGGER.handlers):  # a job within task=compare
+        if not any(isinstance(handler, _ConsoleHandler) for handler in LOGGER.handlers):  # in task=compare
             handlers.append(_ConsoleHandler(console))
     else:
         handlers = [_LazyFileHandler(directory / LOGS / f"rank_{rank}.txt")]
@@ -76,7 +76,7 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
         yield console
     finally:
         logging.captureWarnings(False)
-        warnings.showwarning = show  # which captures warnings within a job of task=compare
+        warnings.showwarning = show  # within a job of task=compare, `show` captures warnings
         for handler in handlers:
             for logger in loggers:
                 logger.removeHandler(handler)

@@ -1,9 +1,9 @@
 """The code of a job that waits in a queue, frozen in an archive when the job is submitted.
 
-`code-HASH.tar` in the directory of the run, or of the sweep, whose jobs share it, contains `installed/` (the runner),
-`own/` (the directories of --config-dir), `imported/` (other modules that were imported to validate the configuration),
-`git.diff` and `code.json` (a CodeState). HASH is the start of the file's SHA-256, which a job checks before it extracts
-the archive. A large file that is not code is a link to the original.
+The archive `code-HASH.tar` is in the directory of the run, or of the sweep, whose jobs share it. It contains
+`installed/` (the runner), `own/` (the directories of --config-dir), `imported/` (other modules that were imported to
+validate the configuration), `git.diff` and `code.json` (a CodeState). HASH is the start of the archive's SHA-256, which
+a job checks before it extracts the archive. A large file that is not code is a link to the original.
 """
 
 import fnmatch
@@ -27,7 +27,7 @@ from runner.records.ledger import is_sweep
 from runner.records.provenance import DIFF, INSTALLED, STATE, CodeState, git_diff, git_state
 from runner.records.record_files import dumps
 
-# In an archive, the directories of --config-dir, and other imported modules.
+# Directories of the archive, for the directories of --config-dir and for other imported modules.
 CUSTOM, IMPORTED = "own", "imported"
 ARCHIVE = "code-*.tar"
 EXTRACTED = Path("slurm") / "code"  # where a job extracts the archive, in the directory of its run
@@ -35,7 +35,7 @@ CODE_SUFFIXES = (".py", ".yaml", ".yml")
 RUNNER_SUFFIXES = (*CODE_SUFFIXES, ".typed")
 # Files that identify a run, a sweep, extracted code or a virtual environment, none of which is custom code.
 NO_CODE = ("overrides.yaml", "ledger.jsonl", STATE, "pyvenv.cfg")
-MAX_SIZE = 1 << 20  # bytes, of a file that is not code; a larger one is a link
+MAX_SIZE = 1 << 20  # bytes; a larger file is archived as a link, unless it is code
 MAX_FILES, MAX_BYTES = 5_000, 100 << 20  # of a custom directory
 
 
@@ -46,15 +46,15 @@ class FrozenCode:
     path: Path
     sha256: str
     config_dirs: list[str]  # the archive paths of the given directories
-    since: str
+    since: str  # the time at which the code was frozen
     is_new: bool  # False if an earlier submission has created the archive
 
 
 def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> FrozenCode:
-    """Freeze the code in the directory of a run or a sweep, unless the directory already has frozen code.
+    """Archive the current code in the directory of a run or a sweep, or return the archive that is already there.
 
-    `config_dirs` are absolute paths. Raises InputError if one of them is too large or missing in the frozen code, or if
-    the archive is damaged.
+    `config_dirs` are absolute paths. Raises InputError if one of them is too large or missing in the archive, or if the
+    archive is damaged. With `write=False`, a new archive is not written.
     """
     if not any(directory.glob(ARCHIVE)) and is_sweep(directory.parent):
         directory = directory.parent
@@ -143,10 +143,10 @@ def _runner_sources() -> dict[str, Path]:
 
 
 def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
-    """Return the directories of --config-dir, and other imported modules and packages, by archive path.
+    """Return the directories of --config-dir, and other imported user modules and packages, by archive path.
 
-    The latter are those that no package manager has installed. The configuration names them, so that its validation has
-    imported them, or they are imported by such modules.
+    User modules are those that no package manager has installed. They have been imported because the configuration
+    names them, or because such modules import them.
     """
     directories = [Path(path) for path in config_dirs]
     names = [re.sub(r"[^A-Za-z0-9._-]+", ".", path.name) for path in directories]
@@ -160,7 +160,7 @@ def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
         path = Path(file).absolute()
         depth = name.count(".") + (path.stem == "__init__")
         top = path.parents[depth - 1] if depth else path  # the directory of the package, or the module's file
-        # A directory of --config-dir may be imported as a package in addition.
+        # Modules below a directory of --config-dir are archived with it; a package that is this directory is not.
         is_included = any(path.is_relative_to(source) for source in own) or any(d in top.parents for d in directories)
         if is_included or any(part in PACKAGE_DIRECTORIES for part in path.parts) or not top.exists():
             continue
@@ -172,8 +172,8 @@ def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
 def _files_of(archive_path: str, source: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files of a source with their archive paths, and links to directories, which are not followed.
 
-    Hidden directories, runs, virtual environments and Python's caches are left out, and files of the runner other than
-    code.
+    Hidden files and directories, runs, sweeps, virtual environments and Python's caches are omitted. Of the runner,
+    only code is included.
     """
     if source.is_file():
         yield archive_path, source

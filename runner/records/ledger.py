@@ -1,8 +1,8 @@
 """The ledger of a sweep: its jobs and their outcomes, readable even if the sweep was killed.
 
 `ledger.jsonl` in the sweep's directory has one JSON object per line (docs/sweeps.md) and is only appended to; a line
-that a crash has truncated is skipped. Later lines add to earlier ones. A job is refused if its configuration is
-invalid. The outcome of a queued job is in the files of the run. A waiting job has no state line.
+that a crash has truncated is skipped. A job's state is that of its last line with a state; a waiting job has none. The
+state is `refused` if the configuration is invalid. The outcome of a queued job is in the files of its run.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ class JobRecord:
 
     number: int
     label: str
-    overrides: list[str]  # of this job, without ranges
+    overrides: list[str]  # of this job: one value for each key
     directory: Path  # created when the job starts for the first time
     trial: int | None = None
     state: str = "waiting"
@@ -42,16 +42,16 @@ class JobRecord:
     end: float | None = None  # None if the ledger does not have it
     slots: list[int] = field(default_factory=list)
     queued_as: str | None = None
-    queue: str = ""  # the class of the queue, as `_target_` names it
+    queue: str = ""  # the launcher's `_target_`
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
 
 @dataclass
 class SweepRecord:
-    """What the jobs of a sweep have in common. The fields are the keys in the ledger."""
+    """The properties that the jobs of a sweep have in common. The fields are the keys in the ledger."""
 
-    typed: list[str]  # the overrides of the command, with ranges
+    typed: list[str]  # the overrides of the command, with several values for some keys
     config_dirs: list[str]
     command: list[str]
     shared: dict[str, Any]  # configuration values that are equal in all jobs, by dotted key
@@ -64,8 +64,8 @@ def is_sweep(directory: Path) -> bool:
 def read_ledger(directory: Path) -> list[JobRecord]:
     """Return the jobs, sorted by number. Raises OSError if the ledger is missing and InputError if it is damaged.
 
-    A run's result.json takes precedence if the run is finished or pruned: a kill may have prevented the line in the
-    ledger, or the job was resumed as a single run.
+    A run's result.json takes precedence if the run is finished or pruned: the sweep may have been killed before it
+    wrote the line in the ledger, or the job was resumed as a single run.
     """
     jobs: dict[int, JobRecord] = {}
     for line in _read_lines(directory):
@@ -79,7 +79,7 @@ def read_ledger(directory: Path) -> list[JobRecord]:
             if result["state"] in DONE:
                 job.state, job.metrics, job.error, job.end = result["state"], result["metrics"], None, None
             elif job.state == "queued":
-                if (job.directory / RESULT).stat().st_mtime >= (job.start or 0):  # not of an earlier start
+                if (job.directory / RESULT).stat().st_mtime >= (job.start or 0):  # not from an earlier start
                     job.state, job.error = result["state"], result["error"]
             elif job.error is None:
                 job.error = result["error"]
@@ -95,7 +95,7 @@ def read_sweep(directory: Path) -> SweepRecord:
 
 
 def write_lines(directory: Path, *lines: dict[str, Any]) -> None:
-    """Append lines; if the machine crashes meanwhile, possibly only the first of them."""
+    """Append lines. If the machine crashes meanwhile, possibly only some of them are written."""
     if lines:
         append_json_lines(directory / LEDGER, *lines)
 
@@ -112,7 +112,7 @@ def lock_sweep(directory: Path) -> None:
     # The file stays open: closing any descriptor of it would release the lock.
     file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by data loader workers, which may outlive us
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # child processes, such as loader workers, do not inherit it
     except (BlockingIOError, PermissionError):
         owner = os.read(file, 200).decode().strip() or "another process"
         os.close(file)

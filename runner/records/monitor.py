@@ -16,13 +16,13 @@ class Monitor:
     direction: Literal["max", "min"]
 
     def best(self, values: Mapping[int, float]) -> list[int]:
-        """Return the steps of the finite values, sorted from the best value; of equal values the earlier step first."""
+        """Return the steps of the finite values, from the best to the worst value. Equal values are sorted by step."""
         sign = -1.0 if self.direction == "max" else 1.0
         finite = [step for step, value in values.items() if math.isfinite(value)]
         return sorted(finite, key=lambda step: (sign * values[step], step))
 
     def improves(self, value: float, on: float, by: float = 0.0) -> bool:
-        """Return True if `value` is better than `on` by more than `by`. A finite value is better than any other."""
+        """Return True if `value` is better than `on` by more than `by`. Finite values are better than others."""
         gain = value - on if self.direction == "max" else on - value
         return math.isfinite(value) and (not math.isfinite(on) or gain > by)
 
@@ -46,7 +46,7 @@ def recorded_monitor(result: Mapping[str, Any], metrics: Collection[str]) -> Mon
 
 
 def main_metrics(monitors: Iterable[Monitor], known: Collection[str]) -> list[str]:
-    """Return the known ones of the monitored metrics and the loss, for a line or a table with little space."""
+    """Return the monitored metrics and val/loss, if in `known`, for a line or a table with little space."""
     names = dict.fromkeys([*(monitor.name for monitor in monitors), LOSS])
     return [name for name in names if name in known]
 

@@ -1,4 +1,4 @@
-"""What a run's results depend on besides its configuration: the state of the code, versions, and the machine."""
+"""The facts on which a run's results depend besides its configuration: state of the code, versions, and machine."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from runner import __version__
 from runner.paths import ROOT
 
-INSTALLED, STATE = "installed", "code.json"  # in an archive of the code: the runner, and the CodeState
+INSTALLED, STATE = "installed", "code.json"  # in an archive of the code: the runner, and the file of the CodeState
 DIFF = "git.diff"
 MAX_DIFF_BYTES = 1 << 20
 TIMEOUT_S = 10
@@ -23,15 +23,15 @@ PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--d
 
 @dataclass(frozen=True)
 class CodeState:
-    """What an archive of the code (see runner.records.frozen_code) records about itself."""
+    """The content of code.json in an archive of the code (see runner.records.frozen_code)."""
 
     at: str  # the time, as 2026-11-22T02:30:00
-    git: dict[str, Any]  # as of `git_state`
+    git: dict[str, Any]  # the result of `git_state`
     places: dict[str, str]  # custom directories and imported modules by their paths in the archive
 
 
 def _extracted_code() -> tuple[Path, CodeState] | None:
-    """Return the directory into which a job has extracted the code that this process runs, and its state, or None."""
+    """Return the directory of the frozen code that this process runs, and its state; None if it is not frozen."""
     path = ROOT.parent / STATE
     if ROOT.name != INSTALLED or not path.is_file():
         return None
@@ -48,7 +48,7 @@ def original_directory(config_dir: str) -> str:
 
 
 def origin() -> dict[str, Any]:
-    """Return these facts for result.json. `code` is None unless this process runs frozen code."""
+    """Return the fields git, code, versions and machine of result.json. `code` is None unless frozen code runs."""
     extracted = _extracted_code()
     code = {"code": "frozen", "submitted": extracted[1].at} if extracted else None
     return {"git": git_state(), "code": code, "versions": versions(), "machine": machine()}
@@ -64,8 +64,8 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the last bits of a float depend on: the processor, the number of threads, the GPUs."""
-    import torch  # imported already by each process that runs a job
+    """Return the machine's name, and its properties that affect rounding: processor, number of threads, GPUs."""
+    import torch  # not at the top, because --help does not need it
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
@@ -78,9 +78,9 @@ def machine() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Return commit and state of the repository with the runner's code, or else of the working directory's.
+    """Return the commit of the runner's repository, or else the working directory's, and whether it has changes.
 
-    For frozen code, return those at the time of submission.
+    For frozen code, return the state at the time of submission.
     """
     if extracted := _extracted_code():
         return extracted[1].git
@@ -91,7 +91,7 @@ def git_state() -> dict[str, Any]:
 
 
 def git_diff() -> str:
-    """Return a diff for `git apply`, below the names of new files. A very long diff is truncated."""
+    """Return a diff for `git apply`. Lines above it name the untracked files. A very long diff is truncated."""
     if extracted := _extracted_code():
         return (extracted[0] / DIFF).read_text() if (extracted[0] / DIFF).exists() else ""
     new, diff = _run_git("ls-files", "--others", "--exclude-standard"), _run_git("diff", *PLAIN, "--binary", "HEAD")
@@ -105,7 +105,7 @@ def git_diff() -> str:
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Return git's output in the runner's repository, or else in the working directory's; None if both fail."""
+    """Return git's output for the runner's repository, or else for the working directory's; None if both fail."""
     for directory in (ROOT, Path.cwd()):
         command = ["git", "-C", str(directory), *arguments]
         with suppress(OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
 """Reading and writing the JSON, JSON lines and YAML files of runs and sweeps.
 
 Non-finite numbers are stored as `null`, because JSON cannot represent them, and are read back as NaN. The readers check
-the type of what they read, because a run directory may come from another user or may be damaged.
+the types of the values, because a run directory may belong to another user or may be damaged.
 """
 
 import json
@@ -16,7 +16,7 @@ import yaml
 from runner.errors import InputError
 
 METRICS = "metrics.jsonl"
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast: a sweep may have a thousand jobs
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
 
 def dumps(value: Any, **options: Any) -> str:
@@ -36,7 +36,7 @@ def parse_metrics(metrics: Any) -> dict[str, float]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file's content; after a crash the file has its old content or the new one, never a part.
+    """Replace the file's content. After a crash, the file has either the old or the new content, never a part of it.
 
     Bytes that were decoded with `surrogateescape` are written unchanged.
     """

@@ -1,4 +1,4 @@
-"""Finished and unfinished runs and sweeps as data. Nothing that a directory names is composed or imported."""
+"""Finished and unfinished runs and sweeps as data. No configuration is composed, and no recorded code is imported."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ LOCATION_KEYS = ("name", "outputs", "run", "resume", "hydra", "task", "threads",
 
 @dataclass(frozen=True)
 class Trial:
-    """What distinguishes a job from the other jobs of its sweep, or a single run from one without options."""
+    """The overrides that distinguish a job from the others of its sweep, or a single run from one without overrides."""
 
     overrides: dict[str, str]  # by key
     varied: dict[str, list[str]]  # the values of each key in the sweep; empty for a single run
@@ -34,14 +34,14 @@ class RunRecord:
 
     directory: Path
     label: str
-    state: str  # as in result.json, and as in the ledger of its sweep
+    state: str  # as in result.json, or for a job as in the ledger of its sweep
     overrides: list[str] = field(default_factory=list)
     config_dirs: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, by dotted key
     metrics: dict[str, float] = field(default_factory=dict)
     monitor: Monitor | None = None  # None if the monitored metric was not measured
     world_size: int = 1
-    starts_processes: bool = False  # True if its launcher does
+    starts_processes: bool = False  # True if its launcher starts the ranks
     error: str = ""
 
     @functools.cached_property
@@ -55,7 +55,7 @@ class RunRecord:
         return self.overrides_by_key.get(key, to_text(self.settings[key]) if key in self.settings else "")
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Return the finite values of the metric by step; of a step that a restart has repeated, the last value."""
+        """Return the finite values of the metric by step. If a restart has repeated a step, the last value counts."""
         points: dict[int, float] = {}
         for line in read_metrics(self.directory):
             if math.isfinite(value := line.get(metric, math.nan)):
@@ -71,8 +71,8 @@ def read_jobs(
 ) -> list[RunRecord]:
     """Return the jobs of the sweep, or the single run, in the directory `path`, which the option `key` names.
 
-    A job whose files are damaged is skipped with a message in `skipped`; if that is None, InputError is raised, as for
-    a directory without a sweep or run.
+    A job whose files are damaged is skipped, and a message is added to `skipped`. If `skipped` is None, InputError is
+    raised, as it is for a directory without a sweep or run.
     """
     check_is_record(path, key)
     records = []
@@ -97,7 +97,7 @@ def check_is_record(path: Path, key: str) -> None:
 
 
 def single_run(path: Path) -> JobRecord:
-    """Return a run as a job that is in no ledger."""
+    """Return a single run as a job record, with the values of a job that is in no ledger."""
     return JobRecord(0, path.name, [], path, state="")
 
 
@@ -107,7 +107,7 @@ def read_run(job: JobRecord) -> RunRecord:
     recorded = _read_overrides(path) or job.overrides
     config_dirs = [text.removeprefix("--config-dir=") for text in recorded if text.startswith("--config-dir=")]
     overrides = [text for text in recorded if not text.startswith("--")]
-    if not (path / RESULT).exists():  # the job waits, or was refused
+    if not (path / RESULT).exists():  # the job is waiting, or was refused
         return RunRecord(path, job.label, job.state or "not run", overrides, error=job.error or "")
     result = read_mapping(path / RESULT)
     settings = dotted(read_mapping(path / CONFIG)) if (path / CONFIG).exists() else {}
@@ -149,8 +149,8 @@ def read_trial(directory: Path) -> Trial:
         for key in overrides:
             values[key].add(others.get(key, ""))
     requested = _by_key(read_sweep(directory.parent).typed)
-    # The seed is always included, because a sweep is most often extended by seeds. A key whose override is a range is
-    # included as well: the first trial of a study is the only job so far.
+    # The seed is always included, because a sweep is most often extended by seeds. So is a key that has several values
+    # in the command, because the first trial of a study is the only job so far.
     varied = {
         key: sorted(found)
         for key, found in values.items()
@@ -164,7 +164,7 @@ def finished_jobs(jobs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def newest_record(parent: Path) -> Path | None:
-    """Return the newest sweep or run in a directory of them."""
+    """Return the newest sweep or run in a directory of sweeps and runs."""
     found = [path for name in (LEDGER, OVERRIDES) for path in parent.glob(f"*/{name}")]
     return max(found, key=lambda path: path.stat().st_ctime).parent if found else None
 
@@ -182,7 +182,7 @@ def newest_training_run(parent: Path) -> Path | None:
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings: return the values by dotted key. An empty mapping is a value."""
+    """Flatten nested mappings and return the values by dotted key. An empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in node.items():
         is_nested = isinstance(value, Mapping) and value

@@ -1,4 +1,4 @@
-"""The facts and the outcome of a run in result.json."""
+"""The file result.json: facts about a run, and its outcome."""
 
 import json
 import sys

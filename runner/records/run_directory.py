@@ -23,7 +23,7 @@ CONFIG, OVERRIDES, CHECKPOINTS = "config.yaml", "overrides.yaml", "checkpoints"
 
 @dataclass(frozen=True)
 class Request:
-    """How a job was requested: what a run directory records besides the configuration."""
+    """The request to run a job: the command that a run directory records besides the configuration, and options."""
 
     overrides: tuple[str, ...] = ()  # without run= and resume=
     config_dirs: tuple[str, ...] = ()  # custom directories; a later one takes precedence
@@ -31,15 +31,15 @@ class Request:
     directory: str | None = None  # of a sweep's job or of a resumed run; None creates a new one
     choices: Mapping[str, str] = field(default_factory=dict)  # the chosen option of each group
     pruner: Callable[[int, dict[str, float]], bool] | None = None  # (step, metrics) -> whether to prune the run
-    launch_overrides: tuple[str, ...] = ()  # for the processes that a launcher starts, if they differ from `overrides`
-    directory_file: str | None = None  # receives the path of the run directory as soon as that exists
+    launch_overrides: tuple[str, ...] = ()  # for a launcher's processes, if they differ from `overrides`
+    directory_file: str | None = None  # a file to which the path of the run directory is written
 
 
 class RunDirectory:
     """The files of one run. Only rank 0 writes; the other ranks have an instance with `writes=False`.
 
-    For a resumed run, the record of the previous attempt stays in place until training is about to start: call
-    `prepare`, then `commit` after everything was loaded, then `end`. A new run is committed immediately.
+    Call `prepare`, then `commit`, then `end`. A resumed run is committed after its checkpoint was loaded, so that the
+    record of the previous attempt remains until training is about to start. A new run is committed immediately.
     """
 
     def __init__(self, path: Path, writes: bool = True):
@@ -75,7 +75,7 @@ class RunDirectory:
         self.attempt = self._lock.attempt
 
     def check_lock(self) -> None:
-        """Raise JobFailed if another world has taken over the directory, which this world may no longer write to."""
+        """Raise JobFailed if another world has taken over the directory, so that this world must not write to it."""
         if self._is_lost():
             raise JobFailed(f"{self.path} has been taken over by another process, or its lock file has been removed")
 
@@ -85,7 +85,7 @@ class RunDirectory:
             self._lock = None
 
     def prepare(self, config: Any, request: Request, **facts: Any) -> None:
-        """Collect what is to be recorded, without writing it. `config` is a dataclass, `facts` are Result's fields."""
+        """Collect the content of the files without writing it. `config` is a dataclass, `facts` are Result's fields."""
         self.pruner, self.result = request.pruner, Result(**facts)
         if not self.writes:
             return
@@ -98,7 +98,7 @@ class RunDirectory:
         }
 
     def commit(self, first_step: int = 0) -> None:
-        """Write what was prepared, with the state running, over the previous attempt's record. Later calls do nothing.
+        """Write the prepared files, with the state running, over the previous attempt's record. Later calls do nothing.
 
         first_step: the step after which the run continues.
         """
@@ -117,9 +117,9 @@ class RunDirectory:
     def end(self, state: str, error: str | None = None) -> None:
         """Record the state in which the attempt ended, and the error if it failed.
 
-        An attempt that failed or was stopped before its first step restores the record of the previous one, so that a
-        finished run stays finished. If the previous attempt was killed and its record still has the state running,
-        the state becomes that of this attempt.
+        If a resumed run fails or is stopped before its first step, the record of the previous attempt is restored, so
+        that a finished run stays finished. If the previous attempt was killed and its record still has the state
+        running, that state is replaced by the state of this attempt.
         """
         if not self.is_committed and state in ("finished", "pruned"):
             self.commit()
@@ -149,7 +149,7 @@ class RunDirectory:
             write_result(self.path, asdict(self.result))
 
     def log_metrics(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
-        """Append a line to metrics.jsonl. Raises JobFailed if it cannot be written, and as `check_lock` does."""
+        """Append a line to metrics.jsonl. Raises JobFailed if it cannot be written, or if the lock is lost."""
         self.check_lock()
         if not self.writes:
             return
@@ -175,9 +175,9 @@ class RunDirectory:
                     self._replaced[METRICS] = text
 
     def evaluations(self, monitor: str) -> dict[int, float]:
-        """Return the monitored value of each evaluation in metrics.jsonl by step, NaN if it was not measured.
+        """Return the value of `monitor` by step for each evaluation in metrics.jsonl, NaN if it was not measured.
 
-        For the rank that writes.
+        Only the rank that writes may call it.
         """
         # Each evaluation logs the loss; a callback may log other val/... names.
         lines = [line for line in read_metrics(self.path) if LOSS in line or monitor in line]
@@ -188,7 +188,7 @@ class RunDirectory:
 
 
 def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
-    """Create outputs/name/<prefix><stamp>. If that exists, as for a run of the same second, a number is appended."""
+    """Create outputs/name/<prefix><stamp>. If it exists, as for two runs in one second, append a number."""
     parent = Path(outputs).absolute() / name
     parent.mkdir(parents=True, exist_ok=True)
     stamp = prefix + time.strftime("%Y%m%d-%H%M%S")

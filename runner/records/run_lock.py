@@ -1,7 +1,7 @@
 """The lock of a run directory: the file `holder-N.json`, which its owner creates atomically and touches regularly.
 
-The owner is dead if its process does not exist, on the same machine, or if it has not touched its file for a minute, on
-another machine. To take over the lock, a process creates the file with the next number; only one of several can.
+An owner on the same machine is dead if its process does not exist, an owner on another machine if it has not touched
+its file for a minute. To take over the lock, a process creates the file with the next number, which only one can do.
 """
 
 import json
@@ -27,7 +27,7 @@ _NAME = re.compile(r"holder-(\d+)\.json")
 
 
 class RunLock:
-    """A lock that this process owns until it calls `release` or exits. A thread touches the file.
+    """A lock that this process owns until it calls `release` or exits. A thread touches the file regularly.
 
     Raises FileExistsError if another process has created the file of this number; the creation is atomic, also on NFS.
     """
@@ -42,7 +42,7 @@ class RunLock:
         self._thread.start()
 
     def is_lost(self) -> bool:
-        """Return True if another process has taken over because this one seemed dead, as a suspended process does."""
+        """Return True if another process has taken over the lock, because this one was suspended and seemed dead."""
         if time.monotonic() - self._touched > 2 * HEARTBEAT_S:
             self._touch()
         return self._lost
@@ -70,9 +70,9 @@ class RunLock:
 def lock_directory(directory: Path, previous: int | None = None, **fields: Any) -> RunLock:
     """Lock the directory for a new attempt, and record the attempt of an owner that has died.
 
-    previous: the number of this world's previous attempt, if its agent has terminated and restarted the world. Its lock
-    is taken over without a check. fields: of the new Attempt. Raises InputError that names the owner if another
-    process owns the lock.
+    previous: the number of this world's previous attempt, if its agent has restarted the world. The lock of that
+    attempt is taken over without a check. fields: the fields of the new Attempt. Raises InputError, which names the
+    owner, if another process owns the lock.
     """
     while True:
         before = _lock_files(directory)
@@ -82,14 +82,14 @@ def lock_directory(directory: Path, previous: int | None = None, **fields: Any) 
             owner = f"process {facts.get('pid')} on {facts.get('host')} ({facts.get('user')})"
             since = f"since {facts.get('started')}; wait for it, or end it first"
             raise InputError(f"{directory} has been locked by {owner} {since}")
-        # Numbers are unique, so the file name of a stalled owner is never used again.
+        # Attempt numbers are unique, so the file name of an owner that was taken for dead is never reused.
         number = max([newest, *(attempt.number for attempt in read_attempts(directory))]) + 1
         try:
             lock = RunLock(directory, Attempt(number, **fields))
-        except FileExistsError:  # another process was faster; check whether it is alive
+        except FileExistsError:  # another process has just created it; check whether that process is alive
             continue
         if _lock_files(directory).keys() - {*before, number}:
-            # Another process has locked the directory after a dead lock was taken over and released.
+            # Meanwhile one process has taken over and released the dead lock, and another has locked the directory.
             lock.release()
             continue
         for dead in before.values():

@@ -17,9 +17,9 @@ Cells = list[list[str]]
 
 
 def text_table(cells: Sequence[Sequence[str]], for_log: bool = False) -> str:
-    """Return the table as lines of text, as wide as the terminal, or with `for_log` `WIDTH` characters wide.
+    """Return the table as text, as wide as the terminal; `WIDTH` characters with `for_log` or without a terminal.
 
-    Columns of numbers are aligned at the right. Cells are not parsed as markup, because errors may contain brackets.
+    Columns of numbers are right-aligned. Cells are not parsed as markup, because errors may contain brackets.
     """
     table = Table(box=None, pad_edge=False)
     for name, *column in zip(*cells, strict=True):

@@ -24,7 +24,7 @@ from runner.records.ledger import JobRecord
 from runner.records.records import dotted
 
 MAX_LABEL_LENGTH = 64
-LOCATION_KEYS = ("resume", "outputs")  # the place of a job does not distinguish it
+UNCOMPARED_KEYS = ("resume", "outputs")  # jobs that differ only in their location are the same job
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ class Composer:
 
 
 def complete_overrides(job: Sequence[str]) -> list[str]:
-    """Return the overrides with which a job is composed, including those of the run that its `run=` names."""
+    """Return the overrides with which a job is composed, including the recorded ones of the run that `run=` names."""
     # The custom directories that this run recorded apply to the whole sweep, and are on the search path.
     return add_recorded(list(job), searched_dirs(), multirun=False).overrides
 
 
 def first_job(overrides: Sequence[str], loader: ConfigLoader) -> list[str]:
-    """Return the overrides with the first value of each sweep, which compose before the jobs are known."""
+    """Return the overrides with the first value of each swept key, to compose before the jobs are known."""
     parser = OverridesParser.create(config_loader=loader)
     job = []
     for text in overrides:
         try:
             override = parser.parse_overrides([text])[0]
         except HydraException:
-            job.append(text)  # composing reports the error in its grammar
+            job.append(text)  # the composition reports the syntax error
             continue
         if override.is_hydra_override() or not override.is_sweep_override():
             job.append(text)
@@ -89,7 +89,7 @@ def first_job(overrides: Sequence[str], loader: ConfigLoader) -> list[str]:
 
 
 def first_value(override: Override) -> Any:
-    """Return the first value of a sweep; None if there is no value, as in range(0)."""
+    """Return the first value of a swept key; None if it has no value, as with range(0)."""
     value = override.value()
     return value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()), None)
 
@@ -97,8 +97,8 @@ def first_value(override: Override) -> Any:
 def combine(overrides: Sequence[Override], zipped: Any) -> list[list[str]]:
     """Return the overrides of each job of a grid.
 
-    zipped: keys whose values change together, or a list of such lists. Raises InputError if keys cannot be zipped, or
-    if there is no job.
+    zipped: a list of keys whose values change together, or a list of such lists. Raises InputError if keys cannot be
+    zipped, or if a key has no values.
     """
     values = {override.get_key_element(): _values(override) for override in overrides}
     groups = _zipped_groups(zipped, values)
@@ -110,7 +110,7 @@ def combine(overrides: Sequence[Override], zipped: Any) -> list[list[str]]:
     jobs = [[text for texts in entry for text in texts] for entry in itertools.product(*axes)]
     if not jobs:
         empty = next(override for override in overrides if not values[override.get_key_element()])
-        raise InputError(f"{empty.input_line} has no values, so that there is no job; give at least one")
+        raise InputError(f"{empty.input_line} has no values, so that there is no job; add at least one value")
     return jobs
 
 
@@ -141,7 +141,7 @@ def _zipped_groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]
 
 
 def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer) -> list[Job]:
-    """Return the jobs whose configuration none of the recorded jobs has, with new numbers."""
+    """Return the jobs whose configuration differs from that of every recorded job, with new numbers."""
 
     def identity(job: Sequence[str]) -> str:
         return json.dumps(flatten(composer.compose(job)[0]), sort_keys=True)
@@ -156,10 +156,10 @@ def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], compos
 def check_shared(
     directory: Path, recorded: Sequence[JobRecord], shared: dict[str, Any], config: Config, swept: Sequence[str]
 ) -> None:
-    """Raise InputError if files or overrides have changed a value that all recorded jobs share.
+    """Raise InputError if a value that all recorded jobs share has changed, in a file or by an override.
 
-    config: one job of this command. swept: the keys that have several values in this command. These keys, and those
-    that differ between the recorded jobs, may have new values.
+    config: the configuration of one job of this command. swept: the keys that have several values in this command.
+    These keys, and the keys that differ between the recorded jobs, may have new values.
     """
     now, varying = flatten(config), _prefixes([*varying_keys([job.overrides for job in recorded]), *swept])
     changed = [
@@ -189,8 +189,8 @@ def _prefixes(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return the values that define a job, by dotted key."""
-    return dotted({key: value for key, value in asdict(config).items() if key not in LOCATION_KEYS})
+    """Return the values that identify a job, by dotted key."""
+    return dotted({key: value for key, value in asdict(config).items() if key not in UNCOMPARED_KEYS})
 
 
 def varying_keys(jobs: Sequence[Sequence[str]]) -> list[str]:
@@ -208,5 +208,5 @@ def make_label(number: int, job: Sequence[str], varying: Sequence[str]) -> str:
 
 
 def _short(value: str) -> str:
-    """Round the long numbers that a sampler draws to four digits."""
+    """Return the value; a long number, as a sampler draws it, is rounded to four digits."""
     return f"{float(value):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e[-+]?\d+)?", value) else value

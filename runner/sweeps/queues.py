@@ -1,4 +1,4 @@
-"""Jobs of a sweep that a queue runs: checks before the submission, the submission, and their state afterwards."""
+"""Jobs of a sweep that a queue runs: their checks, their submission, and their state afterwards."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ def check_launchers(
 ) -> tuple[bool, bool]:
     """Return whether the jobs are for a queue, and whether they are only printed.
 
-    jobs: the configuration of each, with the chosen option of each group. adds_jobs: the sweeper needs results before
-    it adds jobs. Raises InputError if the launchers cannot be used in this sweep, and if a queued job could not run in
-    its world.
+    jobs: the configuration of each job, with the chosen option of each group. adds_jobs: the sweeper needs results
+    before it adds jobs. Raises InputError if the launchers cannot be used in this sweep, or if a queued job could not
+    run with its world size.
     """
     from runner.launchers.launch import check_ahead, check_queueable, make_launcher
 
@@ -63,12 +63,12 @@ def check_launchers(
 def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, record: Callable[..., None]) -> bool:
     """Submit the jobs, as many at once as their queue accepts. Return True if they may still be in the queue.
 
-    record(job, state, **facts) is called for each submitted job. Raises InputError if no job was accepted, and
-    JobFailed with a printed message if only some were, or if the queue may have accepted some without an answer.
+    record(job, state, **facts) is called for each submitted job. Raises InputError if no job was accepted. Prints a
+    message and raises JobFailed if only some were accepted, or if the queue did not respond and may have accepted some.
     """
     from runner.launchers.launch import make_launcher
 
-    groups: dict[str, list[tuple[Job, Config, Request]]] = {}  # a submission has one set of launcher options
+    groups: dict[str, list[tuple[Job, Config, Request]]] = {}  # by launcher options
     for each in queued:
         groups.setdefault(json.dumps(each[1].launcher, sort_keys=True, default=str), []).append(each)
     queues, num_queued = [], 0
@@ -116,9 +116,9 @@ def find_unfinished(path: Path, recorded: Sequence[JobRecord], num_added: int) -
 
 
 def read_jobs_and_queues(directory: Path) -> list[JobRecord]:
-    """Return the jobs of the ledger. A job that has left its queue without an outcome has failed.
+    """Return the jobs of the ledger. The state of a job that left its queue without an outcome is failed.
 
-    The ledger stands if a queue cannot be queried on this machine.
+    If a queue cannot be queried on this machine, the states are those of the ledger.
     """
     try:
         ended = find_ended([job for job in read_ledger(directory) if job.state in UNDECIDED])
@@ -138,10 +138,10 @@ def read_jobs_and_queues(directory: Path) -> list[JobRecord]:
 def _queue_class(target: str) -> type[Queue]:
     """Return the class of a queue. Raises InputError unless an option of `launcher` names it.
 
-    The ledger is data, possibly of another user, and must not choose what is imported.
+    The ledger is data, possibly of another user, so it must not select code that is imported.
     """
     tree = ConfigTree([*map(Path, searched_dirs()), CONF])
     targets = [tree.merged("launcher", option).targets.get("") for option in tree.groups["launcher"]]
     if target not in targets:
-        raise InputError(f"jobs are in a queue of {target}, which no launcher has; add --config-dir=DIR that has it")
+        raise InputError(f"{target} has queued jobs, but no option of launcher names it; add its --config-dir=DIR")
     return cast(type[Queue], locate(target))

@@ -27,13 +27,13 @@ MAX_METRICS = 3  # columns of the table
 
 
 def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -> tuple[str | None, int]:
-    """Run a sweep. Return its directory, None if it was only printed, and the exit status.
+    """Run a sweep. Return its directory (None if the jobs were only printed) and the exit status.
 
-    command: recorded as the command that has started the sweep. Raises InputError with nothing written, and Preempted.
+    command: the command to record. Raises InputError if the input is wrong, and Preempted if a signal stops the sweep.
     """
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
-    # Hydra itself would compose without the swept keys, and then not know the keys of a swept option.
+    # Hydra itself would compose without the swept keys, and then reject keys that only a swept option defines.
     first = first_job(arguments.overrides, GlobalHydra.instance().config_loader())
     base = compose(first)
     launcher = str(base.hydra.runtime.choices["hydra/launcher"])
@@ -53,7 +53,7 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
         if sweep.is_new and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path))):
             shutil.rmtree(path)
         raise
-    except InstantiationException as error:  # of the sweeper or of Hydra's launcher; a job's own is its failure
+    except InstantiationException as error:  # in the sweeper or Hydra's launcher; one in a job fails only that job
         key = str(error).rpartition("full_key: ")[2].strip()
         raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
     except SystemExit as error:
@@ -66,7 +66,7 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
 
 
 def _finish(sweep: Sweep) -> int:
-    """Submit the jobs that are for a queue, or print the table of the jobs. Return the exit status."""
+    """Submit the queued jobs, or else print the table of the jobs. Return the exit status."""
     try:
         is_waiting = submit(sweep.queued, Path(str(sweep.directory)), sweep.write_state)
     except JobFailed as error:
@@ -87,13 +87,13 @@ def _finish(sweep: Sweep) -> int:
 def print_summary(directory: Path) -> bool:
     """Print the outcome of the jobs. Return True if any is not finished or pruned."""
     jobs = read_jobs_and_queues(directory)
-    left_out: list[str] = []
-    runs = read_jobs(directory, "run", read_jobs_and_queues, left_out)
+    skipped: list[str] = []
+    runs = read_jobs(directory, "run", read_jobs_and_queues, skipped)
     known = {name for job in jobs for name in job.metrics}
     print(f"\n{job_table(jobs, main_metrics(monitors_of(runs), known)[:MAX_METRICS])}\n", flush=True)
     if report := closing(runs):
         print(f"{report}\n", flush=True)
-    for line in left_out:
+    for line in skipped:
         print(line, flush=True)
     for job in jobs:
         if job.state == "failed":
@@ -106,7 +106,7 @@ def print_summary(directory: Path) -> bool:
 
 
 def job_table(jobs: Sequence[JobRecord], metrics: Sequence[str] = ()) -> str:
-    """Return a table with a line per job: its state, these of its metrics, and one line of its error."""
+    """Return a table with a row per job: its state, its values of `metrics`, and one line of its error."""
     cells = [["job", "state", *metrics, "why"]]
     for job in jobs:
         error = (job.error or "").strip().splitlines() or [""]

@@ -13,7 +13,7 @@ from runner.jobs.process_tuning import begin_imports, tune_process
 
 
 def main() -> int:
-    """Run the job that standard input describes. Return the exit status that the job would have by itself."""
+    """Run the job that standard input describes. Return the exit status that it would have as a separate command."""
     # A pipe to which only the sweep's process writes. It stays open until that process exits.
     config, request, cores, gpus = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_sweep, daemon=True, name="sweep").start()
@@ -26,9 +26,9 @@ def main() -> int:
 
 
 def confine(cores: list[int], gpus: list[int]) -> None:
-    """Confine this process and its children to these cores, and to these GPUs of those that the sweep's process sees.
+    """Confine this process and its children to these cores, and to these of the GPUs that the sweep's process sees.
 
-    The process must not have used CUDA yet.
+    Must be called before the process uses CUDA.
     """
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -39,9 +39,9 @@ def confine(cores: list[int], gpus: list[int]) -> None:
 
 
 def _die_with_sweep() -> None:
-    while os.read(sys.stdin.fileno(), 1):  # not sys.stdin itself, which a thread must not read while Python exits
+    while os.read(sys.stdin.fileno(), 1):  # not with sys.stdin.read, which would lock sys.stdin while Python exits
         pass
-    # Immediately and with all ranks: a resumed sweep may start this job again.
+    # Kill all ranks immediately, because a resumed sweep may start this job again.
     os.killpg(0, signal.SIGKILL)
 
 

@@ -25,12 +25,12 @@ from runner.sweeps.jobs import Job
 from runner.sweeps.sweep import Sweep
 
 POLL_S = 0.02
-SAVE_TIMEOUT_S = 30.0  # for jobs that were signaled to save and stop
+SAVE_TIMEOUT_S = 30.0  # for jobs to save and exit after a signal
 
 
 @dataclass
 class RunningJob:
-    """A job, its slots and its process."""
+    """A running job with its slots and its process. `stderr` is a file that receives its standard error."""
 
     job: Job
     slots: list[int]
@@ -49,7 +49,7 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
         )
     for config in configs:
         if config.debug:
-            raise InputError("debug=true needs the process of the terminal; remove it, or hydra/launcher=slots")
+            raise InputError("debug=true needs a process with a terminal; remove it, or hydra/launcher=slots")
         if (ranks := count_ranks(config)) > slots:
             raise InputError(
                 f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher.slots={slots}; "
@@ -67,8 +67,8 @@ def run_in_slots(
 ) -> None:
     """Run the jobs in their order on the slots, and record their outcomes in the ledger.
 
-    jobs: the overrides of each job, of which the first has position `first` in the sweep. Raises SystemExit(143) after
-    a signal, when the running jobs have saved.
+    jobs: the overrides of each job. first: the position of the first of them in `sweep.jobs`. Raises SystemExit(143)
+    after a signal, once the running jobs have saved and exited.
     """
     from runner.config.compose import checked
 
@@ -119,19 +119,19 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
 
 
 def _start(sweep: Sweep, job: Job, slots: list[int], description: bytes) -> RunningJob:
-    stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the job has ended
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _record_outcome
     sweep.write_state(job, "running", slots=slots)
     process = subprocess.Popen(
         [sys.executable, "-m", "runner.sweeps.slot_process"],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # the job's log.txt has it
+        stdout=subprocess.DEVNULL,  # the same lines are in the job's log.txt
         stderr=stderr,
         start_new_session=True,  # only this process receives Ctrl-C, and it can kill the job's whole group
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(description)
-        process.stdin.flush()  # it stays open: the end of the file signals the job that this process has died
+        process.stdin.flush()  # stays open: at its end of file, the job detects that this process has died
     return RunningJob(job, slots, process, stderr)
 
 

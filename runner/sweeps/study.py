@@ -26,7 +26,7 @@ from runner.sweeps.sweep import Sweep
 FAILED = ("failed", "refused")  # such a trial is not run again
 JOURNAL = "study.journal"
 
-Trial = tuple[Job, TrialPruner]
+JobWithPruner = tuple[Job, TrialPruner]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Study:
     study: Any = None
 
     def open(self, directory: Path) -> None:
-        """Open or create the study of the sweep in this directory. Raises InputError if the options do not fit it."""
+        """Open or create the study of the sweep in this directory. Raises InputError if the options do not match it."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -58,7 +58,7 @@ class Study:
             )
         except InstantiationException as error:
             raise InputError(f"hydra.sweeper.{name}: {str(error).splitlines()[0]}") from None
-        except Exception as error:  # databases have their own classes
+        except Exception as error:  # each database has its own exception classes
             raise InputError(f"hydra.sweeper.storage={options.storage}: {first_line(error)}") from None
         name, known = self.study.study_name, self.study.direction.name.lower()
         if known != direction:
@@ -77,7 +77,7 @@ class Study:
         seed = options.sampler.get("seed")
         self.study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + num_trials}))
 
-    def next_trials(self) -> list[Trial]:
+    def next_trials(self) -> list[JobWithPruner]:
         """Return the trials that were interrupted, or else at most `n_jobs` new ones; none after `n_trials`."""
         self.report_outcomes()
         jobs = read_ledger(Path(str(self.sweep.directory)))
@@ -93,9 +93,9 @@ class Study:
         return trials
 
     def report_outcomes(self) -> None:
-        """Report every trial that has ended to the study.
+        """Report the outcomes of all ended trials to the study.
 
-        Raises InputError if jobs have finished, and none of them has the metric.
+        Raises InputError if jobs have finished, but none of them has the metric.
         """
         from optuna.trial import TrialState
 
@@ -116,7 +116,7 @@ class Study:
             else:
                 self.study.tell(job.trial, state=TrialState.PRUNED if job.state == "pruned" else TrialState.FAIL)
 
-    def _with_pruner(self, job: Job, trial: int | None) -> Trial:
+    def _with_pruner(self, job: Job, trial: int | None) -> JobWithPruner:
         pruner: Any = OmegaConf.to_container(self.options.pruner)
         assert trial is not None and self.options.storage is not None
         return job, TrialPruner(self.options.storage, self.study.study_name, trial, self.options.metric, pruner)
@@ -127,7 +127,7 @@ def run_study(
 ) -> None:
     """Run the trials. All ranks must call it. Raises InputError, with nothing written, for invalid options.
 
-    check: what the launcher requires of the jobs; it raises InputError.
+    check: the check of the jobs by Hydra's launcher, which raises InputError.
     """
     texts = [*(f"{key}={value}" for key, value in options.params.items()), *sweep.arguments]
     try:

@@ -20,7 +20,7 @@ DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
 @dataclass
 class Options:
-    """conf/hydra/sweeper/optuna.yaml. `check_options` sets a metric and a direction that are null there."""
+    """The options of conf/hydra/sweeper/optuna.yaml. `check_options` replaces a metric or direction that is null."""
 
     metric: str
     direction: str
@@ -61,18 +61,18 @@ def choose_metric(metric: str | None, direction: str | None, config: Config) -> 
         raise InputError(f"hydra.sweeper.direction={direction} must be minimize or maximize")
     declared, others = declared_monitors(config)
     losses = getattr(locate(config.objective["_target_"]), "losses", ())
-    ends = {monitor.name: str(monitor.direction) for monitor in (*declared, *others)}
-    ends |= dict.fromkeys([*(f"{split}/{loss}" for loss in losses for split in ("val", "train")), "train/loss"], "min")
+    best = {monitor.name: str(monitor.direction) for monitor in (*declared, *others)}
+    best |= dict.fromkeys([*(f"{split}/{loss}" for loss in losses for split in ("val", "train")), "train/loss"], "min")
     name = metric or config.monitor or declared[0].name
     if direction is None:
-        known = next((known for known in ends if f"{name}/".startswith(f"{known}/")), "")  # val/f1 of val/f1/macro
-        end = (config.monitor_direction if name == config.monitor else None) or ends.get(known)
-        if end is None:
+        known = next((known for known in best if f"{name}/".startswith(f"{known}/")), "")  # val/f1 of val/f1/macro
+        max_or_min = (config.monitor_direction if name == config.monitor else None) or best.get(known)
+        if max_or_min is None:
             raise InputError(
                 f"hydra.sweeper.direction=null: cannot infer whether {name} is to be minimized or maximized"
-                f"{did_you_mean(name, list(ends))}; set minimize or maximize"
+                f"{did_you_mean(name, list(best))}; set minimize or maximize"
             )
-        direction = DIRECTIONS[end]
+        direction = DIRECTIONS[max_or_min]
     return name, direction
 
 
@@ -97,9 +97,9 @@ def distribution(override: Override) -> Any:
 
 @dataclass
 class TrialPruner:
-    """Reports a trial's metric to its study, and returns whether the study's pruner stops it. Pickled before use.
+    """Reports a trial's metric to its study, and returns True if the study's pruner stops the trial.
 
-    Only rank 0 calls it, in whichever process that is.
+    Only rank 0 calls it, possibly in another process, for which it is pickled before the first call.
     """
 
     storage: str
@@ -123,7 +123,7 @@ class TrialPruner:
             )
             recorded = study.get_trials(deepcopy=False)[self.trial]
             self._trial = optuna.trial.Trial(study, recorded._trial_id)
-            self._reported_steps = set(recorded.intermediate_values)  # by earlier attempts of a resumed run
+            self._reported_steps = set(recorded.intermediate_values)  # those of earlier attempts
         if step not in self._reported_steps:
             self._trial.report(metrics[self.metric], step)
             self._reported_steps.add(step)

@@ -1,4 +1,4 @@
-"""A sweep: it checks its jobs, creates or resumes its directory, and runs each job."""
+"""A sweep: the checks of its jobs, its new or resumed directory, and the execution of each job."""
 
 import json
 from collections.abc import Callable
@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # imports torch
 
 @dataclass
 class Sweep:
-    """The task function that Hydra's launchers call for each job, and may pickle.
+    """The task function that Hydra's launchers call for each job. Some of them pickle it.
 
     Attributes:
         directory: The directory of the sweep; None until a new one is created.
         arguments: The overrides of the sweep, with several values for some keys, but without those of Hydra.
-        jobs: The jobs that are left, in the order in which they run, by Hydra's job.num.
-        queues: The jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
-        is_new: This process has created the directory.
+        jobs: The remaining jobs, in the order in which they run; Hydra's job.num is an index of this list.
+        queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
+        is_new: True if this process has created the directory.
         pruners: The pruners of a study's jobs, by job number.
     """
 
@@ -62,8 +62,8 @@ class Sweep:
     ) -> None:
         """Compose and check every job, then create or resume the sweep's directory, and set `jobs`.
 
-        Raises InputError, with nothing written, if a job has a value that is invalid by itself. Values that only do not
-        fit together are a failure of that job. All ranks must call it.
+        Raises InputError, with nothing written, if a job has a value that is invalid by itself. A job whose values do
+        not fit together is refused when it starts. All ranks must call it.
 
         Args:
             jobs: The overrides of each job.
@@ -107,12 +107,12 @@ class Sweep:
 
         self.directory, planned = json.loads(self.broadcast("sweep", plan))
         self.jobs = [Job(**job) for job in planned]
-        with open_dict(master):  # Hydra's launchers create the directory of these two keys
+        with open_dict(master):  # Hydra's launchers create the directory that these two keys name
             master.hydra.overrides.hydra += [f"hydra.sweep.dir='{self.directory}'", "hydra.sweep.subdir=."]
             master.hydra.sweep.dir = self.directory
 
     def join(self) -> "World":
-        """Return the world of several ranks that run the sweep together."""
+        """Join the world of the ranks that run the sweep together, and return it."""
         from runner.distributed.rendezvous import join
 
         return join(self.rank_info, as_backend(self.backend))
@@ -137,7 +137,7 @@ class Sweep:
         hydra = HydraConfig.get()
         position, overrides = int(hydra.job.num), list(hydra.overrides.task)
         job = self.jobs[position]
-        add_to_path(self.record.config_dirs)  # the process of a launcher has not imported from them yet
+        add_to_path(self.record.config_dirs)  # a process of Hydra's launcher has not added them yet
         if self.rank_info.rank == 0 and not self.queues:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         request = self.request(job, overrides, dict(hydra.runtime.choices))

@@ -46,8 +46,8 @@ class CollectiveCall:
 def make_call(operation: str, rank: int, n: int, per_rank: int, device: torch.device) -> CollectiveCall:
     """Return the call of this rank, one of `n`. The whole data has `per_rank` float32 values for each rank.
 
-    If rank r sends a single value, it sends r + 1. The root is the last rank, so that a collective which ignores its
-    root and uses rank 0 fails the check.
+    If rank r sends equal values to all ranks, the value is r + 1. The root is the last rank, so that a collective that
+    ignores its root and uses rank 0 fails the check.
     """
 
     def filled(parts: Iterable[float], size: int) -> Tensor:
@@ -63,7 +63,7 @@ def make_call(operation: str, rank: int, n: int, per_rank: int, device: torch.de
     ring = [dist.P2POp(dist.isend, whole, (rank + 1) % n), dist.P2POp(dist.irecv, to_whole, (rank - 1) % n)]
 
     def send_recv() -> None:
-        # In one batch: on GPUs a send waits for its receiver, so a ring of single calls would deadlock.
+        # In one batch, because on GPUs a send waits for its receiver, so separate calls in a ring would deadlock.
         for work in dist.batch_isend_irecv(ring):
             work.wait()
 
@@ -85,8 +85,8 @@ def make_call(operation: str, rank: int, n: int, per_rank: int, device: torch.de
 class Measurement(NamedTuple):
     """The time of one collective in seconds, and its bandwidths in 10^9 bytes per second.
 
-    As in nccl-tests, the number of bytes is the size of the whole data: the data of all ranks after a gather or before
-    a scatter. The bus bandwidth is that of the slowest link, which allows comparing operations and world sizes.
+    As in nccl-tests, the number of bytes is the size of the whole data: that of all ranks after a gather or before a
+    scatter. The bus bandwidth is that of the busiest link; it can be compared across operations and world sizes.
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
 
@@ -107,9 +107,9 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 class Collectives(JobTask):
-    """Checks and times `operations` with messages of `sizes` bytes, on the backend and world of the configuration.
+    """Checks and times `operations` on data of `sizes` bytes, with the backend and world of the configuration.
 
-    Each is timed `repeats` times after `warmup` calls. A time is that of the slowest rank; the result is the median.
+    After `warmup` calls, each operation is timed `repeats` times. The result is the median of the slowest rank's times.
     """
 
     needs_experiment = False
@@ -161,7 +161,7 @@ class Collectives(JobTask):
         call = _prepare(operation, size, world)
         seconds = [_time(call, world) for _ in range(self.warmup + self.repeats)][self.warmup :]
         slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # on the CPU, where every backend has a control plane
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # on the CPU, which the process group of every backend supports
         median = statistics.median(slowest.tolist())
         rate = call.num_bytes / median / 1e9
         return Measurement(operation, call.num_bytes, median, rate, rate * bus_factor(operation, world.world_size))
@@ -170,9 +170,9 @@ class Collectives(JobTask):
 def check(operation: str, world: World) -> str | None:
     """Return the backend's error if it does not support the collective; None if the values are correct.
 
-    If a rank has wrong values, raises RuntimeError that names it on all ranks. All ranks must call it.
+    If a rank has wrong values, all ranks raise RuntimeError, which names that rank. All ranks must call it.
     """
-    call = _prepare(operation, 4 * 3 * world.world_size, world)  # three numbers per rank
+    call = _prepare(operation, 4 * 3 * world.world_size, world)  # three values per rank
     unsupported, wrong = list[str](), list[str]()
     try:
         call.call()
@@ -196,7 +196,7 @@ def _prepare(operation: str, size: int, world: World) -> CollectiveCall:
 
 
 def _time(call: CollectiveCall, world: World) -> float:
-    """Return this rank's seconds for one call after a barrier."""
+    """Return the time of one call on this rank in seconds, measured after a barrier."""
     world.collectives.sum(torch.zeros(1))
     _synchronize(world.device)
     start = time.perf_counter()

@@ -37,7 +37,7 @@ class Cell:
     mode: str
     world_size: int
     metrics: dict[str, float] = field(default_factory=dict)
-    micro_batches: int | None = None  # if it is not the configured number
+    micro_batches: int | None = None  # None for the configured number
     difference: float | None = None  # the largest difference of a weight from parallel=none after the same steps
     remark: str = ""  # why the mode was skipped, or how it failed
 
@@ -76,7 +76,7 @@ class Compare(LaunchingTask):
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Measure every cell, log and save the table, and return each cell's samples per second.
 
-        All ranks must call it. Raises InputError for a mode or world size that does not exist.
+        All ranks must call it. Raises InputError for an unknown mode or an invalid world size.
         """
         cells = _cells(config, rank_info)
         world = join(rank_info, as_backend(config.backend))
@@ -104,7 +104,7 @@ class Compare(LaunchingTask):
 
 
 def _cells(config: Config, rank_info: RankInfo) -> list[Cell]:
-    from runner.config.compose import options_of  # the command line loads tasks before it composes
+    from runner.config.compose import options_of  # the command line imports tasks before it composes
 
     known = options_of("parallel")
     modes = config.compare.modes if config.compare.modes is not None else known
@@ -116,7 +116,7 @@ def _cells(config: Config, rank_info: RankInfo) -> list[Cell]:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
     cells = [Cell(mode, size) for size in sizes for mode in modes]
     reference = Cell("none", 1)
-    # The reference comes first. An existing world of several ranks has no reference of one process.
+    # The reference, a world of one process, comes first. An existing world of several ranks cannot run it.
     if rank_info.world_size == 1:
         cells = [reference, *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
     return cells
@@ -151,9 +151,9 @@ def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> N
 
 
 def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info: RankInfo) -> None:
-    """Set the difference of each cell from parallel=none in one process, which is the first cell.
+    """Set the difference of each cell from the reference, the first cell: parallel=none in one process.
 
-    A mode that uses more micro-batches, such as a pipeline, is compared with a reference that uses as many.
+    A mode with more micro-batches, such as pipeline, is compared with a reference of the same number of micro-batches.
     """
     references = {cells[0].metrics["micro_batches"]: cells[0]}
     for cell in [cell for cell in cells if cell.metrics]:

@@ -40,10 +40,10 @@ class Evaluate(JobTask):
 def restore_run(
     config: Config, experiment: Experiment, world: World, directory: RunDirectory
 ) -> tuple[ParallelModel, TrainState]:
-    """Return the model with the weights that `config.run` evaluated, and their progress. All ranks must call it."""
+    """Return the model with the weights that `config.run` evaluated, and their position. All ranks must call it."""
     assert config.run is not None
     parallel_model = experiment.parallel.prepare(experiment.recipe, world)
-    checkpoints, is_own_weights = Path(config.run) / CHECKPOINTS, config.ema.decay is None
-    progress = restore_evaluated(checkpoints, parallel_model, world, config.checkpoint.load, is_own_weights)
+    checkpoints, unaveraged = Path(config.run) / CHECKPOINTS, config.ema.decay is None
+    progress = restore_evaluated(checkpoints, parallel_model, world, config.checkpoint.load, unaveraged)
     directory.result.step, directory.result.epoch = progress.step, progress.epoch
     return parallel_model, progress

@@ -1,4 +1,4 @@
-"""task=export: the trained model of a run as a file for other programs, and a JSON file that describes it."""
+"""task=export: the trained model of a run as a file for other programs, with a JSON file that describes it."""
 
 import contextlib
 import inspect
@@ -46,7 +46,7 @@ class Export(LaunchingTask):
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Write the file and print its path. All ranks must call it.
 
-        Raises InputError if the model cannot be exported or the file differs from the model. No file is left then.
+        Raises InputError, and leaves no file, if the model cannot be exported or the file differs from the model.
         """
         backend = as_backend(config.backend)
         world = join(rank_info, backend)
@@ -74,7 +74,7 @@ def _export(config: Config, request: Request) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as partial:
         lines = _write(config, request, trained, Path(partial) / path.name)
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
-            file.replace(path.parent / file.name)  # last the file itself, which marks completion
+            file.replace(path.parent / file.name)  # the file itself comes last, to mark completion
     model = f"{request.choices['model']}, {sum(p.numel() for p in trained.model.parameters()):,} parameters"
     print(f"export   {model}, {run.name} after step {trained.progress.step}", *lines, sep="\n")
     print(f"written  {path}, {path.name}.json", flush=True)
@@ -101,7 +101,7 @@ def _write(config: Config, request: Request, trained: Trained, path: Path) -> li
     model, kind = trained.model, config.export.format
     facts = _facts(config, request, trained)
     lines: list[str] = []
-    examples: list[exported.Example] = []  # of several samples, and of one
+    examples: list[exported.Example] = []  # with several samples, and with one
     try:
         dataset = load_split(config, request.choices, World(RankInfo(), None, as_backend(config.backend)), config.split)
         for num_samples in (min(NUM_SAMPLES, len(dataset)), 1):
@@ -140,7 +140,7 @@ def _write_program(
     """
     kind = config.export.format
     batch, program = None, None
-    with contextlib.suppress(Exception):  # tracing has many kinds of errors; a batch of one sample may still work
+    with contextlib.suppress(Exception):  # tracing raises many types of errors; a batch of one sample may still work
         program = exported.trace(model, examples[0], any_batch=True) if examples[0].num_samples > 1 else None
     if program is None:
         batch, examples = 1, examples[1:]
@@ -148,7 +148,7 @@ def _write_program(
         run = exported.PROGRAM_WRITERS[kind](program or exported.trace(model, examples[0], any_batch=False), path)
         found = [exported.difference(run(each), tensors(each.run(model))) for each in examples]
     except Exception as error:
-        # Each part of a tracer or backend has its own errors for unsupported models.
+        # Each part of a tracer or backend raises other exceptions for unsupported models.
         reason = f"export.format={kind}: the export of the model failed{failed_with(error)}"
         if kind == "onnx" and config.precision == "fp64":
             raise InputError(f"{reason}; onnxruntime lacks float64 operators: try precision=fp32") from None
@@ -156,7 +156,7 @@ def _write_program(
     allowed = config.export.tolerance
     if allowed is None:
         allowed = TOLERANCES[next((p.dtype for p in model.parameters()), torch.float32)]
-    largest = torch.tensor(found, dtype=torch.float64).max().item()  # NaN if one is
+    largest = torch.tensor(found, dtype=torch.float64).max().item()  # NaN if any is NaN
     if not largest <= allowed:
         raise InputError(
             f"export.tolerance={allowed:g}: the outputs of the exported program differ from the model's by "

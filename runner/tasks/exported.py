@@ -1,4 +1,4 @@
-"""Writers of the export formats, and example calls of a model, with which a written program is compared with it."""
+"""Writers of the export formats, and example calls, on which an exported program is compared with the model."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ class Example:
 def make_example(
     config: Config, choices: Mapping[str, str], model: nn.Module, dataset: Source, num_samples: int
 ) -> Example:
-    """Return the call with the first samples. Raise InputError if the objective does not call the model with them."""
+    """Return the model's call for the first samples. Raise InputError if the objective does not call the model."""
     dtype = Precision(config.precision, torch.device("cpu")).parameter_dtype
     objective = make_objective(config, choices, make_parallel(config, choices))
     if isinstance(objective, nn.Module):
@@ -69,7 +69,7 @@ def make_example(
 
 
 def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
-    """Return name, dtype and shape of each tensor of a pytree. The dim of the samples is called "batch"."""
+    """Return name, dtype and shape of each tensor of a pytree. The size of the sample dim is given as "batch"."""
     return [
         {
             "name": path.removeprefix(".") or "outputs",
@@ -81,10 +81,10 @@ def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
 
 
 def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
-    """Write the tensors of the state dict; of tied tensors, which share their memory, only the first.
+    """Write the tensors of the state dict. Of tied tensors, which share their memory, only the first is written.
 
-    Return the names of the others, each with the name of the first. Raise ValueError if safetensors does not support a
-    tensor, or if the file does not read back as it was written.
+    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if safetensors does
+    not support a tensor, or if the file read back differs from the tensors.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
@@ -113,7 +113,7 @@ def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
 
 
 def trace(model: nn.Module, example: Example, any_batch: bool) -> torch.export.ExportedProgram:
-    """Return the model's forward as a program, which accepts any number of samples or only that of the example."""
+    """Return the model's forward as a program for any number of samples, or only for that of the example."""
     shapes = None
     if any_batch:
         collection, batch = torch.export.ShapesCollection(), torch.export.Dim("batch")
@@ -127,7 +127,7 @@ def trace(model: nn.Module, example: Example, any_batch: bool) -> torch.export.E
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> Callable[[Example], list[Tensor]]:
-    """Write a file of torch.export. Return a function that runs the program as read from the file."""
+    """Write a file of torch.export. Return a function that runs the program that is read back from the file."""
     with _quietly():
         torch.export.save(program, path)
         loaded = torch.export.load(path).module()
@@ -162,13 +162,13 @@ PROGRAM_WRITERS = {"torch_export": write_program, "onnx": write_onnx}
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest absolute difference, relative to the largest expected number; NaN if an output is NaN.
+    """Return the largest absolute difference, relative to the largest expected value; NaN if an output is NaN.
 
     Raises ValueError if the shapes differ.
     """
     shapes = [[list(tensor.shape) for tensor in found] for found in (outputs, expected)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"its outputs have the shapes {shapes[0]}, the model's have {shapes[1]}")
+        raise ValueError(f"the program's outputs have the shapes {shapes[0]}, the model's have {shapes[1]}")
     found, wanted = (torch.cat([tensor.double().flatten() for tensor in each]) for each in (outputs, expected))
     largest, scale = (found - wanted).abs().max().item(), wanted.abs().max().item()
     return largest / scale if scale else largest

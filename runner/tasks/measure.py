@@ -26,7 +26,7 @@ COUNTED_STEPS = 12  # complete cycles of a mode that communicates every 2, 3, 4,
 
 
 class Measure(JobTask):
-    """The task that task=compare runs in each world.
+    """The task that task=compare runs for each mode and world size.
 
     It saves the weights after `compared_steps` steps, then times `timed_steps` steps. Bytes are the average per step
     over COUNTED_STEPS steps, on the rank that exchanges the most bytes of a kind.
@@ -62,7 +62,7 @@ class Measure(JobTask):
         rate, step_time_s = meter.samples_per_second, meter.seconds_per_step
         counter = CommunicationCounter()
         with counter:
-            # No rank may call the parameter server before the server counts.
+            # No rank may call the parameter server before the server has started counting.
             world.consensus.first_error("counting", [])
             for _ in range(COUNTED_STEPS):
                 trainer.step(next(batches))

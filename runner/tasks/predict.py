@@ -26,7 +26,7 @@ from runner.training.mode import ParallelModel
 
 log = logging.getLogger(__name__)
 
-ROUND = 8  # pieces that a rank computes before rank 0 collects them; pipeline ranks overlap within a round
+ROUND = 8  # pieces that a rank computes before rank 0 collects them; pipeline stages overlap within a round
 
 
 class Predict(JobTask):
@@ -40,11 +40,12 @@ class Predict(JobTask):
         if kind == "parquet":
             require_packages("predict.format=parquet", "table", "pyarrow")
         if (output := config.predict.output) is not None and Path(output).suffix != SUFFIXES[kind]:
-            messages.append(f"predict.output={output} must end in {SUFFIXES[kind] or 'no suffix'} with format={kind}")
+            rule = f"end in {SUFFIXES[kind]}" if SUFFIXES[kind] else "have no suffix"
+            messages.append(f"predict.output={output} must {rule} with format={kind}")
         elif output is not None and (Path(output).is_dir() or (kind == "npy" and Path(output).exists())):
             messages.append(f"predict.output={output} must not exist yet; choose another path")
         objective = locate(config.objective["_target_"])
-        if isinstance(objective, type) and (why := _lacks_predict(objective)):  # a factory's class is not known yet
+        if isinstance(objective, type) and (why := _lacks_predict(objective)):  # not a factory
             messages.append(why)
         return messages
 
@@ -53,16 +54,16 @@ class Predict(JobTask):
     ) -> dict[str, float]:
         """Compute and write the predictions.
 
-        Raises JobFailed if the objective has no outputs or the format cannot store them. No file is left then.
+        Raises JobFailed, and leaves no file, if the objective has no outputs or the format cannot store them.
         """
         if why := _lacks_predict(type(experiment.recipe.objective)):
             raise JobFailed(why)
         if config.precision == "fp64" and config.memory_format == "auto":
-            # fsdp keeps weights in this format, and another format changes the last bit.
+            # fsdp keeps weights in this format, and the last bit depends on the format.
             experiment.recipe.module.to(memory_format=torch.contiguous_format)
             experiment.val_loader.memory_format = torch.contiguous_format
         if config.precision == "fp64" and config.threads is None:
-            # Threads split sums, and the number of threads depends on the number of ranks on the machine.
+            # Sums depend on the number of threads, which depends on the number of ranks on the machine.
             torch.set_num_threads(1)
         parallel_model, progress = restore_run(config, experiment, world, directory)
         named = config.predict.output
@@ -81,7 +82,7 @@ class Predict(JobTask):
 def _predict(experiment: Experiment, parallel_model: ParallelModel, world: World, size: int, writer: Any) -> list[str]:
     """Compute, collect and write the predictions, and return the names of the columns. All ranks must call it.
 
-    A rank keeps at most ROUND pieces of `size` samples; the rank with a writer keeps those of all ranks.
+    A rank keeps at most ROUND pieces of `size` samples; rank 0, which has the writer, keeps those of all ranks.
     """
     loader, axes = experiment.val_loader, experiment.axes
     num_samples, step_size, own = loader.sampler.num_samples, size * axes.data_ranks, axes.data_rank(world.rank)

@@ -19,7 +19,7 @@ Columns = dict[str, np.ndarray[Any, Any]]  # arrays of shape (num_samples, ...) 
 
 INDEX, TARGET, PREDICTION, PROBABILITY, OUTPUT = "index", "target", "prediction", "probability", "output"
 SUFFIXES = {"csv": ".csv", "parquet": ".parquet", "npy": ""}
-MAX_NUMBERS = 1000  # numbers per sample and output that get a column each
+MAX_NUMBERS = 1000  # an output with more numbers per sample has no column for each
 GROUP_NUMBERS = 1 << 24  # in a Parquet row group, which is kept in memory
 
 
@@ -27,8 +27,8 @@ def columns_of(outputs: Any, targets: Any, indices: Sequence[int]) -> Columns:
     """Return the columns index, target, prediction, probability and output, in this order.
 
     Mappings and sequences have a column for each tensor, such as output.size. If a target is a class (integers in the
-    output's shape without its dim of classes), `prediction` is the class of the largest output and `probability` its
-    softmax probability. Raises JobFailed if a tensor does not have one row per sample.
+    output's shape without its class dim), `prediction` is the class of the largest output and `probability` its softmax
+    probability; other targets have neither column. Raises JobFailed if a tensor does not have one row per sample.
     """
     found, expected = _rows(outputs, len(indices), "outputs"), _rows(targets, len(indices), "targets")
     classes = {path: _classify(found[path], target) for path, target in expected.items() if path in found}
@@ -93,7 +93,7 @@ def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet 
 
 
 class Csv:
-    """A CSV file with each number as the shortest text that reads back as the same number."""
+    """A CSV file. Each number is written as the shortest text that is parsed as the same number."""
 
     def __init__(self, path: Path, num_samples: int):
         self._file = path.open("w", newline="")
@@ -120,7 +120,7 @@ class Csv:
 class Parquet:
     """A Parquet file with a column per number.
 
-    An output with many numbers, or with a varying number of them, is a column of lists with a column of shapes.
+    An output with many numbers, or with a varying number, is a column of lists and a column of their shapes.
     """
 
     def __init__(self, path: Path, num_samples: int):
@@ -194,7 +194,7 @@ class Arrays:
 
 
 def _check_shapes(kind: str, columns: Columns, first: dict[str, list[int]]) -> None:
-    """Raise JobFailed unless the columns have the shapes of the first samples, which are added to an empty `first`."""
+    """Raise JobFailed unless the columns have the shapes in `first`. If `first` is empty, add their shapes to it."""
     found = {name: list(values.shape[1:]) for name, values in columns.items()}
     if not first:
         first.update(found)
@@ -216,5 +216,5 @@ def flatten(columns: Columns) -> Columns:
 
 
 def _texts(values: np.ndarray[Any, Any]) -> list[str]:
-    """Return the shortest texts: numpy prints a float32 with its own digits, Python as a float64 with twice as many."""
+    """Return the shortest texts: str() of numpy's float32 has fewer digits than that of the same Python float."""
     return [str(value) for value in (values.astype(np.int64) if values.dtype == np.bool_ else values)]

@@ -17,7 +17,7 @@ from runner.sweeps.queues import read_jobs_and_queues
 
 
 class Report(LaunchingTask):
-    """Reads config.run and config.report.runs, and writes the report into that directory, or into a new one."""
+    """Reports on config.run and report.runs. Writes to report.output, the directory that is read, or a new one."""
 
     section = "report"
     reads_run = True

@@ -1,4 +1,4 @@
-"""task=rerun: train a finished run again from its record; compare the weights and list what differs now."""
+"""task=rerun: train a finished run again from its record, compare the weights, and list what has changed."""
 
 import logging
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from runner.training.build import Experiment
 
 log = logging.getLogger(__name__)
 
-# Keys without influence on the weights. `threads` depends on the machine.
+# Keys that do not affect the weights, and `threads`, which depends on the machine.
 IGNORED_KEYS = frozenset(LOCATION_KEYS)
 IGNORED_KEYS |= {"launcher", "metrics", "monitor", "monitor_direction", "callbacks", "report", "compare", "profile"}
 
@@ -51,7 +51,7 @@ class Rerun(JobTask):
         then = Path(str(config.run))
         if directory.writes:
             lines = differences(then, directory)
-            log.info("again   %s", then)
+            log.info("rerun   %s", then)
             for line in lines or ["nothing: commit, versions, machine and configuration are the same"]:
                 log.info("differs %s", line)
         metrics = Train().run(config, experiment, world, directory, console)

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Train(JobTask):
-    """Train, evaluate and save checkpoints."""
+    """Trains and evaluates the model, and saves checkpoints."""
 
     trains = True
 
@@ -49,7 +49,7 @@ class Train(JobTask):
         for line in experiment.warnings:
             log.warning("%s", line)
         if world.world_size == 1:
-            with contextlib.suppress(ValueError):  # raised by a mode of one process
+            with contextlib.suppress(ValueError):  # raised by modes that support only one process
                 experiment.parallel.axes(2)
                 log.warning(
                     "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
@@ -60,7 +60,7 @@ class Train(JobTask):
         meter = ThroughputMeter()
         losses = [LOSS, *(f"val/{name}" for name in experiment.objective.losses)]
         values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
-        names = list(dict.fromkeys([experiment.monitor.name, *losses, *values]))  # of an evaluation's metrics
+        names = list(dict.fromkeys([experiment.monitor.name, *losses, *values]))  # of evaluations
         recorder = Recorder(directory, experiment.logger, meter, names)
         callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, recorder)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
@@ -105,16 +105,16 @@ class Train(JobTask):
         end = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
         log.info("%s: %s", end, ", ".join(values))
         log.info("run directory: %s", directory.path)
-        if any(directory.path.glob("events.out.tfevents.*")):  # TensorBoard shows them, also those of another logger
+        if any(directory.path.glob("events.out.tfevents.*")):  # TensorBoard's files, also if a custom logger wrote them
             log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
         return metrics
 
 
 def _in_epochs_of(state: TrainState, config: Config, steps_per_epoch: int) -> TrainState:
-    """Return the state of a resumed run at the corresponding step of an epoch of this configuration.
+    """Return the state of a resumed run, with its step in the epoch converted to the batch size of this configuration.
 
-    With another batch size, it is the first step that has unread samples. If the epochs have become shorter than that,
-    it is the start of the next epoch. Raises ValueError if the batch size differs within an epoch, without
+    With another batch size, the run continues at the first step that has unread samples. If the epoch has no such step,
+    the run continues at the next epoch. Raises ValueError if the batch size changes within an epoch, without
     `resume_force`.
     """
     if state.batch_size != config.batch_size:
@@ -188,7 +188,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     trained = f"{num_trained:,} of them trained, " if num_trained < experiment.num_parameters else ""
     groups = [f"{name} {size:,}" for name, size in experiment.parameter_groups.items()]
     warmup = f", warm-up {config.ema.warmup_steps}" if config.ema.warmup_steps else ""
-    average = f"ema      decay {config.ema.decay}{warmup}: evaluations are of the weights averaged over the steps"
+    average = f"ema      decay {config.ema.decay}{warmup}: evaluations use the weights averaged over the steps"
     return [
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{config.precision}",
         *([f"groups   {', '.join(groups)} parameters"] if len(groups) > 1 or not groups[0].startswith(DEFAULT) else []),
@@ -207,7 +207,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
 
 
 def name_classes(dataset: Any) -> str:
-    """Return the class names of a dataset that has numbered them itself, as torchvision's datasets do."""
+    """Return the class names for a log line, if the dataset has the attribute `classes`, as in torchvision."""
     classes = getattr(dataset, "classes", None)
     if not isinstance(classes, (list, tuple)) or not classes:
         return ""

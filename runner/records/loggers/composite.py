@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 class CompositeLogger(Logger):
-    """Calls several loggers, which have names.
+    """Calls several named loggers.
 
-    An error in `open` fails a new run, which has nothing to lose yet. A logger that raises later, because its server
-    does not respond or the disk is full, is disabled: metrics.jsonl contains all metrics anyway.
+    An error in `open` fails a new run, because no work is lost yet. A logger that raises later, for example because its
+    server does not respond or the disk is full, is disabled: metrics.jsonl contains all metrics anyway.
     """
 
     def __init__(self, loggers: Mapping[str, Logger]):

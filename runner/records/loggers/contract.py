@@ -21,7 +21,7 @@ class Predictions(Protocol):
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How this process's part of the run ended. True if the run is complete, so that it will not be resumed."""
+    """The outcome of this attempt. It is true if the run is complete, so that it need not be resumed."""
 
     state: str  # finished, pruned, preempted or failed
 
@@ -30,13 +30,13 @@ class RunOutcome:
 
 
 class Logger(Protocol):
-    """Derive from it and override what you need; by default a method does nothing.
+    """The base class of loggers. Override the methods that you need; by default they do nothing.
 
     Every rank has a logger; only rank 0 calls its methods, `open` first. An exception in `open` fails a new run. After
     any other exception the run continues without the logger.
     """
 
-    wants_predictions: bool = False  # True: collect predictions in evaluations, and call `predictions`
+    wants_predictions: bool = False  # if True, evaluations collect predictions, and `predictions` is called
 
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
         """Start logging.
@@ -45,8 +45,8 @@ class Logger(Protocol):
             directory: The run directory, which contains config.yaml, result.json and, in metrics.jsonl, the metrics of
                 the steps up to `first_step`.
             first_step: The step after which the run continues; 0 for a new run.
-            trial: What distinguishes the run from others. `trial.metrics` has the names of the metrics of an
-                evaluation, the monitored one first.
+            trial: The overrides that distinguish the run from others. `trial.metrics` has the names of the metrics of
+                an evaluation, the monitored one first.
         """
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:
@@ -59,7 +59,7 @@ class Logger(Protocol):
         """Log a text, such as the configuration."""
 
     def flush(self) -> None:
-        """Write what was logged: a checkpoint is being saved, from which the run may be resumed."""
+        """Write all logged data, before a checkpoint is saved from which the run may be resumed."""
 
     def close(self, outcome: RunOutcome) -> None:
         """Stop logging."""

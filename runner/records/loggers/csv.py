@@ -1,4 +1,4 @@
-"""A table in the run directory that spreadsheets and pandas can read."""
+"""A CSV table in the run directory, for spreadsheets and pandas."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the dashboards outside of the run directory have in common: facts and ids of the run, its history, a thread."""
+"""Helpers of the loggers: facts about the run, its ids on dashboards, its logged metrics, and a background thread."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -17,7 +17,7 @@ CONFUSION = "val/confusion"
 
 
 class RunFacts:
-    """What a run that is about to train has recorded about itself."""
+    """The facts that a run records before it trains: its name, sweep, configuration and result.json."""
 
     def __init__(self, directory: Path):
         self.name = directory.name
@@ -25,37 +25,37 @@ class RunFacts:
         self.outputs = directory.parents[2 if self.sweep else 1]  # the directory of all runs
         self.config = read_mapping(directory / CONFIG)
         self.result = read_result(directory) or {}
-        choices = ("model", "data", "parallel", "world_size")  # which are not in the configuration
+        choices = ("model", "data", "parallel", "world_size")  # names that are not in the configuration
         self.choices = {key: self.result[key] for key in choices if key in self.result}
 
 
 def read_ids(directory: Path) -> dict[str, dict[str, str]]:
-    """Return the ids that the run has, by logger and by the server, file or project that contains the run."""
+    """Return the run's ids on dashboards, by logger and by the server, file or project that contains the run."""
     path = directory / IDS
     return read_mapping(path) if path.exists() else {}
 
 
 def save_id(directory: Path, option: str, location: str, run_id: str) -> None:
-    """Save the id that the run has with a logger, for later attempts."""
+    """Save the run's id on a dashboard, for later attempts. `option` is the logger; see `read_ids`."""
     ids = read_ids(directory)
     ids.setdefault(option, {})[location] = run_id
     write_atomically(directory / IDS, dumps(ids, indent=1) + "\n")
 
 
 class History:
-    """Selects the metrics that a dashboard does not have yet, so that it has each point of the run once.
+    """Selects the metrics that a dashboard does not have yet, so that each point is logged once.
 
     Args:
         last: The last step of each metric on the dashboard, by the dashboard's name of the metric.
         rename: Converts the name of a metric to the dashboard's name.
-        least_step: The first step to log of metrics that are not in `last`.
+        least_step: The first step to log for metrics that are not in `last`.
     """
 
     def __init__(self, last: Mapping[str, int], rename: Callable[[str], str] = str, least_step: int = 0):
         self._last, self._rename, self._least_step = dict(last), rename, least_step
 
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics that the dashboard does not have for this step, by its names."""
+        """Return the metrics of this step that the dashboard does not have, by the dashboard's names."""
         renamed = {self._rename(name): value for name, value in metrics.items()}
         return {name: value for name, value in renamed.items() if step > self._last.get(name, self._least_step - 1)}
 
@@ -73,7 +73,7 @@ def logged_metrics(directory: str) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 class ProjectRun(Logger):
-    """A logger for wandb or trackio, which have similar APIs. `open` sets the attributes and calls `catch_up`."""
+    """The base class for wandb and trackio, whose APIs are similar. `open` sets the attributes and calls `catch_up`."""
 
     _package: Any  # wandb or trackio
     _run: Any
@@ -94,9 +94,9 @@ class ProjectRun(Logger):
 
 
 class BackgroundThread:
-    """Makes calls one after another, so that training does not wait for a server.
+    """A thread that executes calls one after another, so that training does not wait for a server.
 
-    The exception of a call is raised by the next method, which drops the calls that wait.
+    If a call raises, the next `submit` or `wait` drops the pending calls and raises the exception.
     """
 
     def __init__(self, name: str):
@@ -108,7 +108,7 @@ class BackgroundThread:
         self._calls.add(self._executor.submit(call))
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for all calls. Return False after a timeout."""
+        """Wait for all calls. Return False if they take longer than `timeout_s`."""
         done, self._calls = wait(self._calls, timeout_s, FIRST_EXCEPTION)
         for call in done:
             if error := call.exception():
@@ -117,5 +117,5 @@ class BackgroundThread:
         return not self._calls
 
     def stop(self) -> None:
-        """Drop the calls that wait, for which Python's exit would wait otherwise."""
+        """Drop the pending calls; otherwise Python would wait for them when it exits."""
         self._executor.shutdown(wait=False, cancel_futures=True)

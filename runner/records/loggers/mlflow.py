@@ -32,9 +32,9 @@ class MLflow(Logger):
     """logger=mlflow. A thread sends the metrics, so that no step waits for the server.
 
     Args:
-        uri: sqlite:///FILE or http://HOST:PORT; None: MLFLOW_TRACKING_URI, or else mlflow.db in the directory of all
-            runs.
-        experiment: None: the name of the configuration.
+        uri: sqlite:///FILE or http://HOST:PORT; None: the value of MLFLOW_TRACKING_URI, or else mlflow.db in the
+            directory of all runs.
+        experiment: The name of the experiment; None: the key `name` of the configuration.
         images: Log a confusion matrix after evaluations.
     """
 
@@ -92,7 +92,7 @@ class MLflow(Logger):
         self._thread.submit(lambda: self._client.log_text(self._run_id, text, f"{tag}.txt"))
 
     def flush(self) -> None:
-        """Wait for a limited time: a resumed run sends what did not arrive."""
+        """Send the metrics and wait for at most FLUSH_S seconds. A resumed run sends metrics that did not arrive."""
         self._send()
         self._thread.wait(FLUSH_S)
 
@@ -110,7 +110,7 @@ class MLflow(Logger):
         from mlflow import MlflowClient
 
         with ExitStack() as stack:
-            if uri.startswith("sqlite:"):  # several processes would create its tables at the same time
+            if uri.startswith("sqlite:"):  # otherwise several processes could create its tables at the same time
                 file = stack.enter_context((facts.outputs / LOCK).open("w"))
                 fcntl.flock(file, fcntl.LOCK_EX)
             self._client = MlflowClient(tracking_uri=uri)
@@ -135,7 +135,7 @@ class MLflow(Logger):
         return found.experiment_id
 
     def _describe(self, directory: Path, facts: RunFacts, trial: Trial) -> None:
-        """Log parameters and tags. MLflow's parameters are immutable: one that a resumed run changes becomes a tag."""
+        """Log parameters and tags. MLflow's parameters are immutable, so values changed by a resume become tags."""
         from mlflow.entities import Param, RunTag
 
         git = facts.result.get("git", {})
@@ -172,7 +172,7 @@ class MLflow(Logger):
 
 
 def valid_name(name: str) -> str:
-    """Return a name that MLflow accepts: letters, digits, `_-.:/` and spaces, and no part of the path is . or .."""
+    """Return a name that MLflow accepts: letters, digits, `_-.:/` and spaces. No path component is `.` or `..`."""
     parts = [re.sub(r"[^\w\-. :]", "_", part) for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" * max(len(part), 1) for part in parts)[:250]
 

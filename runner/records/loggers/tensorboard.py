@@ -10,14 +10,14 @@ from runner.records.loggers.images import draw_confusion, draw_samples, is_image
 from runner.records.records import Trial
 from runner.records.tables import as_number
 
-# Charts of the tab "Custom Scalars", in addition to those of an evaluation's metrics.
+# Charts of the tab "Custom Scalars", in addition to the charts of an evaluation's metrics.
 SPEED = {
     "samples per second": ["Multiline", ["perf/samples_per_second"]],
     "fraction of a step that waits for data": ["Multiline", ["perf/data_wait"]],
-    "fraction of a step in which the others wait for the slowest rank": ["Multiline", ["perf/straggler"]],
+    "fraction of the time in which other ranks wait for the slowest rank": ["Multiline", ["perf/straggler"]],
 }
 
-# The metrics of the tab "HParams". TensorBoard hides the last of many columns.
+# The metrics of the tab "HParams", few because TensorBoard hides columns beyond a maximum.
 MAX_EVALUATION_COLUMNS = 2
 OTHER_COLUMNS = ("train/loss", "perf/samples_per_second")
 
@@ -33,7 +33,7 @@ class TensorBoard(Logger):
         # Imported here because it takes over a second, and only rank 0 writes.
         from torch.utils.tensorboard import SummaryWriter
 
-        # From earlier files of the directory TensorBoard drops later steps, which are repeated now.
+        # TensorBoard drops later steps, which are now repeated, from the earlier files of the directory.
         self._writer = SummaryWriter(directory, purge_step=first_step + 1)
         self._writer.add_custom_scalars({"train against val": _charts(trial.metrics), "speed": SPEED})
         if trial.overrides:
@@ -59,7 +59,7 @@ class TensorBoard(Logger):
         self._writer.flush()
 
     def close(self, outcome: RunOutcome) -> None:
-        if outcome:  # TensorBoard shows the first end that it reads, so a run that may be resumed has none
+        if outcome:  # not if the run may be resumed, because TensorBoard shows the first end that it reads
             self._end_session()
         self._writer.close()
 
@@ -69,13 +69,13 @@ class TensorBoard(Logger):
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # `api` needs TensorFlow
 
-        # With numbers TensorBoard uses a numeric axis.
+        # TensorBoard uses a numeric axis only for numbers.
         numbers = {key: as_number(value) for key, value in trial.overrides.items()}
         hparams = {key: value if numbers[key] is None else numbers[key] for key, value in trial.overrides.items()}
-        name = f"{directory.name} in {directory.parent.name}"  # TensorBoard averages rows of the same name
+        name = f"{directory.name} in {directory.parent.name}"  # TensorBoard averages rows of equal names
         self._writer.file_writer.add_summary(hparams_pb(hparams, trial_id=name))
         if not trial.varied:
-            return  # a single run: without an experiment summary, the table has the keys of all runs
+            return  # a single run: without an experiment summary, TensorBoard shows the keys of all runs
         infos = []
         for key, values in trial.varied.items():
             # No domain: TensorBoard hides values outside of it, and the sweep may be extended.
@@ -104,7 +104,7 @@ class TensorBoard(Logger):
 
 
 def _charts(metrics: Sequence[str]) -> dict[str, list[Any]]:
-    """Return a chart of the losses of training and validation, and one for each metric, with all of its values."""
+    """Return a chart with the training and validation losses, and one chart for each metric with all of its values."""
     charts: dict[str, list[Any]] = {"loss": ["Multiline", ["train/loss"]]}
     for name in metrics:
         chart = name.split("/")[1]

@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 class Trackio(ProjectRun):
-    """logger=trackio. trackio writes on its thread, so that no step waits for it.
+    """logger=trackio. trackio writes in a thread of its own, so that no step waits for it.
 
     trackio's environment variables choose where runs are stored: TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID.
 
     Args:
-        project: None: the name of the configuration.
+        project: The name of the project; None: the key `name` of the configuration.
         images: Log a confusion matrix after evaluations.
     """
 
@@ -37,7 +37,7 @@ class Trackio(ProjectRun):
         project = self._project or facts.config["name"]
         known = read_ids(path).get("trackio", {}).get(project)
         name = known or (f"{facts.sweep}/{facts.name}" if facts.sweep else facts.name)
-        with contextlib.redirect_stdout(io.StringIO()):  # trackio prints how to show the run, as the line below does
+        with contextlib.redirect_stdout(io.StringIO()):  # trackio prints how to show the run, which is logged below
             self._run = trackio.init(
                 project=project,
                 name=name,

@@ -20,7 +20,7 @@ class WandB(ProjectRun):
     """logger=wandb. A process of wandb writes and sends the metrics, so that no step waits for it.
 
     Args:
-        project: None: the name of the configuration.
+        project: The name of the project; None: the key `name` of the configuration.
         entity: The user or team; None: that of the API key.
         mode: auto is online if an API key is available, and otherwise offline.
         images: Log a confusion matrix after evaluations.
@@ -70,7 +70,7 @@ class WandB(ProjectRun):
         save_id(path, "wandb", location, run_id)
         if mode == "offline":
             log.info("wandb    run %s, sent by wandb sync %s", run_id, path / "wandb")
-            # The files of earlier attempts have the earlier steps. They may also have steps that are repeated now.
+            # The files of earlier attempts contain the earlier steps, and possibly steps that are repeated now.
             least_step = first_step + 1 if known else 0
         else:
             log.info("wandb    run %s, shown by %s", run_id, self._run.url)
@@ -90,7 +90,7 @@ class WandB(ProjectRun):
     def _choose_mode(self) -> Any:
         if self._mode != "auto":
             return self._mode
-        configured = self._package.setup().settings.mode  # by WANDB_MODE
+        configured = self._package.setup().settings.mode  # set by WANDB_MODE
         if configured != "online":
             return configured
         return "online" if self._package.login(prompt=False) else "offline"

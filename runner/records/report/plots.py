@@ -9,7 +9,7 @@ from runner.records.monitor import LOSS
 from runner.records.report.statistics import Mean, Row, Summary
 from runner.records.tables import as_number
 
-MAX_CURVES = 10  # of the best configurations: matplotlib has no more distinct colors
+MAX_CURVES = 10  # of the best configurations; matplotlib has ten distinct colors
 
 
 def draw(report: Summary, directory: Path) -> list[str]:

@@ -43,13 +43,13 @@ def effects(report: Summary) -> Cells:
 
 
 def failures(report: Summary) -> Cells:
-    """Return the unfinished jobs, each with the last line of its traceback, which has the error message."""
+    """Return a table of the unfinished jobs, each with the last line of its error."""
     cells = [["job", "state", "why"]]
     return cells + [[job.label, job.state, last_line(job.error) or ""] for job in report.unfinished]
 
 
 def best(report: Summary) -> list[str]:
-    """Return a line about the best configuration and one with its command; nothing if no job has the metric."""
+    """Return a line about the best configuration and a line with its command; no lines if no job has the metric."""
     row = report.best
     if row is None or report.metric is None:
         return []
@@ -60,7 +60,7 @@ def best(report: Summary) -> list[str]:
 
 
 def closing(jobs: list[RunRecord]) -> str:
-    """Return the comparison of a sweep's finished jobs, if there are several, to print below the list of its jobs."""
+    """Return the comparison of a sweep's finished jobs, to print below its table of jobs; empty for fewer than two."""
     if len(finished_jobs(jobs)) < 2:
         return ""
     report = summarize(jobs)
@@ -97,7 +97,7 @@ def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
 
 
 def as_csv(report: Summary) -> str:
-    """Return a line for each configuration: its values, its number of jobs, and each metric's mean and deviation."""
+    """Return a row for each configuration: values, number of jobs, and the mean and deviation of each metric."""
     metrics = sorted({name for row in report.rows for name in row.means})
     columns = [column for name in metrics for column in (name, f"{name} deviation")]
     rows: list[list[Any]] = [[*report.keys, "jobs", "finished", *columns, "directories"]]
@@ -119,6 +119,6 @@ def _metrics(report: Summary) -> list[str]:
 
 
 def _states(row: Row) -> str:
-    """Return the states of the unfinished jobs, with their numbers."""
+    """Return the states of the unfinished jobs, each with the number of jobs."""
     states = [job.state for job in row.jobs if job.state != "finished"]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

@@ -13,7 +13,7 @@ from runner.records.tables import as_number
 
 # Parts of metric names: such a metric is minimized, if no job monitors it.
 MINIMIZED = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes", "mae", "mse")
-MAX_VALUES, NUM_RANGES = 8, 4  # of a key with more numbers, the effects of ranges are shown
+MAX_VALUES, NUM_RANGES = 8, 4  # if a key has more than 8 numbers, they are grouped into 4 ranges
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Summary:
 
 
 def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: str | None = None) -> Summary:
-    """Group the jobs by configuration, average, and sort. Raises InputError for a metric that no job has."""
+    """Group the jobs by configuration, average the metrics, and sort. Raises InputError if no job has the metric."""
     known = sorted({name for job in finished_jobs(jobs) for name in job.metrics})
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or "; no job has finished with a metric"
@@ -101,7 +101,7 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
 
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
-    """Return the monitors of the finished jobs and the loss, the one that most jobs have measured first."""
+    """Return the monitors of the finished jobs, and val/loss, starting with the one that most jobs measured."""
     finished = finished_jobs(jobs)
     counts = Counter(job.monitor for job in finished if job.monitor is not None)
     if counts:
@@ -118,7 +118,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def show(value: float, like: float | None = None) -> str:
-    """Return the number with four decimals, fewer if it is large and more if it is tiny; as many as for `like`."""
+    """Format the number with four decimals, with fewer if it (or `like`) is large, and with more if it is tiny."""
     size = abs(value if like is None else like)
     if not math.isfinite(value) or not math.isfinite(size):
         return str(value)
@@ -145,7 +145,7 @@ def _effect(rows: Sequence[Row], key: str, metric: str) -> list[tuple[str, Mean]
     numbers = {value: as_number(value) for value in by_value}
     if all(number is not None for number in numbers.values()):
         by_value = dict(sorted(by_value.items(), key=lambda item: numbers[item[0]] or 0.0))
-        if len(by_value) > MAX_VALUES:  # as of numbers that a sampler has drawn
+        if len(by_value) > MAX_VALUES:  # for example numbers that a sampler has drawn
             size, values = math.ceil(len(by_value) / NUM_RANGES), list(by_value)
             parts = [values[start : start + size] for start in range(0, len(values), size)]
             by_value = {f"{part[0]} to {part[-1]}": [mean for v in part for mean in by_value[v]] for part in parts}
