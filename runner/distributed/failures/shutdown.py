@@ -66,7 +66,7 @@ class Shutdown:
         text, missing = recorded
         self._num_missing = len(missing)
         self._reporter = min(set(range(self._rank_info.world_size)) - set(missing), default=0)
-        self.is_reporter = self._rank_info.rank == self._reporter and (self._reporter == 0 or not self.is_recorded())
+        self.is_reporter = self._rank_info.rank == self._reporter and (self._reporter == 0 or not self._is_reported())
         return text
 
     def takes_over_report(self) -> bool:
@@ -76,15 +76,16 @@ class Shutdown:
         its connections a moment before its process exits.
         """
         if self.is_reporter:
+            self._store.call(lambda store: store.set("reported", ""))
             return False
         deadline = time.monotonic() + REPORT_TIMEOUT_S
         while self._reporter not in self._local_ranks.exited() and time.monotonic() < deadline:
-            if self.is_recorded():
+            if self._is_reported():
                 return False
             time.sleep(0.05)
         self._reporter = self._local_ranks.lowest_running(excluding=self._reporter)
         # An exited rank may have recorded the failure since the last check.
-        self.is_reporter = self._rank_info.rank == self._reporter and not self.is_recorded()
+        self.is_reporter = self._rank_info.rank == self._reporter and not self._is_reported()
         return self.is_reporter
 
     def report_stop(self, reason: str) -> None:
@@ -155,6 +156,10 @@ class Shutdown:
             if (first := self._local_ranks.all.get(0)) is not None and 0 not in {info.rank, *local}:
                 lines.append(f"no response from rank 0 on {first.host}")  # which is usually that machine
         return "\n".join(lines)
+
+    def _is_reported(self) -> bool:
+        """Return True if a rank has reported the failure. On a full disk, it cannot record its report."""
+        return self.is_recorded() or bool(self._store.call(lambda store: store.check(["reported"])))
 
     def _is_last(self) -> bool:
         num_others = self._rank_info.world_size - 1
