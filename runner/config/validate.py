@@ -163,7 +163,7 @@ def check_types(container: Mapping[str, Any], choices: Mapping[str, str]) -> lis
 def check_values(config: Config) -> list[str]:
     """Return one message for each top-level value that is wrong whatever else is chosen."""
     if config.micro_batches != AUTO and type(config.micro_batches) is not int:
-        return [f"micro_batches={show(config.micro_batches)} must be an integer (int) or auto; for example 1"]
+        return [f"micro_batches={show(config.micro_batches)} must be int | auto; for example 1"]
     values = {key: _get(config, key) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
     messages = [
         f"{key}={value} must be at least {least}"

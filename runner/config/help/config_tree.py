@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
-from inspect import Parameter
 from pathlib import Path
 
 from runner.config.diagnostics.signature import parameters_of
@@ -89,11 +88,10 @@ def keys_of(group: str) -> str:
 
 
 def _annotated_types(targets: Mapping[str, str]) -> dict[str, str]:
-    """Return the types of the constructors' annotations, by the key of the option."""
+    """Return the types of the constructors' parameters, by the key of the option."""
     types = {}
     for node, target in targets.items():
         with suppress(ValueError):  # a missing or broken class; a run reports it
             for name, parameter in parameters_of(target).items():
-                if parameter.annotation is not Parameter.empty:
-                    types[f"{node}.{name}".lstrip(".")] = type_name(parameter.annotation)
+                types[f"{node}.{name}".lstrip(".")] = type_name(parameter.annotation)
     return types
