@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from runner.checkpoints import layout
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import KEYS, OF_TASKS, SECTIONS, Config, apply_debug
+from runner.config.schema import OF_TASKS, SECTIONS, Config, apply_debug, as_config
 from runner.errors import InputError
 from runner.records.attempts import initial_values
 from runner.records.ledger import DONE
@@ -46,12 +46,9 @@ def read_config(run: Path) -> Config:
     if not (run / CONFIG).is_file():
         raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
     container = read_mapping(run / CONFIG)
-    values = {key: container[key] for key in KEYS if key in container}
-    for key, section in SECTIONS.items():
-        if not isinstance(given := values.get(key, {}), dict):
-            raise InputError(f"{run / CONFIG}: {key} is not a mapping, so no run has written it; restore the file")
-        values[key] = section(**{name: value for name, value in given.items() if name in vars(section())})
-    return Config(**values)
+    if wrong := [key for key in SECTIONS if not isinstance(container.get(key, {}), dict)]:
+        raise InputError(f"{run / CONFIG}: {wrong[0]} is not a mapping, so no run has written it; restore the file")
+    return as_config(container)
 
 
 def read_choices(run: Path) -> dict[str, str]:

@@ -158,10 +158,11 @@ NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a
 
 
 def as_config(container: Mapping[str, Any]) -> Config:
-    """Return the typed configuration of a composed and resolved container."""
-    values = {key: container[key] for key in KEYS}
+    """Return the typed configuration of a resolved container; a missing key has its default, others are ignored."""
+    values = {key: container[key] for key in KEYS if key in container}
     for key, section in SECTIONS.items():
-        values[key] = section(**values[key])
+        names = vars(section())
+        values[key] = section(**{name: value for name, value in values.get(key, {}).items() if name in names})
     return Config(**values)
 
 
