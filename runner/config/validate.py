@@ -171,7 +171,9 @@ def check_values(config: Config) -> list[str]:
         if value not in (None, AUTO) and value < (least := int(key in _AT_LEAST_1))
     ]
     for key, choices in _CHOICES.items():
-        messages += _choice(key, _get(config, key), choices)
+        value, names = _get(config, key), list(map(show, choices))
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            messages.append(f"{key}={show(value)} must be one of {', '.join(names)}{near_hint(show(value), names)}")
     if config.seed >= 2**63:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
     for key, (low, high, example) in _BETWEEN.items():
@@ -203,10 +205,12 @@ def check_values(config: Config) -> list[str]:
         messages.append(
             f"name={config.name} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
         )
+    path = Path(config.outputs).absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
     if not config.outputs:
         messages.append("outputs= must be the path of a directory; try outputs=outputs")
-    elif message := _unwritable(Path(config.outputs)):
-        messages.append(f"outputs={config.outputs} {message}")
+    elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        messages.append(f"outputs={config.outputs} must be writable, but {existing} is no writable directory")
     return messages
 
 
@@ -230,20 +234,3 @@ def _get(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-def _choice(key: str, value: Any, choices: tuple[Any, ...]) -> list[str]:
-    if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        return []
-    names = [str(choice).lower() for choice in choices if choice is not None]
-    return [f"{key}={value} must be one of {', '.join(names)}{near_hint(str(value), names)}"]
-
-
-def _unwritable(path: Path) -> str | None:
-    """Return why no run can be created under the path, or None."""
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if not existing.is_dir():
-        return f"must be a directory, but {existing} is a file; name another"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"must be writable, but {existing} is not; name another directory"
-    return None

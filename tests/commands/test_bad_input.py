@@ -126,7 +126,7 @@ TABLE = {
     "loader.prefetch=2": "loader.prefetch=2 needs worker processes; try loader.num_workers=2",
     "loader.drop_last=true batch_size=9999": "leaves no step of the data's 1437 samples; try batch_size=1437",
     # directories of runs
-    "outputs=file": "outputs=file must be a directory, but ... is a file; name another",
+    "outputs=file": "outputs=file must be writable, but ... is no writable directory",
     "outputs=": "outputs= must be the path of a directory; try outputs=outputs",
     "hydra.run.dir=elsewhere": "outputs and name decide the directory; type outputs=DIR or name=NAME",
     "resume=last": "resume=last: there is no run under ... outputs/run",
