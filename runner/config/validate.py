@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -164,24 +165,24 @@ def check_values(config: Config) -> list[str]:
     """Return one message for each top-level value that is wrong whatever else is chosen."""
     if config.micro_batches != AUTO and type(config.micro_batches) is not int:
         return [f"micro_batches={show(config.micro_batches)} must be int | auto; for example 1"]
-    values = {key: _get(config, key) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
+    values = {key: attrgetter(key)(config) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
     messages = [
         f"{key}={value} must be at least {least}"
         for key, value in values.items()
         if value not in (None, AUTO) and value < (least := int(key in _AT_LEAST_1))
     ]
     for key, choices in _CHOICES.items():
-        value, names = _get(config, key), list(map(show, choices))
+        value, names = attrgetter(key)(config), list(map(show, choices))
         if not any(value == choice and type(value) is type(choice) for choice in choices):
             messages.append(f"{key}={show(value)} must be one of {', '.join(names)}{near_hint(show(value), names)}")
     if config.seed >= 2**63:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
     for key, (low, high, example) in _BETWEEN.items():
-        if (value := _get(config, key)) is not None and not low < value < high:
+        if (value := attrgetter(key)(config)) is not None and not low < value < high:
             limits = f"above {low} and {'finite' if high == math.inf else f'below {high}'}"
             messages.append(f"{key}={value:g} must be {limits}, or null; try {example}")
     for key, (needed, example) in _NEEDS.items():
-        if (value := _get(config, key)) != _get(Config(), key) and not _get(config, needed):
+        if (value := attrgetter(key)(config)) != attrgetter(key)(Config()) and not attrgetter(needed)(config):
             messages.append(f"{key}={show(value)} has no effect without {needed}; add {example}, or leave it out")
     if config.loss_spike is not None and config.on_nonfinite == "go_on":
         messages.append(
@@ -227,10 +228,3 @@ def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1
         f"batch_size={config.batch_size} must be at least {' x '.join(factors)} = "
         f"{' x '.join(map(str, factors.values()))} = {least}; try batch_size={least}"
     ]
-
-
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
