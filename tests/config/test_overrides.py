@@ -138,8 +138,8 @@ def test_syntax_errors(loader: ConfigLoader):
     wrong = {
         "epochs": ": no value; type epochs=VALUE",
         "spawn": ": no value; did you mean launcher=spawn?",
-        "=3": " must be KEY=VALUE",
-        "a b=3": " must be KEY=VALUE",
+        "=3": ": an override must be KEY=VALUE",
+        "a b=3": ": an override must be KEY=VALUE",
         "seeds=[1,2": ": a bracket is not closed, or a value in it with special characters is not quoted",
         'run=a"=b\\': ': the value must be quoted; type \'run="a\\"=b\\\\"\'',
     }

@@ -86,7 +86,7 @@ class _Explanation:
             problems |= {line: reason for line in about[:1]}
         else:
             problems |= {line: key_problem(cfg, override, self._groups()) for line, override in keys.items()}
-        return [_join(line, problem) for line in self._overrides if (problem := problems.get(line))]
+        return [f"{line}: {problem}" for line in self._overrides if (problem := problems.get(line))]
 
     def _parse(self, line: str) -> Override | None:
         with contextlib.suppress(HydraException):
@@ -138,7 +138,7 @@ class _Explanation:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         quoted = f'{key}="{escaped}"'
         if self._parse(quoted) is None:
-            return "must be KEY=VALUE"
+            return "an override must be KEY=VALUE"
         return f"the value must be quoted; type {shlex.quote(quoted)}"
 
 
@@ -148,7 +148,3 @@ def _composition_problem(error: Exception) -> str:
     if isinstance(missing, (ConfigKeyError, ConfigAttributeError)):
         return one_line(error) + near_key(str(missing.full_key), KEYS)
     return one_line(error)
-
-
-def _join(subject: str, problem: str) -> str:
-    return f"{subject} {problem}" if problem.startswith("must ") else f"{subject}: {problem}"
