@@ -138,7 +138,7 @@ def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -
         if key in options and choices.get(key) not in (None, options[key]):
             values = [options[key], choices[key]]
         messages.append(
-            f"{key}={show(values[1])} cannot change when a run is resumed, which was made with "
+            f"{key}={show(values[1])} cannot change when a run is resumed: the run has "
             f"{key}={show(values[0])}; {_FORCE}"
         )
     return messages

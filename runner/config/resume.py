@@ -172,10 +172,10 @@ def _shared_dirs(run: Override, values: Mapping[str, Any], config_dirs: list[str
 
 def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
     """Return the recorded directories and then those of the command, which may replace missing ones."""
-    existing = [directory for directory in recorded if Path(directory).is_dir()]
-    if len(existing) < len(recorded) and not config_dirs:
-        missing = next(directory for directory in recorded if directory not in existing)
-        raise InputError(f"{named}: its {_FLAG}{missing} no longer exists; add --config-dir=DIR with its new location")
+    missing = [directory for directory in recorded if not Path(directory).is_dir()]
+    if missing and not config_dirs:
+        raise InputError(f"{named}: its {_FLAG}{missing[0]} no longer exists; add --config-dir=NEW_LOCATION")
+    existing = [directory for directory in recorded if directory not in missing]
     return absolute_dirs([*existing, *config_dirs])
 
 

@@ -109,7 +109,7 @@ def test_moved_directory_must_be_named_again(
     capsys.readouterr()
     assert here("resume=last", "max_steps=3") == 2
     assert capsys.readouterr().err == (
-        f"resume=last: its --config-dir={folders}/one no longer exists; add --config-dir=DIR with its new location\n"
+        f"resume=last: its --config-dir={folders}/one no longer exists; add --config-dir=NEW_LOCATION\n"
     )
     assert here("resume=last", "max_steps=3", "--config-dir", "moved") == 0
     assert yaml.safe_load((made(folders) / "overrides.yaml").read_text())[0] == f"--config-dir={folders}/moved"
