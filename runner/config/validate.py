@@ -18,10 +18,6 @@ from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLIT
 from runner.config.trust import check_trust
 from runner.errors import near_hint
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
-EXPORT_FORMATS = ("safetensors", "torch_export", "onnx")
-PREDICT_FORMATS = ("csv", "parquet", "npy")
 AUTO = "auto"
 _AT_LEAST_0 = ("seed", "ema.warmup_steps", "checkpoint.keep_best", "early_stop.min_delta", "export.tolerance")
 _AT_LEAST_1 = (
@@ -30,18 +26,18 @@ _AT_LEAST_1 = (
     *("early_stop.patience", "predict.batch_size"),
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": PRECISIONS,
-    "memory_format": MEMORY_FORMATS,
+    "precision": ("fp64", "fp32", "bf16", "fp16"),
+    "memory_format": ("auto", "contiguous", "channels_last"),
     "sync_batchnorm": ("auto", True, False),
     "transform_targets": ("auto", True, False),
     "on_nonfinite": ("stop", "skip", "go_on"),
     "monitor_direction": (None, "max", "min"),
     "report.direction": (None, "max", "min"),
     "split": SPLITS,
-    "export.format": EXPORT_FORMATS,
-    "predict.format": PREDICT_FORMATS,
+    "export.format": ("safetensors", "torch_export", "onnx"),
+    "predict.format": ("csv", "parquet", "npy"),
 }
-# Limits that the value itself may not have, and an example.
+# Exclusive limits of a value, and an example.
 _BETWEEN = {
     "clip_grad_norm": (0, math.inf, "1.0"),
     "checkpoint.every_seconds": (0, math.inf, "600"),
@@ -49,7 +45,7 @@ _BETWEEN = {
     "ema.decay": (0, 1, "0.999"),
     "val_fraction": (0, 1, "0.1"),
 }
-# Keys that have no effect without another one, and an example of that.
+# Keys that have no effect without another key, and an example of the other key.
 _NEEDS = {
     "init_from.map": ("init_from.path", "init_from.path=weights.pt"),
     "init_from.strict": ("init_from.path", "init_from.path=weights.pt"),
@@ -217,7 +213,7 @@ def check_values(config: Config) -> list[str]:
 
 def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:
     """Check that every rank has a sample in each micro-batch of a full step; a mode may split them further."""
-    # auto starts with one.
+    # The search for micro_batches=auto starts with one micro-batch.
     factors = {"data ranks": data_ranks, "micro_batches": 1 if config.micro_batches == AUTO else config.micro_batches}
     if parallel_micro_batches > 1:
         factors["parallel.micro_batches"] = parallel_micro_batches
