@@ -46,7 +46,7 @@ class Arguments:
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
-    """Return the arguments of a command, after those that the run of `resume=` or `run=` recorded.
+    """Merge the arguments of a command with those that the run of `resume=` or `run=` recorded.
 
     Raise InputError if there is no such run, or if it belongs to another user who is not trusted.
     """

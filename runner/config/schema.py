@@ -100,7 +100,7 @@ class Config:
     loss: Any = MISSING
     objective: Any = MISSING
     loader: Any = MISSING
-    logger: Any = field(default_factory=dict)  # of this group and the next three any number is chosen, by name
+    logger: Any = field(default_factory=dict)  # any number of options, as for the next three groups
     transforms: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
@@ -153,7 +153,7 @@ KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
 OF_TASKS = ("compare", "report", "export", "predict")  # sections that only the task of the same name reads
-# Groups that are mappings of names, and how messages call one entry.
+# Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 
 

@@ -146,7 +146,7 @@ TABLE = {
     "-m model=toy,convnet data=toy model.hidden=3": "model.hidden=3: no such key; model has ... channels",
     "-m optimizer=adam,adamw optimizer.betas=3": "optimizer.betas=3 must be tuple[",
     "-m model=toy,mlp run=a=b": "run=a=b: the value must be quoted",
-    "-m hydra/launcher=basic,other": "a sweep cannot go over Hydra's own keys; type one value",
+    "-m hydra/launcher=basic,other": "a sweep cannot vary Hydra's own keys; type one value",
     "-m optimizer.lr=0.1,fast epochs=0,1": "epochs=0 must be at least 1",
     "-m optimizer.lr=0.1,fast": "optimizer.lr=fast must be float",
     "-m ~epochs": "every run needs epochs; leave this out",

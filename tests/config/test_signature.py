@@ -100,7 +100,7 @@ SHAPE = "model.sample_shape must be given as Sequence[int]"
         ),
         ("ToyNet", {"zzz": None}, [f"model.zzz=null: {UNKNOWN} zzz; choose among: {OPTIONS[1:-1]}", SHAPE]),
         ("ToyNet", {"sample_shape": "???"}, [SHAPE]),
-        ("Tensor", {"x": 1}, ["model.x=1: Tensor has no option x; it takes none"]),
+        ("Tensor", {"x": 1}, ["model.x=1: Tensor has no option x; it accepts none"]),
         ("Holder", {}, ["model.net must be given as ToyNet"]),
         ("partly", {"_partial_": True, "momentum": 0.9}, []),
         ("partly", {"_partial_": True, "lr": "fast"}, ["model.lr=fast must be float"]),

@@ -49,9 +49,9 @@ def value_problem(
     raw = dotted(typing.cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))).get(key)
     group = key.partition(".")[0]
     file = option_file(group, choices.get(group, ""))
-    place = f" in {file}" if file and key not in map(key_of, overrides) else ""
+    source = f" in {file}" if file and key not in map(key_of, overrides) else ""
     found = re.search(r"'([^']+)'", reason) if isinstance(error, InterpolationKeyError) else None
-    return f"{key}={raw}{place}: {reason}{near_key(found[1], names) if found else ''}"
+    return f"{key}={raw}{source}: {reason}{near_key(found[1], names) if found else ''}"
 
 
 def one_line(error: BaseException) -> str:

@@ -108,7 +108,7 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
         elif name in options:
             messages += _check_value(assignment, value, parameters[name])
         elif name not in described and not _has(parameters, inspect.Parameter.VAR_KEYWORD):
-            hint = did_you_mean(str(name), choices) or "; it takes none"
+            hint = did_you_mean(str(name), choices) or "; it accepts none"
             messages.append(f"{assignment}: {called} has no option {name}{hint}")
 
     is_complete = is_partial or "_args_" in node
