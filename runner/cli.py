@@ -1,6 +1,6 @@
-"""The command line: arguments to one checked configuration or a sweep, which the launcher runs, and the exit status.
+"""The command line: composes the arguments into one run or a sweep, starts it, and returns the exit status.
 
-torch is imported only when there is something to run, so that --help, --cfg and completion answer at once.
+torch is imported only for a run or a sweep, so that --help, --cfg and completion answer at once.
 """
 
 import os
@@ -23,7 +23,7 @@ from runner.errors import InputError, Preempted, print_messages
 from runner.jobs.process_tuning import tune_process
 from runner.paths import CONF
 
-FINISHED, FAILED, REFUSED, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
+FINISHED, REFUSED, INTERRUPTED, PREEMPTED = 0, 2, 130, 143
 
 
 def main() -> int:

@@ -53,15 +53,11 @@ class Preempted(Exception):
 
 
 def print_messages(messages: Sequence[str]) -> None:
-    """Print at most three lines to standard error."""
-    for line in three_lines(messages):
+    """Print the messages to standard error; of more than three the first two and the number of the others."""
+    shown = messages if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
+    for line in shown:
         with contextlib.suppress(OSError):  # the reader of the pipe has closed it
             print(line, file=sys.stderr, flush=True)
-
-
-def three_lines(messages: Sequence[str]) -> list[str]:
-    """Return the messages; of more than three the first two and the number of the others."""
-    return list(messages) if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
 
 
 def nearest(word: str, choices: Collection[str]) -> str | None:
@@ -88,10 +84,10 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
 
 def user_line(error: BaseException) -> str | None:
     """Return `FILE:LINE` of the innermost frame in user code (neither the runner's nor a library's), or None."""
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    positions = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
-        places.append((error.filename, error.lineno))
-    of_user = [f"{file}:{line}" for file, line in places if is_user_code(file)]
+        positions.append((error.filename, error.lineno))
+    of_user = [f"{file}:{line}" for file, line in positions if is_user_code(file)]
     return of_user[-1] if of_user else None
 
 

@@ -1,4 +1,4 @@
-"""The way from a command's arguments to one checked configuration, for the command line and calls from Python."""
+"""Composition of a command's arguments into a checked configuration, for the command line and calls from Python."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

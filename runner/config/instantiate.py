@@ -45,15 +45,15 @@ def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args
         raise InputError(_name_key(key, choices.get(key, ""), nodes, str(cause))) from None
 
 
-def check_contract(made: Any, contract: type, key: str) -> None:
+def check_contract(instance: Any, contract: type, key: str) -> None:
     """Raise InputError if a group's object lacks a member that its contract, a Protocol, declares."""
     declared: dict[str, Any] = {}
     for base in contract.__mro__:
         if base not in (Protocol, Generic, object):
             declared |= {**inspect.get_annotations(base), **vars(base)}
-    if missing := [name for name in declared if name[0] != "_" and not hasattr(made, name)]:
+    if missing := [name for name in declared if name[0] != "_" and not hasattr(instance, name)]:
         raise InputError(
-            f"{key}._target_={type(made).__module__}.{type(made).__qualname__}: the class lacks "
+            f"{key}._target_={type(instance).__module__}.{type(instance).__qualname__}: the class lacks "
             f"{', '.join(missing)}, which {contract.__module__}.{contract.__name__} declares"
         )
 

@@ -1,4 +1,4 @@
-"""The configuration that a run recorded, compared with the present one: what has changed, and if the run can resume."""
+"""Comparison of the configuration that a run recorded with the current one: what changed, and if the run can resume."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from runner.checkpoints import layout
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import KEYS, OF_TASKS, SECTIONS, Config, apply_debug
+from runner.config.schema import OF_TASKS, SECTIONS, Config, apply_debug, as_config
 from runner.errors import InputError
 from runner.records.attempts import initial_values
 from runner.records.ledger import DONE
@@ -20,14 +20,14 @@ from runner.records.records import dotted
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG
 
-# Where and how a run is computed, recorded and observed. These keys may change, and changes are not listed.
+# Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
 FREE: tuple[str, ...] = (
     *("task", "run", "resume", "resume_force", "trust", "name", "outputs", "split", *OF_TASKS),
     *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
     "keep_samples",
     *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "model.devices"),
 )
-# What determines the model, the order of the data or a step; of the optimizer its class and its parameter groups.
+# Keys that determine the model, the order of the data or a step. A resumed run refuses their changes.
 FIXED: tuple[str, ...] = (
     *("seed", "model", "data", "val_fraction", "transforms", "transform_targets", "precision", "loss", "objective"),
     *("freeze", "debug", "loader", "optimizer._target_"),
@@ -46,12 +46,9 @@ def read_config(run: Path) -> Config:
     if not (run / CONFIG).is_file():
         raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
     container = read_mapping(run / CONFIG)
-    values = {key: container[key] for key in KEYS if key in container}
-    for key, section in SECTIONS.items():
-        if not isinstance(given := values.get(key, {}), dict):
-            raise InputError(f"{run / CONFIG}: {key} is not a mapping, so no run has written it; restore the file")
-        values[key] = section(**{name: value for name, value in given.items() if name in vars(section())})
-    return Config(**values)
+    if wrong := [key for key in SECTIONS if not isinstance(container.get(key, {}), dict)]:
+        raise InputError(f"{run / CONFIG}: {wrong[0]} is not a mapping, so no run has written it; restore the file")
+    return as_config(container)
 
 
 def read_choices(run: Path) -> dict[str, str]:
@@ -61,7 +58,7 @@ def read_choices(run: Path) -> dict[str, str]:
 
 
 def changed_since(run: Path, config: Config) -> Changes:
-    """Return the differences between the configuration with which the run started and the present one."""
+    """Return the differences between the configuration with which the run started and the current one."""
     before = _relevant(read_config(run))
     return differences(initial_values(run, before), _relevant(config))
 
@@ -72,7 +69,7 @@ def describe_change(key: str, before: Any, now: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Return the differences of two flat configurations; if a group's class differs, only the names of the classes."""
+    """Return the differences of two flat configurations; if the class of a group differs, only the classes' names."""
     groups = {key.partition(".")[0] for key in before}
     keys = [key for key in dict.fromkeys((*before, *now)) if key.partition(".")[0] in groups]
     found = {key: [None if values.get(key) == {} else values.get(key) for values in (before, now)] for key in keys}
@@ -124,7 +121,7 @@ def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None])
         )
     epochs = stopped.epoch + (stopped.step_in_epoch > 0)
     if config.epochs < epochs:
-        messages.append(f"epochs={config.epochs} is below the present epoch of the run, {epochs}; type at least that")
+        messages.append(f"epochs={config.epochs} is below the current epoch of the run, {epochs}; type at least that")
     return messages
 
 
@@ -141,7 +138,7 @@ def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -
         if key in options and choices.get(key) not in (None, options[key]):
             values = [options[key], choices[key]]
         messages.append(
-            f"{key}={show(values[1])} cannot change when a run is resumed, which was made with "
+            f"{key}={show(values[1])} cannot change when a run is resumed: the run has "
             f"{key}={show(values[0])}; {_FORCE}"
         )
     return messages

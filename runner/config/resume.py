@@ -1,6 +1,6 @@
 """`resume=` and `run=`: the overrides that an earlier run or sweep recorded, merged with those of the command line."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from runner.config.custom_dirs import absolute_dirs
+from runner.config.diagnostics.keys import key_of
 from runner.config.trust import check_overrides
 from runner.errors import InputError
 from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
@@ -21,7 +22,7 @@ from runner.records.run_directory import OVERRIDES
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
 OF_TRAINING = ("profile", "debug")  # not inherited by tasks that do not train, which reject them
-NOT_RECORDED = ("resume_force", "trust")  # valid for one command
+NOT_RECORDED = ("resume_force", "trust")
 _FLAG = "--config-dir="
 
 
@@ -45,7 +46,7 @@ class Arguments:
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
-    """Return the arguments of a command, after those that the run of `resume=` or `run=` recorded.
+    """Merge the arguments of a command with those that the run of `resume=` or `run=` recorded.
 
     Raise InputError if there is no such run, or if it belongs to another user who is not trusted.
     """
@@ -57,19 +58,18 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         return unchanged  # composing reports the syntax error
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
-    key = next((key for key in values if key in ("run", "resume") and values[key] is not None), None)
-    if task == READS_RECORDS and not multirun:
-        return _resolve_records(unchanged, given, values)
-    if key is None:
-        return unchanged
-    pointer = next(override for override in given if override.key_or_group == key)
-    if multirun and key == "resume":
+    pointers = (override for override in given if override.key_or_group in ("run", "resume"))
+    pointer = next((override for override in pointers if override.value() is not None), None)
+    if multirun and pointer and pointer.key_or_group == "resume":
         return _resume_sweep(pointer, given, values, config_dirs)
-    if multirun:
-        if task != READS_RECORDS:
-            unchanged.config_dirs[:] = _shared_dirs(pointer, values, config_dirs)
+    if task == READS_RECORDS:
+        return unchanged if multirun else _resolve_records(unchanged, given, values)
+    if pointer is None:
         return unchanged
+    if multirun:
+        return Arguments(overrides, overrides, _shared_dirs(pointer, values, config_dirs))
 
+    key = pointer.key_or_group
     named, is_rerun = f"{key}={values[key]}", key == "run" and task == "rerun"
     path = _find(key, values)
     weights = [override for override in given if override.key_or_group.partition(".")[0] == "init_from"]
@@ -81,11 +81,9 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         _check_location(path, values)
     recorded, directories = read_overrides(path, named, values.get("trust"))
     directories = _merge_dirs(named, directories, config_dirs)
-    others = [override for override in given if override is not pointer]
-    kept = _not_replaced(OverridesParser.create().parse_overrides(recorded), others)
     if key == "run" and not is_rerun:
-        kept = [override for override in kept if override.key_or_group not in OF_TRAINING]
-    merged = _lines([*kept, *others])
+        recorded = [override for override in recorded if key_of(override) not in OF_TRAINING]
+    merged = _merge(recorded, [override for override in given if override is not pointer])
     if is_rerun:
         return _rerun(merged, path, directories)
     pointing = f"{key}='{path}'"
@@ -109,29 +107,24 @@ def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str],
     return overrides, directories
 
 
-def merge_overrides(recorded: list[str], given: list[str]) -> list[str]:
-    """Return the recorded overrides that the given ones do not replace, and then the given ones."""
-    parser = OverridesParser.create()
-    kept = _not_replaced(parser.parse_overrides(recorded), parser.parse_overrides(given))
-    return [*_lines(kept), *given]
+def _merge(recorded: list[str], given: list[Override]) -> list[str]:
+    """Return the recorded overrides that the given ones do not replace, and then the given ones.
 
+    Another option of a group also replaces the recorded keys of the group.
+    """
 
-def _not_replaced(recorded: list[Override], given: list[Override]) -> list[Override]:
-    """Return the recorded overrides without replaced ones; another option of a group drops the keys of the group."""
-
-    def key_of(override: Override) -> str:
+    def dotted_key(override: Override) -> str:
         return f"{override.key_or_group}.".replace("/", ".")
 
-    replaced = ("run.", "resume.", *map(key_of, given))
-    return [override for override in recorded if not key_of(override).startswith(replaced)]
-
-
-def _lines(overrides: Sequence[Override]) -> list[str]:
-    return [str(override.input_line) for override in overrides]
+    replaced = ("run.", "resume.", *map(dotted_key, given))
+    parsed = OverridesParser.create().parse_overrides(recorded)
+    kept = [override for override in parsed if not dotted_key(override).startswith(replaced)]
+    return [str(override.input_line) for override in (*kept, *given)]
 
 
 def _recordable(overrides: list[str]) -> list[str]:
-    return [override for override in overrides if override.partition("=")[0] not in NOT_RECORDED]
+    """Return the overrides without those that apply to one command only."""
+    return [override for override in overrides if key_of(override) not in NOT_RECORDED]
 
 
 def _rerun(merged: list[str], path: Path, config_dirs: list[str]) -> Arguments:
@@ -147,46 +140,42 @@ def _rerun(merged: list[str], path: Path, config_dirs: list[str]) -> Arguments:
 def _resume_sweep(
     resume: Override, given: list[Override], values: Mapping[str, Any], config_dirs: list[str]
 ) -> Arguments:
+    named = str(resume.input_line)
     if resume.is_sweep_override():
-        raise InputError(f"{resume.input_line}: one sweep at a time; type one directory, or resume=last")
-    path = _find("resume", values, is_for_sweep=True)
+        raise InputError(f"{named}: one sweep at a time; type one directory, or resume=last")
+    path = _find("resume", values, "sweep")
     _check_location(path, values)
     try:
         recorded, jobs = read_sweep(path), read_ledger(path)
     except OSError as error:
-        raise InputError(f"{resume.input_line}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
+        raise InputError(f"{named}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
     words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
-    check_overrides(f"resume={values['resume']}", path, words, recorded.config_dirs, values.get("trust"), (LEDGER,))
+    check_overrides(named, path, words, recorded.config_dirs, values.get("trust"), (LEDGER,))
     others = [override for override in given if override is not resume]
-    merged = merge_overrides(recorded.typed, _lines(others))
     # New jobs are added once; how jobs are run and chosen is recorded.
-    lasting = _lines([override for override in others if override.is_hydra_override()])
-    directories = _merge_dirs(resume.input_line or "", recorded.config_dirs, config_dirs)
-    return Arguments(merged, merge_overrides(recorded.typed, lasting), directories, str(path))
+    lasting = _merge(recorded.typed, [override for override in others if override.is_hydra_override()])
+    directories = _merge_dirs(named, recorded.config_dirs, config_dirs)
+    return Arguments(_merge(recorded.typed, others), lasting, directories, str(path))
 
 
 def _shared_dirs(run: Override, values: Mapping[str, Any], config_dirs: list[str]) -> list[str]:
     """Return the custom directories of the runs that a sweep reads; they must be equal, as jobs share a search path."""
     runs = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
-    found: dict[str, list[str]] = {}
+    found = []
     for value in (run.strip("'\"") for run in runs):
         recorded = read_overrides(_find("run", {**values, "run": value}), f"run={value}", values.get("trust"))[1]
-        found[value] = _merge_dirs(f"run={value}", recorded, config_dirs)
-        one, expected = next(iter(found.items()))
-        if found[value] != expected:
-            raise InputError(
-                f"run={one} was created with {_FLAG}{expected} and run={value} with {_FLAG}{found[value]}, but the "
-                "jobs of a sweep share one search path; run a command for each"
-            )
-    return expected
+        found.append(_merge_dirs(f"run={value}", recorded, config_dirs))
+    if any(directories != found[0] for directories in found):
+        raise InputError(f"{run.input_line}: the runs have different custom directories; run a command for each")
+    return found[0] if found else config_dirs
 
 
 def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
     """Return the recorded directories and then those of the command, which may replace missing ones."""
-    existing = [directory for directory in recorded if Path(directory).is_dir()]
-    if len(existing) < len(recorded) and not config_dirs:
-        missing = next(directory for directory in recorded if directory not in existing)
-        raise InputError(f"{named}: its {_FLAG}{missing} no longer exists; add --config-dir=DIR with its new place")
+    missing = [directory for directory in recorded if not Path(directory).is_dir()]
+    if missing and not config_dirs:
+        raise InputError(f"{named}: its {_FLAG}{missing[0]} no longer exists; add --config-dir=NEW_LOCATION")
+    existing = [directory for directory in recorded if directory not in missing]
     return absolute_dirs([*existing, *config_dirs])
 
 
@@ -207,22 +196,24 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
         check_is_record(Path(str(path)).absolute(), "report.runs")
     if values.get("run") is None:
         return unchanged
-    if values["run"] != "last":
-        check_is_record(Path(str(values["run"])).absolute(), "run")
-        return unchanged
-    overrides = _lines([override for override in given if override.key_or_group != "run"])
-    overrides.append(f"run='{_find_last('run', values, 'sweep or run', newest_record)}'")
+    path = _find("run", values, "sweep or run")
+    overrides = [*_merge([], [override for override in given if override.key_or_group != "run"]), f"run='{path}'"]
     return Arguments(overrides, overrides, unchanged.config_dirs)
 
 
-def _find(key: str, values: Mapping[str, Any], is_for_sweep: bool = False) -> Path:
-    """Return the directory of the run, or of the sweep to resume, that the key names."""
-    value, file = str(values[key]), LEDGER if is_for_sweep else OVERRIDES
-    kind = "sweep" if is_for_sweep else "run"
+def _find(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
+    """Return the directory that the key names; `kind` is a key of `_NEWEST`."""
+    value, file = str(values[key]), LEDGER if kind == "sweep" else OVERRIDES
     if value == "last":
-        return _find_last(key, values, kind, _newest_sweep if is_for_sweep else newest_training_run)
+        parent = Path(str(values.get("outputs", "outputs"))).absolute() / str(values.get("name", "run"))
+        if (path := _NEWEST[kind](parent)) is None:
+            raise InputError(f"{key}=last: there is no {kind} under {parent}; set name=, outputs= or {key}=DIR")
+        return path
     path = Path(value).absolute()
-    if is_sweep(path) and not is_for_sweep:
+    if kind == "sweep or run":
+        check_is_record(path, key)
+        return path
+    if is_sweep(path) and kind == "run":
         raise InputError(f"{key}={value} is a sweep; {'add -m' if key == 'resume' else 'name a job'}")
     if not (path / file).is_file():
         what = f"no {kind} directory (it has no {file})" if path.is_dir() else "no directory"
@@ -230,20 +221,12 @@ def _find(key: str, values: Mapping[str, Any], is_for_sweep: bool = False) -> Pa
     return path
 
 
-def _find_last(key: str, values: Mapping[str, Any], kind: str, newest: Callable[[Path], Path | None]) -> Path:
-    parent = _parent_directory(values)
-    if (path := newest(parent)) is None:
-        raise InputError(f"{key}=last: there is no {kind} under {parent}; set name= or outputs=, or name the directory")
-    return path
-
-
 def _newest_sweep(parent: Path) -> Path | None:
     return max((path.parent for path in parent.glob(f"sweep-*/{LEDGER}")), default=None)  # the names contain the time
 
 
-def _parent_directory(values: Mapping[str, Any]) -> Path:
-    """Return the directory in which runs of the command's name are created."""
-    return Path(str(values.get("outputs", "outputs"))).absolute() / str(values.get("name", "run"))
+# The functions that find the directory of run=last or resume=last, by what the command reads.
+_NEWEST = {"run": newest_training_run, "sweep": _newest_sweep, "sweep or run": newest_record}
 
 
 def _with_full_key(override: str) -> str:

@@ -100,7 +100,7 @@ class Config:
     loss: Any = MISSING
     objective: Any = MISSING
     loader: Any = MISSING
-    logger: Any = field(default_factory=dict)  # of this group and the next three any number is chosen, by name
+    logger: Any = field(default_factory=dict)  # any number of options, as for the next three groups
     transforms: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
@@ -153,15 +153,16 @@ KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
 OF_TASKS = ("compare", "report", "export", "predict")  # sections that only the task of the same name reads
-# Groups that are mappings of names, and how messages call one entry.
+# Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 
 
 def as_config(container: Mapping[str, Any]) -> Config:
-    """Return the typed configuration of a composed and resolved container."""
-    values = {key: container[key] for key in KEYS}
+    """Return the typed configuration of a resolved container; a missing key has its default, others are ignored."""
+    values = {key: container[key] for key in KEYS if key in container}
     for key, section in SECTIONS.items():
-        values[key] = section(**values[key])
+        names = vars(section())
+        values[key] = section(**{name: value for name, value in values.get(key, {}).items() if name in names})
     return Config(**values)
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,6 @@ from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLIT
 from runner.config.trust import check_trust
 from runner.errors import near_hint
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-MEMORY_FORMATS = ("auto", "contiguous", "channels_last")
-EXPORT_FORMATS = ("safetensors", "torch_export", "onnx")
-PREDICT_FORMATS = ("csv", "parquet", "npy")
 AUTO = "auto"
 _AT_LEAST_0 = ("seed", "ema.warmup_steps", "checkpoint.keep_best", "early_stop.min_delta", "export.tolerance")
 _AT_LEAST_1 = (
@@ -29,18 +26,18 @@ _AT_LEAST_1 = (
     *("early_stop.patience", "predict.batch_size"),
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": PRECISIONS,
-    "memory_format": MEMORY_FORMATS,
+    "precision": ("fp64", "fp32", "bf16", "fp16"),
+    "memory_format": ("auto", "contiguous", "channels_last"),
     "sync_batchnorm": ("auto", True, False),
     "transform_targets": ("auto", True, False),
     "on_nonfinite": ("stop", "skip", "go_on"),
     "monitor_direction": (None, "max", "min"),
     "report.direction": (None, "max", "min"),
     "split": SPLITS,
-    "export.format": EXPORT_FORMATS,
-    "predict.format": PREDICT_FORMATS,
+    "export.format": ("safetensors", "torch_export", "onnx"),
+    "predict.format": ("csv", "parquet", "npy"),
 }
-# Limits that the value itself may not have, and an example.
+# Exclusive limits of a value, and an example.
 _BETWEEN = {
     "clip_grad_norm": (0, math.inf, "1.0"),
     "checkpoint.every_seconds": (0, math.inf, "600"),
@@ -48,7 +45,7 @@ _BETWEEN = {
     "ema.decay": (0, 1, "0.999"),
     "val_fraction": (0, 1, "0.1"),
 }
-# Keys that have no effect without another one, and an example of that.
+# Keys that have no effect without another key, and an example of the other key.
 _NEEDS = {
     "init_from.map": ("init_from.path", "init_from.path=weights.pt"),
     "init_from.strict": ("init_from.path", "init_from.path=weights.pt"),
@@ -163,23 +160,25 @@ def check_types(container: Mapping[str, Any], choices: Mapping[str, str]) -> lis
 def check_values(config: Config) -> list[str]:
     """Return one message for each top-level value that is wrong whatever else is chosen."""
     if config.micro_batches != AUTO and type(config.micro_batches) is not int:
-        return [f"micro_batches={show(config.micro_batches)} must be an integer (int) or auto; for example 1"]
-    values = {key: _get(config, key) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
+        return [f"micro_batches={show(config.micro_batches)} must be int | auto; for example 1"]
+    values = {key: attrgetter(key)(config) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
     messages = [
         f"{key}={value} must be at least {least}"
         for key, value in values.items()
         if value not in (None, AUTO) and value < (least := int(key in _AT_LEAST_1))
     ]
     for key, choices in _CHOICES.items():
-        messages += _choice(key, _get(config, key), choices)
+        value, names = attrgetter(key)(config), list(map(show, choices))
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            messages.append(f"{key}={show(value)} must be one of {', '.join(names)}{near_hint(show(value), names)}")
     if config.seed >= 2**63:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
     for key, (low, high, example) in _BETWEEN.items():
-        if (value := _get(config, key)) is not None and not low < value < high:
+        if (value := attrgetter(key)(config)) is not None and not low < value < high:
             limits = f"above {low} and {'finite' if high == math.inf else f'below {high}'}"
             messages.append(f"{key}={value:g} must be {limits}, or null; try {example}")
     for key, (needed, example) in _NEEDS.items():
-        if (value := _get(config, key)) != _get(Config(), key) and not _get(config, needed):
+        if (value := attrgetter(key)(config)) != attrgetter(key)(Config()) and not attrgetter(needed)(config):
             messages.append(f"{key}={show(value)} has no effect without {needed}; add {example}, or leave it out")
     if config.loss_spike is not None and config.on_nonfinite == "go_on":
         messages.append(
@@ -203,16 +202,18 @@ def check_values(config: Config) -> list[str]:
         messages.append(
             f"name={config.name} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
         )
+    path = Path(config.outputs).absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
     if not config.outputs:
         messages.append("outputs= must be the path of a directory; try outputs=outputs")
-    elif message := _unwritable(Path(config.outputs)):
-        messages.append(f"outputs={config.outputs} {message}")
+    elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        messages.append(f"outputs={config.outputs} must be writable, but {existing} is no writable directory")
     return messages
 
 
 def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:
     """Check that every rank has a sample in each micro-batch of a full step; a mode may split them further."""
-    # auto starts with one.
+    # The search for micro_batches=auto starts with one micro-batch.
     factors = {"data ranks": data_ranks, "micro_batches": 1 if config.micro_batches == AUTO else config.micro_batches}
     if parallel_micro_batches > 1:
         factors["parallel.micro_batches"] = parallel_micro_batches
@@ -223,27 +224,3 @@ def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1
         f"batch_size={config.batch_size} must be at least {' x '.join(factors)} = "
         f"{' x '.join(map(str, factors.values()))} = {least}; try batch_size={least}"
     ]
-
-
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _choice(key: str, value: Any, choices: tuple[Any, ...]) -> list[str]:
-    if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        return []
-    names = [str(choice).lower() for choice in choices if choice is not None]
-    return [f"{key}={value} must be one of {', '.join(names)}{near_hint(str(value), names)}"]
-
-
-def _unwritable(path: Path) -> str | None:
-    """Return why no run can be created under the path, or None."""
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if not existing.is_dir():
-        return f"must be a directory, but {existing} is a file; name another"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"must be writable, but {existing} is not; name another directory"
-    return None

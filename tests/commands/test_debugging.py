@@ -156,9 +156,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert "debug=true" in yaml.safe_load((made.path / "overrides.yaml").read_text())
     whole = run(tmp_path / "outputs", 1, *TOY, "max_steps=3")
     assert [whole.losses[step] for step in (1, 2, 3)] == [made.losses[step] for step in (1, 2, 3)]  # where it failed
-    with pytest.raises(
-        InputError, match="debug=false cannot change when a run is resumed, which was made with debug=true"
-    ):
+    with pytest.raises(InputError, match="debug=false cannot change when a run is resumed: the run has debug=true"):
         configure(f"resume={made.path}", "debug=false")
     resumed = run(tmp_path / "outputs", 1, f"resume={made.path}", "epochs=3")
     assert resumed.result["step"] == 9

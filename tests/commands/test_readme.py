@@ -36,7 +36,7 @@ def test_custom_model_and_data_train_resume_and_are_checked(mine: Path, commands
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after step 32" in resumed.stdout
     wrong = commands.forked(*arguments, "model.width=wide")
-    assert (wrong.returncode, wrong.stderr) == (2, "model.width=wide must be an integer (int); for example 512\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "model.width=wide must be int; for example 512\n")
 
 
 def test_table_of_groups_lists_every_option() -> None:

@@ -109,7 +109,7 @@ def test_moved_directory_must_be_named_again(
     capsys.readouterr()
     assert here("resume=last", "max_steps=3") == 2
     assert capsys.readouterr().err == (
-        f"resume=last: its --config-dir={folders}/one no longer exists; add --config-dir=DIR with its new place\n"
+        f"resume=last: its --config-dir={folders}/one no longer exists; add --config-dir=NEW_LOCATION\n"
     )
     assert here("resume=last", "max_steps=3", "--config-dir", "moved") == 0
     assert yaml.safe_load((made(folders) / "overrides.yaml").read_text())[0] == f"--config-dir={folders}/moved"
@@ -136,10 +136,7 @@ def test_runs_with_different_directories_cannot_share_a_sweep(
     (first,), (second,) = (list((folders / "outputs" / name).iterdir()) for name in ("first", "second"))
     capsys.readouterr()
     assert here("-m", "task=evaluate", f"run={first},{second}") == 2
-    output = capsys.readouterr().err
-    assert (
-        f"run={first} was created with --config-dir=['{folders}/one'] and run={second} with --config-dir=[]" in output
-    )
+    assert f"run={first},{second}: the runs have different custom directories" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["models.own_net.Net", "data.Net"])

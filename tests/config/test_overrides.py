@@ -51,7 +51,7 @@ FILES = {
     "model/convnet.yaml": "channels: [16, 32]\n",
     "model/toy.yaml": "hidden: 10\n",
     "model/vision/big.yaml": "# @package model\nwidth: 3\n",
-    "optimizer/sgd.yaml": f"_target_: {__name__}.SGD\nlr: 1e-1\n",
+    "optimizer/sgd.yaml": "lr: 1e-1\n",
     "launcher/env.yaml": "{}\n",
     "launcher/spawn.yaml": "nproc_per_node: 2\n",
     "extra/one.yaml": "# @package other\nx: 1\n",
@@ -59,10 +59,6 @@ FILES = {
     "extra/none.yaml": "{}\n",
     "experiment/none.yaml": "{}\n",
 }
-
-
-class SGD:
-    def __init__(self, lr: float, nesterov: bool = False) -> None: ...
 
 
 @pytest.fixture
@@ -123,14 +119,12 @@ def test_wrong_keys_suggest_the_nearest(loader: ConfigLoader):
         "model.lr=0.1": ": no such key; did you mean optimizer.lr?",
         "optimizer/lr=0.1": ": no such key; did you mean optimizer.lr?",
         "optimizer.lr.x=0.1": ": no such key; did you mean optimizer.lr?",
-        "optimizer.zzz=0.1": ": no such key; optimizer has lr, nesterov",
+        "optimizer.zzz=0.1": ": no such key; optimizer has lr; for another option of its class "
+        "type +optimizer.zzz=VALUE",
         "optimizer={lrr:1}": ": no such key optimizer.lrr; did you mean optimizer.lr?",
         "modle=toy": ": no such key; did you mean model?",
         "zzzzzzzz=1": ": no such key",
         "hydra.run.dri=x": ": no such key; did you mean hydra.run.dir?",
-        "optimizer.nesterov=true": f": the file of optimizer has no nesterov, but {__name__}.SGD takes it; "
-        "type +optimizer.nesterov=true",
-        "optimizer.nestrov=true": ": no such key; did you mean optimizer.nesterov?",
         "dangling.x=3": ": no such key; did you mean dangling?",
         "~epoch": ": no such key; did you mean epochs?",
     }
@@ -144,8 +138,8 @@ def test_syntax_errors(loader: ConfigLoader):
     wrong = {
         "epochs": ": no value; type epochs=VALUE",
         "spawn": ": no value; did you mean launcher=spawn?",
-        "=3": " must be KEY=VALUE",
-        "a b=3": " must be KEY=VALUE",
+        "=3": ": an override must be KEY=VALUE",
+        "a b=3": ": an override must be KEY=VALUE",
         "seeds=[1,2": ": a bracket is not closed, or a value in it with special characters is not quoted",
         'run=a"=b\\': ': the value must be quoted; type \'run="a\\"=b\\\\"\'',
     }

@@ -31,8 +31,8 @@ def test_changes_that_a_checkpoint_does_not_allow_are_refused(
     run: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     refused = {
-        "model=toy": r"model=toy cannot change when a run is resumed, which was made with model=mlp; keep that, or add",
-        "model.hidden=[32]": r"model.hidden=\[32\] cannot change .* made with model.hidden=\[16\]",
+        "model=toy": r"model=toy cannot change when a run is resumed: the run has model=mlp; keep that, or add",
+        "model.hidden=[32]": r"model.hidden=\[32\] cannot change .* the run has model.hidden=\[16\]",
         "seed=1": "seed=1 cannot change .* seed=0; keep that, or add resume_force=true",
         "loader.shuffle=false": "loader.shuffle=false cannot change .* loader.shuffle=true",
         "loss=nll": "loss=NLL cannot change",

@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
 from runner.config.custom_dirs import option_file
-from runner.config.diagnostics.signature import parameters_of, provided
-from runner.config.schema import KEYS
+from runner.config.schema import GROUPS, KEYS
 from runner.errors import nearest
 from runner.records.records import dotted
 
@@ -33,7 +32,8 @@ def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) ->
         if not is_absent and not is_missing:
             return one_line(cause)
         missing = str(getattr(cause, "full_key", key)) if text.startswith("{") else key
-        return _no_such_key(cfg, missing, text, groups)
+        named = f" {missing}" if missing != key else ""
+        return f"no such key{named}{near_key(missing, key_names(cfg, key.startswith('hydra.')), groups)}"
     return None
 
 
@@ -42,16 +42,16 @@ def value_problem(
 ) -> str:
     """Return one line on a key that nothing reads, a value of a wrong type, or a reference that cannot be resolved."""
     key, reason, names = str(error.full_key or ""), one_line(error), key_names(cfg)
-    typed = [line for line in overrides if within(key_of(line), key) or within(key, key_of(line))]
+    given = [line for line in overrides if within(key_of(line), key) or within(key, key_of(line))]
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)) and not isinstance(error, InterpolationKeyError):
         others = [name for name in (*names, *KEYS) if not within(name, key)]
-        return f"{typed[-1] if typed else f'{key} (in a configuration file)'}: no such key{near_key(key, others)}"
+        return f"{given[-1] if given else f'{key} (in a configuration file)'}: no such key{near_key(key, others)}"
     raw = dotted(typing.cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))).get(key)
     group = key.partition(".")[0]
     file = option_file(group, choices.get(group, ""))
-    place = f" in {file}" if file and key not in map(key_of, overrides) else ""
+    source = f" in {file}" if file and key not in map(key_of, overrides) else ""
     found = re.search(r"'([^']+)'", reason) if isinstance(error, InterpolationKeyError) else None
-    return f"{key}={raw}{place}: {reason}{near_key(found[1], names) if found else ''}"
+    return f"{key}={raw}{source}: {reason}{near_key(found[1], names) if found else ''}"
 
 
 def one_line(error: BaseException) -> str:
@@ -74,7 +74,8 @@ def near_key(key: str, names: Collection[str], groups: Collection[str] = ()) -> 
     same_leaf = [each for each in names if each.rpartition(".")[2] == leaf]  # without its group, or in another one
     near = name if name in names else same_leaf[0] if same_leaf else siblings.get(nearest(leaf, siblings) or "")
     if near is None and parent and siblings:
-        return f"; {parent} has {', '.join(siblings)}"
+        add = f"; for another option of its class type +{name}=VALUE" if parent in GROUPS else ""
+        return f"; {parent} has {', '.join(siblings)}{add}"
     near = near or nearest(name, [*names, *groups])
     return f"; did you mean {near}?" if near else ""
 
@@ -94,17 +95,5 @@ def key_of(line: str) -> str:
 
 
 def within(key: str, outer: str) -> bool:
+    """Return True if the dotted key is `outer` or a key in it."""
     return f"{key}.".startswith(f"{outer}.")
-
-
-def _no_such_key(cfg: DictConfig, key: str, text: str, groups: Collection[str]) -> str:
-    parent, _, leaf = key.rpartition(".")
-    options: list[str] = []  # of the constructor, which the file does not contain
-    with contextlib.suppress(ValueError, OmegaConfBaseException):  # a wrong target is reported once the rest composes
-        target = OmegaConf.select(cfg, f"{parent}._target_")
-        passed = provided(parent, {"_target_": target})
-        options = [name for name in parameters_of(target) if name not in passed] if target else []
-    if leaf in options:
-        return f"the file of {parent} has no {leaf}, but {target} takes it; type +{key}={text}"
-    names = [*key_names(cfg, hydras=key.startswith("hydra.")), *(f"{parent}.{name}" for name in options)]
-    return f"no such key{f' {key}' if text.startswith('{') else ''}{near_key(key, dict.fromkeys(names), groups)}"

@@ -36,7 +36,7 @@ def explain(error: Exception, overrides: Sequence[str], config_loader: ConfigLoa
 def refuse_overrides(overrides: Sequence[str]) -> list[str]:
     """Return a line for each override on the command line that Hydra would accept although it must not be set."""
     messages = []
-    first: dict[str, str] = {}  # by key, where GROUP@PACKAGE is another choice than GROUP
+    first: dict[str, str] = {}  # by key; GROUP@PACKAGE is another key than GROUP
     for line in overrides:
         key, value = key_of(line), line.partition("=")[2]
         repeated = first.setdefault(line.lstrip("+~").partition("=")[0], line)
@@ -54,7 +54,7 @@ def refuse_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 class _Explanation:
-    """The problems of the overrides, all of which it examines although Hydra raises at the first one."""
+    """Explanation of every wrong override; Hydra itself raises an exception for the first one."""
 
     def __init__(self, overrides: Sequence[str], loader: ConfigLoader):
         self._overrides, self._loader = overrides, loader
@@ -86,7 +86,7 @@ class _Explanation:
             problems |= {line: reason for line in about[:1]}
         else:
             problems |= {line: key_problem(cfg, override, self._groups()) for line, override in keys.items()}
-        return [_join(line, problem) for line in self._overrides if (problem := problems.get(line))]
+        return [f"{line}: {problem}" for line in self._overrides if (problem := problems.get(line))]
 
     def _parse(self, line: str) -> Override | None:
         with contextlib.suppress(HydraException):
@@ -123,7 +123,7 @@ class _Explanation:
 
     def _sweep_problem(self, override: Override) -> str:
         if override.is_hydra_override():
-            return "a sweep cannot go over Hydra's own keys; type one value"
+            return "a sweep cannot vary Hydra's own keys; type one value"
         if override.value_type != ValueType.SIMPLE_CHOICE_SWEEP or self._options(override.key_or_group):
             return "a sweep needs -m"
         return f"a sweep needs -m; for one list type {override.get_key_element()}=[{override.get_value_string()}]"
@@ -138,7 +138,7 @@ class _Explanation:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         quoted = f'{key}="{escaped}"'
         if self._parse(quoted) is None:
-            return "must be KEY=VALUE"
+            return "an override must be KEY=VALUE"
         return f"the value must be quoted; type {shlex.quote(quoted)}"
 
 
@@ -148,7 +148,3 @@ def _composition_problem(error: Exception) -> str:
     if isinstance(missing, (ConfigKeyError, ConfigAttributeError)):
         return one_line(error) + near_key(str(missing.full_key), KEYS)
     return one_line(error)
-
-
-def _join(subject: str, problem: str) -> str:
-    return f"{subject} {problem}" if problem.startswith("must ") else f"{subject}: {problem}"

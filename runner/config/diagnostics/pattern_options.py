@@ -42,14 +42,9 @@ def check_optimizer_groups(node: Mapping[str, Any], provided: Collection[str]) -
         if message := _pattern_problem(group["match"]):
             messages.append(f"{key}.match={show(group['match'])} {message}")
         options = {name: value for name, value in group.items() if name != "match"}
-        messages += [
-            f"{key}.{name}={show(value)}: a group contains only options of its optimizer; take it out"
-            for name, value in options.items()
-            if str(name).startswith("_") or name == "groups"
-        ]
-        # The options are checked together with the optimizer's, whose own problems are reported elsewhere.
-        begins = tuple(f"{key}.{name}{end}" for name in options for end in ("=", " ", "."))
+        # With the other options of the optimizer, whose own problems are reported elsewhere.
         checked = check_options(key, {**optimizer, **options}, provided)
+        begins = tuple(f"{key}.{name}{end}" for name in options for end in ("=", " ", "."))
         messages += [message for message in checked if message.startswith(begins)]
     return messages
 

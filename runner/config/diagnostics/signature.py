@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from runner.config.diagnostics.import_target import locate_callable
-from runner.config.diagnostics.type_hints import describe, fix, show, suits
+from runner.config.diagnostics.type_hints import fix, show, suits, type_name
 from runner.errors import did_you_mean
 
 # Arguments that the runner itself passes to a group's constructor; for datasets see `provided`.
@@ -42,7 +42,7 @@ def check_options(
 
 
 def parameters_of(target: str) -> dict[str, inspect.Parameter]:
-    """Return the constructor's named parameters, annotations evaluated; none for a signature that Python cannot read.
+    """Return the constructor's named parameters, each with a type; none for a signature that Python cannot read.
 
     Raise ValueError if the target cannot be imported or called.
     """
@@ -108,7 +108,7 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
         elif name in options:
             messages += _check_value(assignment, value, parameters[name])
         elif name not in described and not _has(parameters, inspect.Parameter.VAR_KEYWORD):
-            hint = did_you_mean(str(name), choices) or "; it takes none"
+            hint = did_you_mean(str(name), choices) or "; it accepts none"
             messages.append(f"{assignment}: {called} has no option {name}{hint}")
 
     is_complete = is_partial or "_args_" in node
@@ -118,7 +118,8 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
             f"{key}._target_={target} is a function of {', '.join(missing)}; write `_partial_: true` into its file, "
             "or it would be called before they exist"
         ]
-    return messages + [f"{key}.{name} must be given{_rule(parameters[name])}" for name in missing]
+    types_of = {name: type_name(parameters[name].annotation) for name in missing}
+    return messages + [f"{key}.{name} must be given{kind and f' as {kind}'}" for name, kind in types_of.items()]
 
 
 def _check_nested(key: str, value: Any) -> list[str]:
@@ -131,21 +132,14 @@ def _check_nested(key: str, value: Any) -> list[str]:
 def _check_value(assignment: str, value: Any, parameter: inspect.Parameter) -> list[str]:
     default = None if parameter.default is _EMPTY else parameter.default
     annotation = parameter.annotation
-    if annotation is _EMPTY:
-        annotation = type(default) if type(default) in (bool, int, float, str) else Any
     is_default = value is None and parameter.default is None  # also if the annotation lacks `| None`
     if is_default or suits(annotation, value):
         return []
-    return [f"{assignment} must be {describe(annotation)}{fix(annotation, value, default)}"]
-
-
-def _rule(parameter: inspect.Parameter) -> str:
-    annotation = parameter.annotation
-    return "" if annotation in (_EMPTY, Any) else f"; it is {describe(annotation)}"
+    return [f"{assignment} must be {type_name(annotation)}{fix(annotation, value, default)}"]
 
 
 def _parameters(constructor: Any) -> dict[str, inspect.Parameter] | None:
-    """Return all parameters, annotations evaluated; None if Python cannot read them (a class written in C)."""
+    """Return all parameters, each with a type; None if Python cannot read them (a class written in C)."""
     try:
         parameters = inspect.signature(constructor).parameters
     except (TypeError, ValueError):
@@ -154,13 +148,17 @@ def _parameters(constructor: Any) -> dict[str, inspect.Parameter] | None:
     if inspect.isclass(constructor):
         function = constructor.__new__ if constructor.__init__ is object.__init__ else constructor.__init__
     namespace = getattr(inspect.unwrap(function), "__globals__", {})
-    return {name: p.replace(annotation=_evaluated(p.annotation, namespace)) for name, p in parameters.items()}
+    return {name: each.replace(annotation=_annotation(each, namespace)) for name, each in parameters.items()}
 
 
-def _evaluated(annotation: Any, namespace: dict[str, Any]) -> Any:
-    """Evaluate one annotation by itself: if it names a type for type checkers only, the others are still checked."""
+def _annotation(parameter: inspect.Parameter, namespace: dict[str, Any]) -> Any:
+    """Return the evaluated annotation; without one the type of the default, and Any if neither is known.
+
+    Each annotation is evaluated by itself: if one names a type for type checkers only, the others are still checked.
+    """
+    annotation, implied = parameter.annotation, type(parameter.default)
     if annotation is _EMPTY:
-        return annotation
+        return implied if implied in (bool, int, float, str) else Any
     try:
         return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}), namespace)["it"]
     except Exception:  # an annotation can be any expression

@@ -1,4 +1,4 @@
-"""Checks of values from a file or the command line against type annotations, and descriptions of annotations."""
+"""Checks of values from a file or the command line against type annotations, and the text of annotations."""
 
 import inspect
 import os
@@ -9,14 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
 from runner.errors import nearest
-
-_WORDS = {
-    int: "an integer (int)",
-    float: "a number (float)",
-    bool: "true or false (bool)",
-    str: "text (str)",
-    type(None): "null",
-}
 
 
 def suits(annotation: Any, value: Any) -> bool:
@@ -36,26 +28,9 @@ def suits(annotation: Any, value: Any) -> bool:
         return True  # not a class, or a Protocol or TypedDict, which isinstance rejects
 
 
-def describe(annotation: Any) -> str:
-    """Return a description of the annotation: `a number (float) or null`."""
-    kind, arguments = _parts(annotation)
-    if kind is Union:
-        return " or ".join(map(describe, arguments))
-    if choices := _choices(annotation):
-        return f"one of {', '.join(map(show, choices))}"
-    if kind in _WORDS:
-        return _WORDS[kind]
-    for is_kind, word in ((_is_list, "list"), (_is_mapping, "mapping"), (_is_path, "path")):
-        if is_kind(kind):
-            return f"a {word} ({type_name(annotation)})"
-    return f"a {type_name(annotation)} (given as a node with a _target_)"
-
-
 def fix(annotation: Any, value: Any, default: Any = None) -> str:
     """Return the end of a message: a similar valid value, the quoted text, or the default."""
-    kind, arguments = _parts(annotation)
-    members = arguments if kind is Union else [annotation]
-    if near := nearest(str(value), [show(choice) for member in members for choice in _choices(member)]):
+    if near := nearest(str(value), _literals(annotation)):
         return f"; did you mean {near}?"
     if isinstance(value, (bool, int, float)) and suits(annotation, str(value)):
         return f"; for the text {show(value)} type \"'{show(value)}'\""
@@ -64,14 +39,14 @@ def fix(annotation: Any, value: Any, default: Any = None) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the annotation as --help shows it: `int | null`, `relu | gelu`, `list[int]`; empty for Any."""
+    """Return the annotation as --help and messages show it: `int | null`, `relu | gelu`, `list[int]`; empty for Any."""
     kind, arguments = _parts(annotation)
     if kind is Union:
         return " | ".join(filter(None, map(type_name, arguments)))
-    if choices := _choices(annotation):
-        return " | ".join(map(show, choices))
+    if kind is typing.Literal:
+        return " | ".join(map(show, arguments))
     if kind in (Any, type(None)):
-        return "null" if kind is not Any else ""
+        return "" if kind is Any else "null"
     return re.sub(r"([A-Za-z_]\w*\.)+", "", inspect.formatannotation(annotation if arguments else kind))
 
 
@@ -87,45 +62,31 @@ def show(value: Any) -> str:
 
 
 def _suits_class(kind: Any, arguments: Sequence[Any], value: Any) -> bool:
-    if _is_path(kind):
+    if issubclass(kind, os.PathLike):
         return isinstance(value, str)  # YAML has no paths
-    if _is_list(kind):
+    if kind is not object and (issubclass(list, kind) or issubclass(tuple, kind)):
         if not isinstance(value, (list, tuple)):
             return False
-        if _is_fixed(kind, arguments):
+        if kind is tuple and arguments and arguments[-1] is not Ellipsis:  # one annotation for each item
             return len(value) == len(arguments) and all(map(suits, arguments, value))
         return not arguments or all(suits(arguments[0], item) for item in value)
-    if _is_mapping(kind) and len(arguments) == 2:
-        of_names, of_items = arguments
-        return isinstance(value, Mapping) and all(suits(of_names, n) and suits(of_items, v) for n, v in value.items())
+    if issubclass(dict, kind) and len(arguments) == 2:
+        of_keys, of_items = arguments
+        return isinstance(value, Mapping) and all(suits(of_keys, k) and suits(of_items, v) for k, v in value.items())
     return isinstance(value, kind)
 
 
 def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type without its arguments, and the arguments, of what `type Name = ...` or NewType stands for."""
-    while (behind := getattr(annotation, "__value__", getattr(annotation, "__supertype__", None))) is not None:
-        annotation = behind
+    """Return the type without its arguments, and its arguments; `type Name = ...` and NewType are resolved."""
+    while (resolved := getattr(annotation, "__value__", getattr(annotation, "__supertype__", None))) is not None:
+        annotation = resolved
     kind = typing.get_origin(annotation) or annotation
     return Union if kind is types.UnionType else kind, typing.get_args(annotation)
 
 
-def _choices(annotation: Any) -> list[Any]:
+def _literals(annotation: Any) -> list[str]:
+    """Return the values of a Literal, also of one in a union."""
     kind, arguments = _parts(annotation)
-    return list(arguments) if kind is typing.Literal else []
-
-
-def _is_list(kind: Any) -> bool:
-    return isinstance(kind, type) and kind is not object and (issubclass(list, kind) or issubclass(tuple, kind))
-
-
-def _is_mapping(kind: Any) -> bool:
-    return isinstance(kind, type) and kind is not object and issubclass(dict, kind)
-
-
-def _is_path(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, os.PathLike)
-
-
-def _is_fixed(kind: Any, arguments: Sequence[Any]) -> bool:
-    """Return True for a tuple with one annotation per item."""
-    return kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
+    if kind is Union:
+        return [name for member in arguments for name in _literals(member)]
+    return list(map(show, arguments)) if kind is typing.Literal else []

@@ -109,7 +109,7 @@ class _Topics:
         if cells := chosen + [key.cells for key in keys]:
             lines += ["", *_columns(cells, 2)]
         examples = [self.tree.example(group, option), *(key.arguments for key in keys[:1] if group != PRESETS)]
-        lines += ["", *_examples(examples), f"file     {self.tree.path(group, option)}"]
+        lines += ["", *_examples(examples), f"file     {self.tree.paths[group][option]}"]
         return lines + [f"class    {target}" for target in dict.fromkeys(file.targets.values())]
 
     def _keys(self, name: str) -> list[str]:

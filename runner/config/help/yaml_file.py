@@ -128,10 +128,8 @@ def _flow(node: yaml.Node) -> str:
 
 def _comment(key: yaml.ScalarNode, value: yaml.ScalarNode | yaml.CollectionNode, lines: Sequence[str]) -> str:
     """Return the comment behind a value, or behind its key if the value begins on the next line."""
-    if isinstance(value, yaml.CollectionNode):
-        is_on_this_line = bool(value.flow_style)
-    else:
-        is_on_this_line = bool(value.value) and value.style not in ("|", ">")
-    mark = (value if is_on_this_line else key).end_mark
+    is_block = getattr(value, "style", None) in ("|", ">")
+    is_beside_key = value.start_mark.line == key.end_mark.line and not is_block
+    mark = (value if is_beside_key else key).end_mark
     found = re.match(r"\s*:?\s*#\s*(.*)", lines[mark.line][mark.column :])
     return found[1].rstrip() if found else ""
