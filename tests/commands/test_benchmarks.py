@@ -72,22 +72,6 @@ def test_table_has_best_median_ratio_and_failures(table: ModuleType) -> None:
     assert "- fabric on 2 ranks: status 1: it fell over" in text
 
 
-def test_measurements_are_written_between_the_marks_of_a_page(
-    table: ModuleType, growth_table: ModuleType, tmp_path: Path
-) -> None:
-    section = table.MEASURED
-    for each in (section, growth_table.MEASURED):
-        each.check(ROOT / "docs" / "benchmarks.md")
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{section.begin}\nold\n{section.end}\n\nafter\n")
-    section.write(page, "new\n")
-    section.write(page, "newer\n")
-    assert page.read_text() == f"before\n\n{section.begin}\n\nnewer\n\n{section.end}\n\nafter\n"
-    page.write_text("nothing here")
-    with pytest.raises(ValueError, match=r"docs/benchmarks\.md"):
-        section.check(page)
-
-
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
     [

@@ -81,15 +81,6 @@ WAITS = """\
             while not os.path.exists("go"):
                 time.sleep(0.02)
 """
-# The clock of rank 1 is decades off.
-CLOCK = """\
-import os
-import time
-
-if os.environ["RANK"] == "1":
-    strftime = time.strftime
-    time.strftime = lambda form, moment=None: strftime(form, moment or time.localtime(1e9))
-"""
 OPTIONS = "_target_: mine.Model\nsample_shape: ${data.sample_shape}\nnum_outputs: ${data.num_outputs}\nfails: true\n"
 
 
@@ -127,19 +118,6 @@ def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_pat
     assert recorded.keys() == set(KEYS) and recorded["model"]["sample_shape"] == [10]
     assert sorted(one.losses) == list(range(1, 33))
     assert one.lines[-1] == {"step": 32, "epoch": 1, "val/loss": one.result["metrics"]["val/loss"]}
-
-
-@pytest.mark.thorough
-def test_ranks_started_by_hand_may_have_different_clocks(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
-    env = commands.with_path(tmp_path / "site")
-    first, second = commands.by_hand(2, *TINY, "logger=none", "parallel=ddp", delay_s=3, env=env)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    one = only_run(tmp_path)
-    assert files(one.path) == FILES
-    assert "environment variables" in first.stdout
-    assert second.stdout + second.stderr == ""
 
 
 @pytest.mark.thorough

@@ -162,12 +162,6 @@ def test_option_topic_lists_inherited_keys(conf: Path):
     """)
 
 
-def test_preset_topic_shows_its_settings_and_measured_result(conf: Path):
-    lines = about(conf, "experiment=digits")
-    assert lines[:5] == ["experiment=digits: 97 % in 12 s", "on two cores", "", "  model=toy", "  epochs=3   int  few"]
-    assert "epochs" not in render_help([conf], ["experiment"])
-
-
 def test_top_level_key(conf: Path):
     expected = """
     checkpoint.every
@@ -231,28 +225,6 @@ def test_broken_files_are_named_and_the_others_shown(conf: Path):
     assert f"  bad      cannot be read: {conf}/model/bad.yaml, line 3\n" in text
     assert f"  binary   cannot be read: {conf}/model/binary.yaml\n" in text
     assert "  convnet  two blocks" in text
-
-
-def test_all_kinds_of_values(tmp_path: Path):
-    text = """\
-long_list: [1,
-  2]  # at its end
-mapping: {a: 1, b: x}  # behind the mapping
-items:
-  - {_target_: a.B, c: [2]}
-block: |
-  one
-  two
-required: ???  # (float) to be given"""
-    rows = [
-        ("g.long_list=[1, 2]", "list", "at its end"),
-        ("g.mapping={a: 1, b: x}", "mapping", "behind the mapping"),
-        ("g.items=[{_target_: a.B, c: [2]}]", "list", ""),
-        ("g.block=one two", "str", ""),
-        ("g.required=???", "float", "to be given"),
-    ]
-    shown = about(write(tmp_path, {"g/o.yaml": text}), "g")[3:-2]
-    assert shown == [f"    {left:<35}{kind:<9}{comment}".rstrip() for left, kind, comment in rows]
 
 
 def test_builtin_keys_have_types_and_comments_and_examples_use_existing_names():

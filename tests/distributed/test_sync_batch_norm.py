@@ -160,33 +160,6 @@ def test_one_collective_forward_and_one_backward() -> None:
     )  # a small sum, in the order of the ranks
 
 
-def test_evaluation_is_plain() -> None:
-    def run(rank: int, world_size: int) -> None:
-        torch.manual_seed(rank)  # nothing is shared: without running statistics, each batch has its own
-        for tracked in (True, False):
-            layer = nn.BatchNorm2d(3, track_running_stats=tracked)
-            for buffer in layer.buffers():
-                buffer += 1
-            synchronized = synchronize_batch_norm(copy.deepcopy(layer)).eval()
-            input = torch.randn(4 + rank, 3, 4, 4)
-            assert_close(synchronized(input), layer.eval()(input), rtol=0, atol=0)
-            assert_alike([synchronized.state_dict(), layer.state_dict()])
-
-    run_ranks(run, 2)
-
-
-def test_world_of_one_is_plain() -> None:
-    layer = nn.BatchNorm2d(3)
-    batch = torch.randn(4, 3, 4, 4)
-
-    def run(rank: int, world_size: int) -> dict[str, int]:
-        return count_collectives(lambda: check_against_one_process(0, 1, layer, [batch], [4], tolerance=0))
-
-    assert run_ranks(run, 1) == [{"allreduce_": 2}]  # by the check, one per parameter
-    with torch.no_grad():  # and without a process group
-        assert torch.equal(synchronize_batch_norm(copy.deepcopy(layer))(batch), layer(batch))
-
-
 def test_one_value_per_channel_is_refused_on_all_ranks() -> None:
     batch = torch.randn(1, 3, 1, 1)
 

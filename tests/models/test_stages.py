@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from runner.shipped.models.convnet import ConvNet
 from runner.shipped.models.gpt import GPT
 from runner.shipped.models.linear import Linear
@@ -17,8 +15,6 @@ from runner.shipped.models.split import Split
 from runner.shipped.models.toy import Toy
 from runner.shipped.models.transformer import Transformer
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 IMAGE = (1, 16, 16)
 NUM_TOKENS = 6
@@ -105,43 +101,6 @@ def test_plans():
         "mlp with batch_norm": dict.fromkeys(["layers.0", "layers.4", "layers.8", "head"], "rowwise"),
         "transformer": blocks,
     }
-
-
-def apply_plan(model: nn.Module, mesh: dist.DeviceMesh) -> None:
-    is_cut = False
-    styles = {}
-    for name, form in model.tensor_plan().items():
-        if form == "rowwise":
-            styles[name] = RowwiseParallel(input_layouts=Shard(-1) if is_cut else Replicate())
-        else:
-            styles[name] = ColwiseParallel()
-        is_cut = form == "colwise"
-    assert not is_cut
-    parallelize_module(model, mesh, styles)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_plan_produces_the_same_numbers(world_size):
-    # 4 does not divide the 50 hidden units of net; a ResNet would take the most time for one layer.
-    names = [name for name in MAKES if name not in {2: ("resnet18",), 4: ("resnet18", "net", "convnet")}[world_size]]
-
-    def on_rank(rank, world_size):
-        mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
-        for name in names:
-            model, sharded = make(name), make(name)
-            for module in (*model.modules(), *sharded.modules()):
-                if isinstance(module, (nn.Dropout, nn.Dropout2d)):
-                    module.p = 0.0
-            apply_plan(sharded, mesh)
-            outputs, from_shards = model(samples(name)), sharded(samples(name))
-            torch.testing.assert_close(from_shards, outputs, rtol=1e-10, atol=1e-10)
-            expected, cut = gradients(model, outputs), gradients(sharded, from_shards)
-            assert any(isinstance(gradient, DTensor) for gradient in cut.values())
-            for key, gradient in cut.items():
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                torch.testing.assert_close(whole, expected[key], rtol=1e-10, atol=1e-10, msg=f"{name} {key}")
-
-    run_ranks(on_rank, world_size)
 
 
 @pytest.mark.parametrize("name", ["mlp with batch_norm", "net", "gpt with untied ends"])

@@ -121,17 +121,6 @@ class Commands:
         where = (f"--nproc-per-node={num_ranks}", f"--master-port={free_port()}")
         return self.finish(self.start(*TORCHRUN, *where, "-m", "runner", *arguments, env=env))
 
-    def by_hand(
-        self, num_ranks: int, *arguments: str, delay_s: float, env: Mapping[str, str]
-    ) -> list[CompletedProcess[str]]:
-        """Run `RANK=r WORLD_SIZE=n … python -m runner ARGUMENTS`, last rank first, `delay_s` between two starts."""
-        world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
-        processes: list[Popen[str]] = []
-        for rank in reversed(range(num_ranks)):
-            time.sleep(delay_s if processes else 0)
-            processes.insert(0, self.start("-m", "runner", *arguments, env={**world, "RANK": str(rank)}))
-        return [self.finish(process) for process in processes]
-
     @staticmethod
     def with_path(folder: Path) -> dict[str, str]:
         """Return an environment in which Python imports from the directory first, including a sitecustomize.py."""
