@@ -116,6 +116,8 @@ class StoreConsensus:
 
     def gather_from_machine(self, topic: str, text: str) -> list[str]:
         """Return the texts of the other ranks on this machine. All ranks must call it."""
+        if self._store.job is None:
+            return []
         store, host = self._store.namespace(topic), socket.gethostname()
         own = store.add(host, 1)  # not LOCAL_RANK: users start several ranks with the same value, each with its own GPU
         store.set(f"{host}/{own}", text)

@@ -95,10 +95,13 @@ class Source(Dataset[Any]):
     def read(self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False) -> Any:
         """Return a batch of the samples. Random numbers that reading a sample draws follow from seed, epoch and index.
 
-        If there are no indices, return a batch without rows if `allow_empty`, else a batch of the first sample.
+        If there are no indices, return a batch without rows if `allow_empty`, else a batch of the first sample without
+        NaN, which would reach the gradients of other samples: 0 * NaN is NaN.
         """
         batch = self._read(indices or [0], epoch, seed)
-        return map_tensors(lambda tensor: tensor[:0], batch) if allow_empty and not indices else batch
+        if indices:
+            return batch
+        return map_tensors(lambda tensor: tensor[:0] if allow_empty else _without_nan(tensor), batch)
 
     def __getitems__(self, request: Request) -> Any:
         """Return a batch, for DataLoader."""
@@ -176,3 +179,7 @@ class Source(Dataset[Any]):
 
     def _row(self, index: int) -> int:
         return index if self.rows is None else int(self.rows[index])
+
+
+def _without_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor

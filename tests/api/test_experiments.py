@@ -117,7 +117,7 @@ def test_wrong_overrides_raise_the_messages_of_the_command(tmp_path: Path) -> No
     both = message(runner.train, ["model=convnt", "sed=1"])
     assert "model=convnt: no such model; did you mean convnet?" in both and "sed=1: no such key" in both
     assert "seed=0,1: a sweep needs runner.sweep" in message(runner.compose, ["seed=0,1"])
-    assert "type runner.train(['model=mlp', 'seed=1'])" in message(runner.train, "model=mlp seed=1")
+    assert "use runner.train(['model=mlp', 'seed=1'])" in message(runner.train, "model=mlp seed=1")
     assert "-m is a flag" in message(runner.train, ["-m", "seed=0,1"])
     assert "config_dirs: nowhere is not a directory" in message(runner.compose, [], config_dirs="nowhere")
     assert "task=compare is not a single run" in message(runner.train, ["task=compare"])

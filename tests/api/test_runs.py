@@ -82,7 +82,7 @@ def test_missing_numbers_are_nan_in_the_table(tmp_path: Path) -> None:
 
 def test_paths_without_a_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for path, text in {"nowhere": "nowhere is no run directory", "last": "there is no run"}.items():
+    for path, text in {"nowhere": "nowhere is no run directory", "last": "there is no training run"}.items():
         with pytest.raises(runner.InputError, match=text):
             runner.open_run(path)
     with pytest.raises(runner.InputError, match="outputs is no directory"):

@@ -84,8 +84,7 @@ def test_chosen_callbacks_are_called(
         (["-m", "callbacks=first,sceond"], f"callbacks=sceond: no such callbacks; did you mean second? {OPTIONS}"),
         (
             ["callbacks=bare", "callbacks.first.every=5"],
-            "callbacks.first.every=5: the file of callbacks.first has no every, but first.First takes it; "
-            "type +callbacks.first.every=5",
+            "callbacks.first.every=5: no such key; did you mean callbacks.first?",
         ),
         (["callbacks=first", "callbacks.first.every=0"], "callbacks.first.every=0 must be at least 1"),
         (

@@ -122,7 +122,7 @@ def test_shared_values_cannot_change_when_a_sweep_is_resumed(
     assert here(f"resume={only_run(tmp_path).path}") == 2
     assert "is a sweep; add -m" in capfd.readouterr().err
     assert here("-m", f"resume={jobs_of(tmp_path)[0].directory}") == 2
-    assert "without -m, " in capfd.readouterr().err
+    assert "is no sweep directory (it has no ledger.jsonl)" in capfd.readouterr().err
     assert (only_run(tmp_path).path / "ledger.jsonl").read_text() == before
 
 

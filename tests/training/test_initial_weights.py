@@ -149,9 +149,9 @@ def test_a_file_of_another_kind_is_refused_without_reading_it(tmp_path: Path) ->
     for name, message in {
         "cut.safetensors": f"{tmp_path}/cut.safetensors cannot be read as safetensors (",
         "text.pt": "it is not a file of torch.save, or it is truncated (",
-        "args.pth": "it contains argparse.Namespace, which is code and is not executed; save only the weights",
-        "code.pt": "it contains posix.system, which is code and is not executed; save only the weights",
-        "both.pt": "it contains state dicts under both model and state_dict; save only the state dict",
+        "args.pth": "it contains argparse.Namespace, which is code and is not executed; save only the state dict",
+        "code.pt": "it contains posix.system, which is code and is not executed; save only the state dict",
+        "both.pt": "it must contain one state dict, at its top or under model or state_dict; save only",
         "notes.md": "the suffix is not that of a weights file, one of .safetensors, .pt, ",
     }.items():
         path = tmp_path / name
