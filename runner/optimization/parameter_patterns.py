@@ -29,8 +29,8 @@ def near(pattern: str, known: Sequence[str]) -> str:
     """Return the end of a message: the names that are similar to the pattern, or else the first names."""
     pieces = dict.fromkeys(piece for name in known for piece in (name, *name.split(".")))
     like = nearest(re.sub(r"[\^$\\*+?()]", "", pattern), list(pieces))
-    alike = [name for name in known if like is not None and like in (name, *name.split("."))]
-    return f"near it: {counted(alike)}" if alike else f"the names are {counted(known)}"
+    similar = [name for name in known if like is not None and like in (name, *name.split("."))]
+    return f"near it: {counted(similar)}" if similar else f"the names are {counted(known)}"
 
 
 def counted(names: Sequence[str], most: int = 4, between: str = ", ") -> str:

@@ -66,6 +66,14 @@ def test_a_job_that_was_killed_fails_and_its_result_keeps_the_rest(run: Path, en
     assert result_of(run).items() >= {"state": "failed", "step": 5, "error": error}.items()
 
 
+def test_a_failed_start_keeps_the_outcome_of_a_finished_run(run: Path, end: End) -> None:
+    assert end("finished", 5, 0, "") == 0
+    (run / "slurm" / "started").touch()
+    os.utime(run / "result.json", (1, 1))  # the result is older than the start
+    assert end(None, 5, 1, "") == 1
+    assert result_of(run) == {"state": "finished", "step": 5}
+
+
 def test_a_job_without_progress_since_the_last_requeue_fails(run: Path, end: End) -> None:
     assert [end("preempted", step, 1, "yes") for step in (5, 9, 9)] == [143, 143, 1]
     assert result_of(run)["state"] == "failed"

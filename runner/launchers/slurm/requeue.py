@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from runner.checkpoints.layout import list_checkpoints
+from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.records.attempts import ATTEMPTS, KILLED, read_attempts
+from runner.records.ledger import DONE
 from runner.records.record_files import dumps, write_atomically
 from runner.records.result import RESULT, read_result
 from runner.records.run_directory import CHECKPOINTS
@@ -31,7 +32,7 @@ def main() -> int:
     if state not in ("running", "preempted"):
         return status or 1
     checkpoints, requeued = list_checkpoints(directory / CHECKPOINTS), directory / REQUEUED
-    step = int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
+    step = step_of(checkpoints[-1]) if checkpoints else 0
     if requeued.exists() and step <= (previous := json.loads(requeued.read_text())["step"]):
         text = f"requeued at step {previous} and stopped again before another step; give the job more time"
         return _fail(directory, text, 1)
@@ -43,7 +44,8 @@ def main() -> int:
 def _fail(directory: Path, error: str, status: int) -> int:
     print(error, flush=True)
     result = read_result(directory) or {}
-    write_atomically(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
+    if result.get("state") not in DONE:  # a failed start does not change the outcome of a run that had finished
+        write_atomically(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
     return status or 1
 
 
