@@ -33,7 +33,6 @@ LAYERS = (
 )
 LAZY = "runner/__init__.py"  # offers names of the packages, each imported when it is used
 INDEPENDENT = ("models", "data")
-PLUGINS = "hydra_plugins/runner"
 
 HYDRA = ("hydra", "omegaconf", "hydra_plugins")
 MAY_IMPORT_HYDRA = ("runner/cli.py", "runner/config/", "runner/sweeps/", "hydra_plugins/")

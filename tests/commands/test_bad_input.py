@@ -201,8 +201,6 @@ def test_the_command_itself_refuses_wrong_arguments(folder: Path, commands: Comm
 
 
 ONE_PROCESS = "parallel=none is for one process, but the world has 2; try parallel=ddp"
-
-
 # Rank 0 starts late and writes slowly.
 LATE = """\
 import os, sys, time

@@ -41,7 +41,7 @@ FILES = {
     "callbacks/nameless.yaml": "_target_: first.First\n",
     "experiment/both.yaml": "# @package _global_\ndefaults:\n  - override /callbacks: [first, second]\n",
 }
-NONE, FIRST, SECOND = {}, {"first": "1 2 "}, {"second": "1 2 "}
+NONE, SECOND = {}, {"second": "1 2 "}
 OPTIONS = "(bare, first, nameless, none, not_one, second)"
 
 
