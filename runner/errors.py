@@ -93,7 +93,7 @@ def user_line(error: BaseException) -> str | None:
 
 def is_user_code(file: str) -> bool:
     """Return True if the file is neither the runner's nor a library's."""
-    is_library = any(name in Path(file).parts for name in PACKAGE_DIRECTORIES)
+    is_library = any(f"/{name}/" in file for name in PACKAGE_DIRECTORIES)
     return not is_library and not file.startswith((_RUNNER, _STDLIB, "<frozen"))
 
 

@@ -77,7 +77,9 @@ class Run:
             raise InputError("a data frame needs pandas; pip install pandas, or use .metrics") from None
         return DataFrame(self.metrics)
 
-    def model(self, checkpoint: str | None = None, device: "str | torch.device" = "cpu") -> "torch.nn.Module":
+    def model(
+        self, checkpoint: str | None = None, device: "str | torch.device" = "cpu", code: str = "recorded"
+    ) -> "torch.nn.Module":
         """Return the complete trained model, a plain module in evaluation mode, with the dtype of the run's parameters.
 
         Raise InputError for a missing checkpoint, or if the model's class no longer fits it.
@@ -85,12 +87,16 @@ class Run:
         Args:
             checkpoint: best, last or step_N; None selects the best one if it exists, else the last.
             device: the device of the returned model.
+            code: recorded imports custom modules from the copy that the run has recorded; current imports the current
+                files, which may have changed.
         """
         from runner.jobs.trained_model import load_trained
 
+        if code not in ("recorded", "current"):
+            raise InputError(f"code={code} must be recorded or current")
         name = self._checkpoint(checkpoint).name
         with fresh_imports():
-            return load_trained(self.path, name, self._trust).to(device)
+            return load_trained(self.path, name, self._trust, code).to(device)
 
     def predict(self, inputs: Any, checkpoint: str | None = None, device: "str | torch.device" = "cpu") -> Any:
         """Return the model's outputs for a batch, in the run's precision and without gradients.

@@ -13,6 +13,7 @@ from hydra.core.utils import JobRuntime
 from runner.config.compose import checked, compose
 from runner.config.custom_dirs import add_to_path, on_search_path
 from runner.config.diagnostics.overrides import refuse_overrides
+from runner.config.recorded_code import importing_code_of
 from runner.config.resume import Arguments, add_recorded
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, run_in_progress
@@ -36,6 +37,7 @@ def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> I
         run_in_progress(),
         _isolated_hydra(),
         on_search_path(arguments.config_dirs),
+        importing_code_of(arguments.code_of),
         initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"),
     ):
         yield arguments
@@ -52,6 +54,7 @@ def prepare(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -
         command=tuple(command),
         directory=arguments.directory or rank_info.directory,
         choices=dict(cfg.hydra.runtime.choices),
+        code_of=arguments.code_of,
     )
     return config, request
 

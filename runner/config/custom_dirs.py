@@ -30,10 +30,7 @@ def fresh_imports() -> Iterator[None]:
     The modules stay imported until the next call, because objects of their classes may still be in use.
     """
     for name in [name for name, module in _imported.items() if sys.modules.get(name) is module]:
-        parent, _, leaf = name.rpartition(".")
-        if parent in sys.modules:
-            vars(sys.modules[parent]).pop(leaf, None)
-        del sys.modules[name]
+        forget_module(name)
     _imported.clear()
     importlib.invalidate_caches()
     path, known = list(sys.path), set(sys.modules)
@@ -46,8 +43,18 @@ def fresh_imports() -> Iterator[None]:
             file = getattr(module, "__file__", None)
             if name in known or file is None or not is_user_code(file):
                 continue
-            if any(Path(file).resolve().is_relative_to(root) for root in added):
+            if hasattr(module.__loader__, "recorded_source") or any(
+                Path(file).resolve().is_relative_to(root) for root in added
+            ):
                 _imported[name] = module
+
+
+def forget_module(name: str) -> ModuleType:
+    """Remove a module from sys.modules and from its package, so that it is imported anew. Return it."""
+    parent, _, leaf = name.rpartition(".")
+    if parent in sys.modules:
+        vars(sys.modules[parent]).pop(leaf, None)
+    return sys.modules.pop(name)
 
 
 @contextmanager

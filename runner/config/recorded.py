@@ -14,6 +14,8 @@ from runner.config.diagnostics.type_hints import show
 from runner.config.schema import OF_TASKS, SECTIONS, Config, apply_debug, as_config
 from runner.errors import InputError
 from runner.records.attempts import initial_values
+from runner.records.custom_code import read_code
+from runner.records.frozen_code import find_archive
 from runner.records.ledger import DONE
 from runner.records.record_files import read_mapping
 from runner.records.records import dotted
@@ -22,7 +24,7 @@ from runner.records.run_directory import CHECKPOINTS, CONFIG
 
 # Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
 FREE: tuple[str, ...] = (
-    *("task", "run", "resume", "resume_force", "trust", "name", "outputs", "split", *OF_TASKS),
+    *("task", "run", "code", "resume", "resume_force", "trust", "name", "outputs", "split", *OF_TASKS),
     *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
     "keep_samples",
     *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "model.devices"),
@@ -106,7 +108,7 @@ def _check_checkpoint(run: Path, name: str) -> list[str]:
 
 
 def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
-    messages = [] if config.resume_force else _check_fixed(run, apply_debug(config), choices)
+    messages = [] if config.resume_force else _check_fixed(run, apply_debug(config), choices) + check_code(run, config)
     if (stopped := _newest_state(run)) is None:
         return messages + _check_restart(run)
     if stopped.step_in_epoch and stopped.batch_size != config.batch_size and not config.resume_force:
@@ -123,6 +125,27 @@ def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None])
     if config.epochs < epochs:
         messages.append(f"epochs={config.epochs} is below the current epoch of the run, {epochs}; type at least that")
     return messages
+
+
+def check_code(run: Path, config: Config) -> list[str]:
+    """Return a message if code that determines the numbers of the run has changed since its last attempt.
+
+    The custom modules of the configuration must have been imported.
+    """
+    if config.launcher.get("code") == "frozen" and find_archive(run):
+        return []  # the job runs the frozen code
+    force = "add resume_force=true"
+    try:
+        code = read_code(run, force)
+    except InputError as error:
+        return error.messages
+    changed = [name for name in code.changed() if code.modules[name].decisive] if code else []
+    if code is None or not changed:
+        return []
+    return [
+        f"resume={run}: the code of its model, data or training has changed: {code.describe(changed)}; restore it from "
+        f"{code.directory}, or {force}"
+    ]
 
 
 def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:

@@ -11,8 +11,10 @@ from hydra.errors import HydraException
 
 from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
-from runner.config.trust import check_overrides
+from runner.config.recorded_code import CURRENT, RECORDED
+from runner.config.trust import check_code, check_overrides
 from runner.errors import InputError
+from runner.records.custom_code import read_code
 from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
 from runner.records.record_files import read_string_list
 from runner.records.records import check_is_record, newest_record, newest_training_run
@@ -22,7 +24,7 @@ from runner.records.run_directory import OVERRIDES
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
 OF_TRAINING = ("profile", "debug")  # not inherited by tasks that do not train, which reject them
-NOT_RECORDED = ("resume_force", "trust")
+NOT_RECORDED = ("resume_force", "trust", "code")
 _FLAG = "--config-dir="
 
 
@@ -36,6 +38,8 @@ class Arguments:
         config_dirs: absolute paths in the order of the command line.
         directory: the run or sweep directory to resume; None for a new one.
         launch_overrides: as `Request.launch_overrides`.
+        code_of: as `Request.code_of`.
+        resume_force: True if a sweep is resumed although its code has changed.
     """
 
     overrides: list[str]
@@ -43,6 +47,8 @@ class Arguments:
     config_dirs: list[str]
     directory: str | None = None
     launch_overrides: list[str] = field(default_factory=list)
+    code_of: str | None = None
+    resume_force: bool = False
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
@@ -67,7 +73,8 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     if pointer is None:
         return unchanged
     if multirun:
-        return Arguments(overrides, overrides, _shared_dirs(pointer, values, config_dirs))
+        directories, code_of = _shared_code(pointer, values, config_dirs)
+        return Arguments(overrides, overrides, directories, code_of=code_of)
 
     key = pointer.key_or_group
     named, is_rerun = f"{key}={values[key]}", key == "run" and task == "rerun"
@@ -84,14 +91,15 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     if key == "run" and not is_rerun:
         recorded = [override for override in recorded if key_of(override) not in OF_TRAINING]
     merged = _merge(recorded, [override for override in given if override is not pointer])
+    code_of = _code_of(named, path, values) if key == "run" else None
     if is_rerun:
-        return _rerun(merged, path, directories)
+        return _rerun(merged, path, directories, code_of)
     pointing = f"{key}='{path}'"
     lasting = _recordable(merged)
     if key == "resume":
         return Arguments([*merged, pointing], lasting, directories, str(path))
     launched = [*merged, pointing] if lasting != merged else []
-    return Arguments([*merged, pointing], [*lasting, pointing], directories, launch_overrides=launched)
+    return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
@@ -127,14 +135,14 @@ def _recordable(overrides: list[str]) -> list[str]:
     return [override for override in overrides if key_of(override) not in NOT_RECORDED]
 
 
-def _rerun(merged: list[str], path: Path, config_dirs: list[str]) -> Arguments:
+def _rerun(merged: list[str], path: Path, config_dirs: list[str], code_of: str | None) -> Arguments:
     """Return the arguments of task=rerun; the new run records those of a training run, as the old one did."""
     training = [override for override in merged if override.partition("=")[0] != "task"]
     threads = (read_result(path) or {}).get("machine", {}).get("threads")
     if threads and not any(override.startswith("threads=") for override in merged):
         training.append(f"threads={threads}")  # the environment may imply another number now
     overrides = [*training, "task=rerun", f"run='{path}'"]
-    return Arguments(overrides, _recordable(training), config_dirs, launch_overrides=overrides)
+    return Arguments(overrides, _recordable(training), config_dirs, None, overrides, code_of)
 
 
 def _resume_sweep(
@@ -151,23 +159,40 @@ def _resume_sweep(
         raise InputError(f"{named}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
     words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
     check_overrides(named, path, words, recorded.config_dirs, values.get("trust"), (LEDGER,))
-    others = [override for override in given if override is not resume]
+    others = [override for override in given if override.key_or_group not in ("resume", "resume_force")]
     # New jobs are added once; how jobs are run and chosen is recorded.
     lasting = _merge(recorded.typed, [override for override in others if override.is_hydra_override()])
     directories = _merge_dirs(named, recorded.config_dirs, config_dirs)
-    return Arguments(_merge(recorded.typed, others), lasting, directories, str(path))
+    force = values.get("resume_force") is True
+    return Arguments(_merge(recorded.typed, others), lasting, directories, str(path), resume_force=force)
 
 
-def _shared_dirs(run: Override, values: Mapping[str, Any], config_dirs: list[str]) -> list[str]:
-    """Return the custom directories of the runs that a sweep reads; they must be equal, as jobs share a search path."""
+def _code_of(named: str, path: Path, values: Mapping[str, Any]) -> str | None:
+    """Return the run as `Request.code_of`. Raise InputError if its copy of custom modules is missing or untrusted."""
+    default = CURRENT if values.get("task") == "rerun" else RECORDED
+    if (values.get("code") or default) != RECORDED:
+        return None
+    check_code(named, path, values.get("trust"))
+    return str(path)
+
+
+def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str]) -> tuple[list[str], str | None]:
+    """Return the custom directories of the runs that a sweep reads, and the run whose copy of the code is imported.
+
+    Raise InputError if the runs differ in them, because the jobs of a sweep share their imports.
+    """
     runs = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
-    found = []
+    found, code_of = [], None
     for value in (run.strip("'\"") for run in runs):
-        recorded = read_overrides(_find("run", {**values, "run": value}), f"run={value}", values.get("trust"))[1]
-        found.append(_merge_dirs(f"run={value}", recorded, config_dirs))
-    if any(directories != found[0] for directories in found):
-        raise InputError(f"{run.input_line}: the runs have different custom directories; run a command for each")
-    return found[0] if found else config_dirs
+        named, path = f"run={value}", _find("run", {**values, "run": value})
+        recorded = read_overrides(path, named, values.get("trust"))[1]
+        code_of = _code_of(named, path, values)
+        code = read_code(path) if code_of else None
+        found.append((_merge_dirs(named, recorded, config_dirs), code and code.directory.name))
+    if any(each != found[0] for each in found):
+        what = "custom directories" if any(each[0] != found[0][0] for each in found) else "custom code"
+        raise InputError(f"{run.input_line}: the runs have different {what}; run a command for each")
+    return found[0][0] if found else config_dirs, code_of
 
 
 def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str]) -> list[str]:

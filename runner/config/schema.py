@@ -143,6 +143,7 @@ class Config:
     resume_force: bool = False
     run: str | None = None
     trust: Any = None  # true, or a directory
+    code: str | None = None  # recorded or current; None is current for task=rerun, else recorded
     split: str = "val"
     outputs: str = "outputs"
 

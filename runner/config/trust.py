@@ -4,13 +4,15 @@ import functools
 import os
 import pwd
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.config.schema import GROUPS, NAMED_GROUPS, Config
 from runner.errors import InputError
 from runner.paths import CONF
+from runner.records.custom_code import read_code, targets
+from runner.records.result import RESULT
 from runner.records.run_directory import CONFIG, OVERRIDES
 
 _TARGET = re.compile(r"^\s*_target_:\s*(\S+)", re.MULTILINE)
@@ -42,9 +44,16 @@ def check_targets(run: Path, config: Config, trust: bool) -> None:
     user = other_owner(run, (OVERRIDES, CONFIG))
     if user is None or trust:
         return
-    for target in _targets(vars(config)):
+    for target in targets(vars(config)):
         if target not in _builtin_targets():
             raise InputError(_refusal(str(run), user, CONFIG, f"_target_: {target}"))
+
+
+def check_code(named: str, run: Path, trust: Any) -> None:
+    """Raise InputError if an untrusted directory of another user contains a copy of custom modules."""
+    code = read_code(run)
+    if code is not None and (user := other_owner(run, (OVERRIDES, RESULT))) and not _is_trusted(named, run, trust):
+        raise InputError(_refusal(named, user, str(code.directory), next(iter(code.modules))))
 
 
 def other_owner(run: Path, files: Sequence[str]) -> str | None:
@@ -93,18 +102,6 @@ def _may_run_code(override: str) -> bool:
     if top == "launcher" and key != "launcher":
         return not re.fullmatch(r"[\w.+-]*", value)  # modules, setup and prefix are run by a job's shell
     return key in _CHOSEN_BY_NAME and ("/" in value or "{" in value)
-
-
-def _targets(node: Any) -> Iterator[str]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if str(key).endswith("_target_"):
-                yield str(value)
-            else:
-                yield from _targets(value)
-    elif isinstance(node, (list, tuple)):
-        for item in node:
-            yield from _targets(item)
 
 
 @functools.cache

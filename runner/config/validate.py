@@ -33,6 +33,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_nonfinite": ("stop", "skip", "go_on"),
     "monitor_direction": (None, "max", "min"),
     "report.direction": (None, "max", "min"),
+    "code": (None, "recorded", "current"),
     "split": SPLITS,
     "export.format": ("safetensors", "torch_export", "onnx"),
     "predict.format": ("csv", "parquet", "npy"),
@@ -53,6 +54,7 @@ _NEEDS = {
     "transform_targets": ("transforms", "transforms=flip_crop"),
     "early_stop.min_delta": ("early_stop.patience", "early_stop.patience=3"),
     "resume_force": ("resume", "resume=last"),
+    "code": ("run", "run=RUN_DIR"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

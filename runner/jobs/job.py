@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from runner.config.custom_dirs import describe_hidden
+from runner.config.recorded_code import describe_code
 from runner.config.schema import Config
 from runner.config.validate import AUTO, check_fit
 from runner.distributed.backend import as_backend
@@ -94,8 +95,8 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             directory.commit()  # the task commits a resumed run once it has loaded the checkpoint
         if line := describe_hidden(request.config_dirs, request.choices):
             log.info("%s", line)
-        if code := directory.result.code:
-            log.info("code     as of %s, when the job was submitted", code["submitted"])
+        for line in _describe_code(config, request, directory):
+            log.info("%s", line)
         end, is_repeated = _End("finished"), False
         try:
             if crashed or task is None:
@@ -127,6 +128,17 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
         if end.stopped:
             raise Preempted(end.stopped)
         raise TooLarge(end.text, directory=str(directory.path)) if is_repeated else JobFailed(end.text)
+
+
+def _describe_code(config: Config, request: Request, directory: RunDirectory) -> list[str]:
+    """Return the header lines about custom code; none on ranks that do not write."""
+    lines = []
+    if (code := directory.result.code) and code["submitted"]:
+        lines.append(f"code     as of {code['submitted']}, when the job was submitted")
+    earlier = config.run or (directory.path if directory.is_resumed else None)
+    if directory.writes and earlier and (line := describe_code(Path(earlier), uses_copy=request.code_of is not None)):
+        lines.append(line)
+    return lines
 
 
 def _agree_on_input(config: Config, request: Request, world: World) -> tuple[JobTask | None, Experiment | None, str]:

@@ -14,9 +14,10 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.instantiate import make_group
 from runner.config.recorded import read_choices, read_config
+from runner.config.recorded_code import RECORDED, importing_code_of
 from runner.config.resume import read_overrides
 from runner.config.schema import Config
-from runner.config.trust import check_targets
+from runner.config.trust import check_code, check_targets
 from runner.errors import InputError
 from runner.optimization.precision import Precision
 from runner.records.run_directory import CHECKPOINTS
@@ -31,7 +32,7 @@ class Trained:
     progress: TrainState
 
 
-def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False) -> nn.Module:
+def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: str = RECORDED) -> nn.Module:
     """Return the model of a run with the weights that the run evaluated, on the CPU, in evaluation mode.
 
     The class and options of the model are those that the run recorded, and its custom directories (--config-dir) are
@@ -39,20 +40,25 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False) -> nn.M
     InputError if the run or the checkpoint does not exist, if the checkpoint does not fit the model, or if the
     directory belongs to another user, names custom code, and is not trusted.
 
-    checkpoint: last, best or step_N.
+    Args:
+        checkpoint: last, best or step_N.
+        code: recorded imports custom modules from the copy that the run has recorded, current from the current files.
     """
-    config = read_config(run)
-    _, config_dirs = read_overrides(run, f"run={run}", trust)
+    config, named = read_config(run), f"run={run}"
+    _, config_dirs = read_overrides(run, named, trust)
     check_targets(run, config, trust)
-    if missing := [directory for directory in config_dirs if not Path(directory).is_dir()]:
-        raise InputError(f"run={run}: its --config-dir={missing[0]} no longer exists; restore it")
+    if code == RECORDED:
+        check_code(named, run, trust)
+    elif missing := [directory for directory in config_dirs if not Path(directory).is_dir()]:
+        raise InputError(f"{named}: its --config-dir={missing[0]} no longer exists; restore it")
     add_to_path(config_dirs)
-    if messages := check_options("model", config.model, provided("model", config.model)):
-        raise InputError(*(f"{run}: {message}" for message in messages))
-    try:
-        return restore_model(config, read_choices(run), run, checkpoint).model
-    except ValueError as error:
-        raise InputError(*str(error).splitlines()) from None
+    with importing_code_of(run if code == RECORDED else None):
+        if messages := check_options("model", config.model, provided("model", config.model)):
+            raise InputError(*(f"{run}: {message}" for message in messages))
+        try:
+            return restore_model(config, read_choices(run), run, checkpoint).model
+        except ValueError as error:
+            raise InputError(*str(error).splitlines()) from None
 
 
 def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpoint: str = LAST) -> Trained:

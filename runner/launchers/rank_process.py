@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 
+from runner.config.recorded_code import importing_code_of
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import find_rank_info
@@ -48,7 +49,8 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
         return error
     outcome: Outcome
     try:
-        outcome = run_job(config, request, world)
+        with importing_code_of(request.code_of):
+            outcome = run_job(config, request, world)
     except JobFailed:
         world.shutdown.report_before_exit(lambda: None)  # the agent terminates the others as soon as one has exited
         world.shutdown.close()

@@ -32,10 +32,11 @@ CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 class Loss(NamedTuple):
     """The loss of some samples, and the weight that the mean over a whole batch divides by.
 
-    `value` is the sum over the samples, or with `is_mean` their mean; then the weight is their number.
+    `value` is the sum over the samples, or with `is_mean` their mean; then the weight is their number. With terms, both
+    have one number per term.
     """
 
-    value: torch.Tensor  # ()
+    value: torch.Tensor  # () or (terms,)
     weight: torch.Tensor | float
     is_mean: bool = False
 

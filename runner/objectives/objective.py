@@ -1,13 +1,14 @@
 """The contract of an objective: what a step minimizes, for any structure of batches."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from runner.distributed.gathered_rows import GatheredRows, gather_rows
 from runner.errors import InputError
 from runner.input.batch import MicroBatch
 from runner.objectives.losses import Loss
@@ -38,7 +39,7 @@ class Prediction(NamedTuple):
 
 
 class Objective:
-    """The base class of objectives. Derive from it and define `loss`, or several losses.
+    """The base class of objectives. Derive from it and define `loss`, its terms, or several losses.
 
     An objective that is also an nn.Module may have parameters and buffers; the model contains them as
     `objective.NAME`.
@@ -49,33 +50,96 @@ class Objective:
             the same name is called with the model, prepared by its mode, and with a batch as the dataset collates it,
             on the device. It returns the sum over the samples, and the weight that the mean over the whole batch
             divides by: two numbers or scalar tensors.
+        terms: The coefficient of each named term of `loss`, which then returns {name: (sum, weight)}. A step minimizes
+            the sum of the terms' means over the whole batch, each multiplied by its coefficient.
+        logged: The names of values that the objective logs by `log`.
+        gathers: A loss depends on all samples of a step together, and calls `gather`.
         weighted_by_samples: The weight of each loss is the number of samples.
     """
 
     losses: Mapping[str, str] = {"loss": ""}
+    terms: Mapping[str, float] = {}
+    logged: Sequence[str] = ()
+    gathers: bool = False
     weighted_by_samples: bool = False
+    is_distributed = False  # set before training starts: the ranks of a process group train together
+    _counts_rows = True  # False while a sample that is not counted is computed
+    _sums: dict[str, torch.Tensor] | None = None  # by name of a term or logged value: sum and weight, (2,) in float64
 
     def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
-        """Return (sum, weight) of the batch."""
+        """Return (sum, weight) of the batch, or with `terms` {name: (sum, weight)}."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(model, batch)")
 
     def predict(self, model: Any, batch: Any) -> tuple[Any, Any] | None:
         """Return (outputs, targets) for the metrics, or None for no metrics."""
         return None
 
+    def gather(self, rows: torch.Tensor) -> GatheredRows:
+        """Return the rows of all samples of the step, with gradients, and the index of the first local row.
+
+        rows: (n, ...) for n local samples, whose other dims are equal on all ranks. All ranks must call it equally
+        often. Raises TypeError unless the class declares `gathers = True`.
+        """
+        if not self.gathers:
+            raise TypeError(f"{type(self).__name__}.gather needs the attribute gathers = True")
+        if not self.is_distributed:
+            return GatheredRows(rows, 0)
+        return gather_rows(rows, self._counts_rows)
+
+    def log(self, name: str, total: Any, weight: Any = 1.0) -> None:
+        """Log the mean of a value over the whole step, or evaluation: the sum of `total` over that of `weight`.
+
+        total, weight: numbers or scalar tensors of the local samples. Raises ValueError for a name that is not in
+        `logged`.
+        """
+        if name not in self.value_names:
+            raise ValueError(f"log: add {name!r} to {type(self).__name__}.logged, whose names are {[*self.logged]}")
+        if self._counts_rows:
+            pair = [torch.as_tensor(value).detach().double() for value in (total, weight)]
+            sums = self._sums = self._sums or {}
+            sums[name] = sums.get(name, 0.0) + torch.stack([value.to(pair[0].device) for value in pair])
+
+    @property
+    def value_names(self) -> list[str]:
+        """The names of the terms and of the logged values."""
+        return [*self.terms, *self.logged]
+
+    def take_logged(self, device: torch.device) -> torch.Tensor:
+        """Return the local sums and weights since the last call by `value_names`, (N, 2) in float64, and reset them."""
+        sums, self._sums = self._sums or {}, None
+        zero = torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.stack([sums.get(name, zero) for name in self.value_names] or [zero])[: len(self.value_names)]
+
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
-        """Return one of the losses; for a micro-batch without local samples, a zero that depends on the parameters."""
-        result = getattr(self, name)(model, micro_batch.data)
-        total, weight = as_sum_and_weight(result, f"{type(self).__name__}.{name}")
-        if micro_batch.num_samples == 0:
-            return Loss(total.nan_to_num() * 0.0, 0.0)  # a mean over no rows is NaN
-        return Loss(total, weight)
+        """Return one of the losses, or all terms of it. Without local samples: zeros that depend on the parameters.
+
+        The terms are also logged.
+        """
+        what, is_counted = f"{type(self).__name__}.{name}", micro_batch.num_samples > 0
+        self._counts_rows = is_counted
+        try:
+            result = getattr(self, name)(model, micro_batch.data)
+            if not self.terms:
+                return _counted(*as_sum_and_weight(result, what), is_counted)
+            if not isinstance(result, Mapping) or result.keys() != self.terms.keys():
+                raise TypeError(f"{what} must return {{name: (sum, weight)}} with the names {list(self.terms)}")
+            losses = [_counted(*as_sum_and_weight(result[term], f"{what}, {term},"), is_counted) for term in self.terms]
+            for term, loss in zip(self.terms, losses, strict=True):
+                self.log(term, loss.value, loss.weight)
+        finally:
+            self._counts_rows = True
+        weights = [torch.as_tensor(loss.weight, device=losses[0].value.device).double() for loss in losses]
+        return Loss(torch.stack([loss.value for loss in losses]), torch.stack(weights))
 
     def evaluate(self, model: Any, micro_batch: MicroBatch) -> Prediction:
         """Return all losses, and the outputs and targets for the metrics."""
         losses = {name: self.measure(model, name, micro_batch) for name in self.losses}
         outputs, targets = self.predict(model, micro_batch.data) or (None, None)
         return Prediction(losses, outputs, targets)
+
+
+def _counted(total: torch.Tensor, weight: torch.Tensor | float, is_counted: bool) -> Loss:
+    return Loss(total, weight) if is_counted else Loss(total.nan_to_num() * 0.0, 0.0)  # a mean over no rows is NaN
 
 
 def as_sum_and_weight(result: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | float]:

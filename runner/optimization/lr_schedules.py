@@ -17,7 +17,10 @@ class Constant:
 
 
 class Cosine(Constant):
-    """Half a cosine period from 1 to final_factor (Loshchilov and Hutter 2017, without restarts)."""
+    """Half a cosine period from 1 to final_factor (Loshchilov and Hutter 2017, without restarts).
+
+    As with torch's CosineAnnealingLR of T_max steps, final_factor would be reached one step after the last one.
+    """
 
     def __init__(self, warmup_steps: int = 0, final_factor: float = 0.0):
         super().__init__(warmup_steps)
@@ -28,7 +31,7 @@ class Cosine(Constant):
     def __call__(self, step: int, num_steps: int, steps_per_epoch: int) -> float:
         if step < self.warmup_steps:
             return super().__call__(step, num_steps, steps_per_epoch)
-        progress = (step - self.warmup_steps) / max(num_steps - self.warmup_steps - 1, 1)
+        progress = (step - self.warmup_steps) / max(num_steps - self.warmup_steps, 1)
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 

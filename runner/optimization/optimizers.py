@@ -72,7 +72,7 @@ class OptimizerFactory:
         self._group_of = {name: 0 if match is None else match + 1 for name, match in found.items()}
         frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         _check_matches(patterns, found, list(names.values()), frozen)
-        labels = [DEFAULT, *(f"{index} ({pattern})" for index, pattern in enumerate(patterns))]
+        labels = [DEFAULT, *(_label(index, group) for index, group in enumerate(node.get("groups", [])))]
         sizes = Counter({label: 0 for label in labels if label != DEFAULT})
         for parameter, aliases in names.items():
             sizes[labels[self._group_of[aliases[0]]]] += parameter.numel()
@@ -96,6 +96,12 @@ class OptimizerFactory:
                 for parameters in by_mesh(group) or [[]]
             ]
         )
+
+
+def _label(index: int, group: Mapping[str, Any]) -> str:
+    """Return the name of a group in the header: its number, pattern and settings."""
+    settings = ", ".join(f"{key}={value}" for key, value in group.items() if key != "match")
+    return f"{index}: {group['match']} ({settings})"
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
 from runner.input.batch import MicroBatch, StepBatch
+from runner.input.rng import isolated
+from runner.objectives.losses import Loss
 from runner.objectives.objective import LossGroup, Prediction, loss_groups
 from runner.optimization.parameter_patterns import names_of
 from runner.parallel.loss_groups import training_only
@@ -80,22 +82,55 @@ class Replica:
         total = torch.zeros((), dtype=self.precision.parameter_dtype, device=device)
         weight = torch.zeros((), dtype=torch.float64, device=device)
         last = len(batch.micro_batches) - 1
+        term_weights = self._term_weights(batch) if self.objective.terms and last > 0 else None
+        is_weighted = not (self.objective.weighted_by_samples or self.objective.terms)
         with nullcontext() if self.loss_group.is_only else training_only(self.loss_group):
             for number, micro_batch in enumerate(batch.micro_batches):
                 with nullcontext() if number == last else self._without_sync():
                     with self.precision.autocast():
                         loss = self._wrapper(self.objective.measure, self.loss_group.name, micro_batch)
-                    local_loss = loss.divided_by(batch.num_samples)
+                    if self.objective.terms:
+                        local_loss = self._total_of_terms(loss, term_weights)
+                    else:
+                        local_loss = loss.divided_by(batch.num_samples)
                     self.precision.scaler.scale(local_loss * self._loss_scale).backward()
                 total += local_loss.detach()
-                if not self.objective.weighted_by_samples:
+                if is_weighted:
                     weight += loss.weight
         self._reduce(self.loss_group.parameters)
-        if not self.objective.weighted_by_samples:
+        if is_weighted:
             factor = weight_factor(batch.num_samples, weight / self._duplicates, self._sum_over)
             scale_gradients(self.loss_group.parameters, factor)
             total *= factor
         return total / self._duplicates
+
+    def _total_of_terms(self, loss: Loss, total_weights: torch.Tensor | None) -> torch.Tensor:
+        """Return this rank's part of the loss: the sum of the terms' means, each times its coefficient, ().
+
+        total_weights: the weights of the terms over the whole step, (terms,); None if the step has one micro-batch.
+        """
+        if total_weights is None:
+            assert isinstance(loss.weight, torch.Tensor)
+            total_weights = self._sum_over(loss.weight / self._duplicates)
+        coefficients = total_weights.new_tensor([*self.objective.terms.values()])
+        factors = torch.where(total_weights > 0, coefficients / total_weights, 0.0)
+        return (loss.value * factors.to(loss.value)).sum()
+
+    def _term_weights(self, batch: StepBatch) -> torch.Tensor:
+        """Return the weights of the terms over the whole step, (terms,), without changing any state.
+
+        A backward pass needs them, but they are only known after the forward passes of all micro-batches.
+        """
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        gpus = [device for device in {p.device for p in self.module.parameters()} if device.type == "cuda"]
+        weights: Any = 0.0
+        with torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
+            for micro_batch in batch.micro_batches:
+                weights += self._wrapper(self.objective.measure, self.loss_group.name, micro_batch).weight
+        self.objective.take_logged(weights.device)  # the values are logged again by the next pass
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        return self._sum_over(weights / self._duplicates)
 
     def gradients(self) -> list[torch.Tensor]:
         return local_gradients(self.loss_group.parameters)

@@ -47,6 +47,7 @@ class Attempt:
     first_step: int | None = None  # the step after which the attempt continued; None if it did not start training
     step: int | None = None  # the last step
     changed: dict[str, list[Any]] = field(default_factory=dict)  # by key: the run's initial and this attempt's value
+    code: str | None = None  # the hash of the custom modules: see runner.records.custom_code
     error: str | None = None  # the last line of the error
 
 

@@ -12,19 +12,25 @@ import io
 import json
 import os
 import re
-import sys
-import sysconfig
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import runner
-from runner.errors import PACKAGE_DIRECTORIES, InputError
-from runner.paths import ROOT
+from runner.errors import InputError
+from runner.records.custom_code import custom_files, runner_sources
 from runner.records.ledger import is_sweep
-from runner.records.provenance import DIFF, INSTALLED, STATE, CodeState, git_diff, git_state
+from runner.records.provenance import (
+    DIFF,
+    INSTALLED,
+    STATE,
+    CodeState,
+    custom_repositories,
+    diff_name,
+    git_diff,
+    git_state,
+)
 from runner.records.record_files import dumps
 
 # Directories of the archive, for the directories of --config-dir and for other imported modules.
@@ -56,12 +62,13 @@ def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> F
     `config_dirs` are absolute paths. Raises InputError if one of them is too large or missing in the archive, or if the
     archive is damaged. With `write=False`, a new archive is not written.
     """
-    if not any(directory.glob(ARCHIVE)) and is_sweep(directory.parent):
+    path = find_archive(directory)
+    if path is None and is_sweep(directory.parent):
         directory = directory.parent
-    path = next(directory.glob(ARCHIVE), None)
     if is_new := path is None:
         places = {name: str(path) for name, path in _custom_sources(config_dirs).items()}
-        state = CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), git_state(), places)
+        repositories = custom_repositories(config_dirs)
+        state = CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), git_state(), repositories, places)
         _check_size(state)
         path = _write_archive(directory, state) if write else None
     else:
@@ -76,6 +83,12 @@ def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> F
     return FrozenCode(path or directory / "code-HASH.tar", sha256, archived, state.at, is_new)
 
 
+def find_archive(directory: Path) -> Path | None:
+    """Return the archive in the directory of a run or a sweep, or in the directory of the run's sweep."""
+    parents = (directory, directory.parent) if is_sweep(directory.parent) else (directory,)
+    return next((path for parent in parents for path in parent.glob(ARCHIVE)), None)
+
+
 def _write_archive(directory: Path, state: CodeState) -> Path:
     # Listed before the archive exists, because a custom directory may contain the run directory.
     sources = _runner_sources() | {name: Path(source) for name, source in state.places.items()}
@@ -84,6 +97,9 @@ def _write_archive(directory: Path, state: CodeState) -> Path:
     with tarfile.open(partial, "w", dereference=True) as archive:
         if state.git["dirty"]:
             _add_text(archive, DIFF, git_diff())
+        for repository, facts in state.repositories.items():
+            if facts["dirty"]:
+                _add_text(archive, diff_name(repository), git_diff(repository))
         _add_text(archive, STATE, dumps(asdict(state), indent=1))
         for name, file in files:
             if _is_linked(file):
@@ -136,33 +152,22 @@ def _is_linked(file: Path) -> bool:
 
 def _runner_sources() -> dict[str, Path]:
     """Return the runner's packages by archive path."""
-    package = Path(runner.__file__).resolve().parent
-    sources = {"runner": package, "hydra_plugins/runner": package.parent / "hydra_plugins" / "runner"}
-    sources |= {name: ROOT / name for name in ("conf", "models", "data")}
-    return {f"{INSTALLED}/{name}": path for name, path in sources.items()}
+    return {f"{INSTALLED}/{name}": path for name, path in runner_sources().items()}
 
 
 def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
     """Return the directories of --config-dir, and other imported user modules and packages, by archive path.
 
-    User modules are those that no package manager has installed. They have been imported because the configuration
-    names them, or because such modules import them.
+    They have been imported because the configuration names them, or because such modules import them.
     """
     directories = [Path(path) for path in config_dirs]
     names = [re.sub(r"[^A-Za-z0-9._-]+", ".", path.name) for path in directories]
     found = {f"{CUSTOM}/{n}-{name}": path for n, (name, path) in enumerate(zip(names, directories, strict=True))}
-    own = list(_runner_sources().values())
-    libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or name in ("__main__", "__mp_main__") or file.startswith(libraries):
-            continue
-        path = Path(file).absolute()
+    for name, path in custom_files().items():
         depth = name.count(".") + (path.stem == "__init__")
         top = path.parents[depth - 1] if depth else path  # the directory of the package, or the module's file
         # Modules below a directory of --config-dir are archived with it; a package that is this directory is not.
-        is_included = any(path.is_relative_to(source) for source in own) or any(d in top.parents for d in directories)
-        if is_included or any(part in PACKAGE_DIRECTORIES for part in path.parts) or not top.exists():
+        if any(d in top.parents for d in directories) or not top.exists():
             continue
         if top.name.partition(".")[0] == name.partition(".")[0]:
             found.setdefault(f"{IMPORTED}/{top.name}", top)

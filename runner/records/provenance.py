@@ -3,8 +3,10 @@
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ class CodeState:
 
     at: str  # the time, as 2026-11-22T02:30:00
     git: dict[str, Any]  # the result of `git_state`
+    repositories: dict[str, dict[str, Any]]  # the states of the custom directories' repositories, by path
     places: dict[str, str]  # custom directories and imported modules by their paths in the archive
 
 
@@ -38,20 +41,40 @@ def _extracted_code() -> tuple[Path, CodeState] | None:
     return path.parent, CodeState(**json.loads(path.read_text()))
 
 
-def original_directory(config_dir: str) -> str:
-    """Return the directory of which `config_dir` is the extracted copy; `config_dir` itself if it is not a copy."""
+def original_path(path: str) -> str:
+    """Return the path of which `path` is the extracted copy; `path` itself if it is not a copy."""
     if extracted := _extracted_code():
         for archive_path, source in extracted[1].places.items():
-            if Path(config_dir) == extracted[0] / archive_path:
-                return source
-    return config_dir
+            if Path(path).is_relative_to(extracted[0] / archive_path):
+                return str(Path(source, Path(path).relative_to(extracted[0] / archive_path)))
+    return path
 
 
 def origin() -> dict[str, Any]:
-    """Return the fields git, code, versions and machine of result.json. `code` is None unless frozen code runs."""
-    extracted = _extracted_code()
-    code = {"code": "frozen", "submitted": extracted[1].at} if extracted else None
-    return {"git": git_state(), "code": code, "versions": versions(), "machine": machine()}
+    """Return the fields git, versions and machine of result.json."""
+    return {"git": git_state(), "versions": versions(), "machine": machine()}
+
+
+def submission_time() -> str | None:
+    """Return the time at which the code that this process runs was frozen; None if it is not frozen."""
+    return extracted[1].at if (extracted := _extracted_code()) else None
+
+
+def custom_repositories(directories: Iterable[str | Path]) -> dict[str, dict[str, Any]]:
+    """Return the states of the repositories that contain the directories, by path, without the runner's repository.
+
+    For frozen code, return the states at the time of submission.
+    """
+    if extracted := _extracted_code():
+        return extracted[1].repositories
+    tops = {_git(Path(directory), "rev-parse", "--show-toplevel") for directory in directories}
+    tops.discard(_git(ROOT, "rev-parse", "--show-toplevel"))
+    return {top.strip(): _state(Path(top.strip())) for top in sorted(filter(None, tops))}
+
+
+def diff_name(repository: str) -> str:
+    """Return the name of the file with the uncommitted changes of a custom repository."""
+    return f"git-{re.sub(r'[^A-Za-z0-9._-]+', '.', Path(repository).name)}.diff"
 
 
 def versions() -> dict[str, str]:
@@ -84,17 +107,27 @@ def git_state() -> dict[str, Any]:
     """
     if extracted := _extracted_code():
         return extracted[1].git
-    commit, changes = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain")
+    return _state(_repository())
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    commit, changes = _git(directory, "rev-parse", "HEAD"), _git(directory, "status", "--porcelain")
     if commit is None or changes is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit.strip(), "dirty": bool(changes)}
 
 
-def git_diff() -> str:
-    """Return a diff for `git apply`. Lines above it name the untracked files. A very long diff is truncated."""
+def git_diff(repository: str | None = None) -> str:
+    """Return a diff for `git apply`. Lines above it name the untracked files. A very long diff is truncated.
+
+    repository: a custom repository; None is that of `git_state`.
+    """
     if extracted := _extracted_code():
-        return (extracted[0] / DIFF).read_text() if (extracted[0] / DIFF).exists() else ""
-    new, diff = _run_git("ls-files", "--others", "--exclude-standard"), _run_git("diff", *PLAIN, "--binary", "HEAD")
+        file = extracted[0] / (DIFF if repository is None else diff_name(repository))
+        return file.read_text() if file.exists() else ""
+    directory = _repository() if repository is None else Path(repository)
+    new = _git(directory, "ls-files", "--others", "--exclude-standard")
+    diff = _git(directory, "diff", *PLAIN, "--binary", "HEAD")
     if new is None or diff is None:
         return ""
     text = "".join(f"new file, not in this diff: {name}\n" for name in new.splitlines()) + diff
@@ -104,13 +137,17 @@ def git_diff() -> str:
     return content[:MAX_DIFF_BYTES].decode(errors="ignore") + "\ntruncated here\n"
 
 
-def _run_git(*arguments: str) -> str | None:
-    """Return git's output for the runner's repository, or else for the working directory's; None if both fail."""
-    for directory in (ROOT, Path.cwd()):
+def _repository() -> Path:
+    """Return the runner's directory if it is in a repository, else the working directory."""
+    return ROOT if _git(ROOT, "rev-parse", "HEAD") is not None else Path.cwd()
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """Return git's output; None if it fails, for example because the directory is in no repository."""
+    with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(directory), *arguments]
-        with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True)
-            return done.stdout.decode(errors="replace")
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True)
+        return done.stdout.decode(errors="replace")
     return None
 
 

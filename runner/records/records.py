@@ -43,6 +43,7 @@ class RunRecord:
     world_size: int = 1
     starts_processes: bool = False  # True if its launcher starts the ranks
     error: str = ""
+    code: str = ""  # the hash of its custom modules
 
     @functools.cached_property
     def overrides_by_key(self) -> dict[str, str]:
@@ -126,6 +127,7 @@ def read_run(job: JobRecord) -> RunRecord:
         world_size=int(result.get("world_size", 1)),
         starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
         error=str(job.error or result.get("error") or ""),
+        code=str((result.get("code") or {}).get("hash") or ""),
     )
 
 

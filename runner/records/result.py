@@ -38,7 +38,7 @@ class Result:
     git: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    code: dict[str, str] | None = None  # of a job that runs frozen code: see runner.records.provenance
+    code: dict[str, Any] | None = None  # of custom code: hash, repositories, and the time at which it was frozen
     command: list[str] = field(default_factory=list)
     error: str | None = None
 

@@ -12,8 +12,17 @@ import yaml
 
 from runner.errors import JobFailed
 from runner.records.attempts import Attempt, append_attempt, last_line, utc_now
+from runner.records.custom_code import ImportedCode, imported_code
 from runner.records.monitor import LOSS
-from runner.records.provenance import DIFF, git_diff, origin, original_directory
+from runner.records.provenance import (
+    DIFF,
+    custom_repositories,
+    diff_name,
+    git_diff,
+    origin,
+    original_path,
+    submission_time,
+)
 from runner.records.record_files import METRICS, dumps, read_metrics, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
 from runner.records.run_lock import RunLock, lock_directory
@@ -33,6 +42,7 @@ class Request:
     pruner: Callable[[int, dict[str, float]], bool] | None = None  # (step, metrics) -> whether to prune the run
     launch_overrides: tuple[str, ...] = ()  # for a launcher's processes, if they differ from `overrides`
     directory_file: str | None = None  # a file to which the path of the run directory is written
+    code_of: str | None = None  # the run whose copy of the custom modules is imported; None for the current files
 
 
 class RunDirectory:
@@ -50,6 +60,7 @@ class RunDirectory:
         self.pruned = False
         self._lock: RunLock | None = None
         self._start = time.monotonic()
+        self._code: ImportedCode | None = None
         self._texts: dict[str, str | None] = {}  # by file name; None removes the file
         self._replaced: dict[str, str | None] | None = None  # the previous texts; None until `commit`
 
@@ -90,11 +101,21 @@ class RunDirectory:
         if not self.writes:
             return
         self.result = Result(command=list(request.command), **origin(), **facts)
-        options = [f"--config-dir={original_directory(directory)}" for directory in request.config_dirs]
+        values, directories = asdict(config), [original_path(directory) for directory in request.config_dirs]
+        self._code = imported_code(values)
+        self.attempt.code = self._code.hash
+        repositories = custom_repositories([*directories, *self._code.directories])
+        if repositories or self._code.hash or submission_time():
+            self.result.code = {
+                "hash": self._code.hash,
+                "repositories": repositories,
+                "submitted": submission_time(),
+            }
         self._texts = {
             DIFF: git_diff() if self.result.git["dirty"] else None,
-            CONFIG: yaml.safe_dump(asdict(config), sort_keys=False),
-            OVERRIDES: yaml.safe_dump([*options, *request.overrides]),
+            **{diff_name(path): git_diff(path) if state["dirty"] else None for path, state in repositories.items()},
+            CONFIG: yaml.safe_dump(values, sort_keys=False),
+            OVERRIDES: yaml.safe_dump([*(f"--config-dir={path}" for path in directories), *request.overrides]),
         }
 
     def commit(self, first_step: int = 0) -> None:
@@ -108,6 +129,8 @@ class RunDirectory:
         self.result.step = self.attempt.first_step = first_step
         if not self.writes:
             return
+        if self._code is not None:
+            self._code.write(self.path)
         if self.is_resumed:
             self._replaced = {name: _read_text(self.path / name) for name in (*self._texts, RESULT)}
         for name, text in self._texts.items():

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ def text_table(cells: Sequence[Sequence[str]], for_log: bool = False) -> str:
         table.add_row(*row)
     width = WIDTH if for_log or not is_terminal() else None
     options: dict[str, Any] = {"width": width, "force_terminal": is_terminal(), "force_jupyter": False}
-    console = Console(file=sys.stdout, no_color=True, markup=False, emoji=False, **options)
+    console = Console(file=io.StringIO(), no_color=True, markup=False, emoji=False, **options)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

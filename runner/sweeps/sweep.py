@@ -11,11 +11,21 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from runner.config.custom_dirs import add_to_path
+from runner.config.recorded_code import importing_code_of
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.records.ledger import DONE, SweepRecord, lock_sweep, read_ledger, read_sweep, write_lines, write_state
+from runner.records.ledger import (
+    DONE,
+    JobRecord,
+    SweepRecord,
+    lock_sweep,
+    read_ledger,
+    read_sweep,
+    write_lines,
+    write_state,
+)
 from runner.records.result import read_result
 from runner.records.run_directory import Request, new_directory
 from runner.sweeps.jobs import Composer, Job, check_shared, make_label, number_jobs, shared_values
@@ -36,6 +46,8 @@ class Sweep:
         jobs: The remaining jobs, in the order in which they run; Hydra's job.num is an index of this list.
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
         is_new: True if this process has created the directory.
+        code_of: As `Request.code_of`.
+        resume_force: True if the sweep is resumed although its code has changed.
         pruners: The pruners of a study's jobs, by job number.
     """
 
@@ -50,6 +62,8 @@ class Sweep:
     dry_run: bool = False
     is_new: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
+    code_of: str | None = None
+    resume_force: bool = False
 
     def open(
         self,
@@ -97,6 +111,8 @@ class Sweep:
             if not self.is_new:
                 before = read_sweep(path).shared
                 check_shared(path, recorded, before, configs[0], swept)
+                if not self.resume_force:
+                    _check_code(recorded, configs[0])
                 self.record.shared = {key: value for key, value in before.items() if key in self.record.shared}
             if prepare is not None:
                 prepare(path)
@@ -148,7 +164,8 @@ class Sweep:
                 self.queued.append((job, config, request))
                 return {}
             self.write_state(job, "running")
-            metrics = launch(config, request, self.rank_info, launcher)
+            with importing_code_of(self.code_of):  # this may be another process than the one that composed the jobs
+                metrics = launch(config, request, self.rank_info, launcher)
         except BaseException as error:
             if isinstance(error, InputError) and self.rank_info.rank == 0:
                 print_messages(error.messages)
@@ -169,6 +186,7 @@ class Sweep:
             directory=str(self.path(job)),
             choices=choices,
             pruner=self.pruners.get(job.number),
+            code_of=self.code_of,
         )
 
     def path(self, job: Job) -> Path:
@@ -194,6 +212,16 @@ class Sweep:
         job = Job(number, make_label(number, overrides, varying), overrides)
         write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
+
+
+def _check_code(recorded: list[JobRecord], config: Config) -> None:
+    """Raise InputError if the code of jobs that have started has changed, because reports compare the jobs."""
+    from runner.config.recorded import check_code
+
+    codes = {str((read_result(job.directory) or {}).get("code")): job for job in recorded if job.num_starts}
+    for job in codes.values():
+        if messages := check_code(job.directory, config):
+            raise InputError(*messages)
 
 
 def _outcome_of(error: BaseException) -> tuple[str, str]:

@@ -41,14 +41,17 @@ class Report(LaunchingTask):
         world.begin_job(as_backend(config.backend))
         paths = [Path(path) for _, path in named]
         try:
-            world.consensus.broadcast("report", lambda: _write(summary, config, paths, skipped))
+            written = world.consensus.broadcast("report", lambda: _write(summary, config, paths))
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be written ({error}); name another directory") from None
+        if rank_info.rank == 0:  # a reader such as `head` may close the pipe, when the files exist already
+            print(as_text(summary), *skipped, f"\nreport: {written}", sep="\n", flush=True)
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 
 
-def _write(summary: Summary, config: Config, paths: list[Path], skipped: list[str]) -> str:
+def _write(summary: Summary, config: Config, paths: list[Path]) -> str:
+    """Write the files, and return their paths as one line."""
     if config.report.output:
         directory = Path(config.report.output).absolute()
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,10 +59,8 @@ def _write(summary: Summary, config: Config, paths: list[Path], skipped: list[st
         directory = paths[0].absolute()
     else:
         directory = new_directory(config.outputs, config.name, prefix="report-")
-    print(as_text(summary), *skipped, sep="\n", flush=True)
     title = paths[0].name if len(paths) == 1 else f"{len(summary.jobs)} runs"
     plots = draw(summary, directory)
     (directory / "report.md").write_text(as_markdown(summary, title, plots))
     (directory / "report.csv").write_text(as_csv(summary))
-    print(f"\nreport: {', '.join([str(directory / 'report.md'), 'report.csv', *plots])}", flush=True)
-    return str(directory)
+    return ", ".join([str(directory / "report.md"), "report.csv", *plots])

@@ -11,6 +11,7 @@ from rich.console import Console
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.jobs.task import JobTask
+from runner.records.custom_code import read_code
 from runner.records.provenance import DIFF
 from runner.records.records import LOCATION_KEYS, dotted
 from runner.records.result import read_result
@@ -21,7 +22,7 @@ from runner.training.build import Experiment
 log = logging.getLogger(__name__)
 
 # Keys that do not affect the weights, and `threads`, which depends on the machine.
-IGNORED_KEYS = frozenset(LOCATION_KEYS)
+IGNORED_KEYS = frozenset((*LOCATION_KEYS, "code"))
 IGNORED_KEYS |= {"launcher", "metrics", "monitor", "monitor_direction", "callbacks", "report", "compare", "profile"}
 
 
@@ -65,10 +66,13 @@ class Rerun(JobTask):
 def differences(then: Path, now: RunDirectory) -> list[str]:
     """Return the possible causes of different weights, one line each."""
     old, new = (
-        dotted({topic: result.get(topic) or {} for topic in ("git", "versions", "machine")}) | _settings(path)
+        dotted({topic: result.get(topic) or {} for topic in ("git", "code", "versions", "machine")}) | _settings(path)
         for path, result in ((then, read_result(then) or {}), (now.path, asdict(now.result)))
     )
     lines = [f"{key}: was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+    lines = [line for line in lines if not line.startswith("code.submitted")]
+    if old.get("code.hash") != new.get("code.hash") and (code := read_code(then)) and (names := code.changed()):
+        lines.append(f"code: {code.describe(names)} changed since; the copy is in {code.directory}")
     if _diff(then) != _diff(now.path):
         lines.append(f"uncommitted changes: compare {then / DIFF} with {now.path / DIFF}")
     return lines

@@ -58,7 +58,8 @@ class Train(JobTask):
                 )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter()
-        losses = [LOSS, *(f"val/{name}" for name in experiment.objective.losses)]
+        objective = experiment.objective
+        losses = [LOSS, *(f"val/{name}" for name in (*objective.losses, *objective.value_names))]
         values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
         names = list(dict.fromkeys([experiment.monitor.name, *losses, *values]))  # of evaluations
         recorder = Recorder(directory, experiment.logger, meter, names)

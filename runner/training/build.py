@@ -39,7 +39,7 @@ from runner.training.components import (
     make_objective,
     make_parallel,
 )
-from runner.training.dry_run import dry_run, read_sample
+from runner.training.dry_run import compare_samples, dry_run, read_sample, single_precision
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
@@ -107,8 +107,11 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     precision = Precision(config.precision, world.device)
     objective = make_objective(config, choices, parallel)
     sample, data_warnings = read_sample(config, choices, train_data)
-    sample = map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, sample)
+    sample = map_tensors(single_precision, sample)
     prediction = dry_run(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
+    if deferred is None:
+        warnings += compare_samples(config, choices, module, objective, train_data)
+    objective.is_distributed = world.world_size > 1
     attach_objective(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device, dtype=precision.parameter_dtype)
     memory_format = _memory_format(config.memory_format, module)
@@ -196,7 +199,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         parameter_groups=make_optimizer.num_parameters,
         objective=objective,
         metrics=metrics,
-        monitor=choose_monitor(config, metrics, list(objective.losses)),
+        monitor=choose_monitor(config, metrics, [*objective.losses, *objective.value_names]),
         header_lines=[*(initial.describe() if initial is not None else []), *frozen],
         warnings=warnings,
         num_classes=_num_classes(prediction),

@@ -1,5 +1,6 @@
 """The components that the configuration selects: mode, objective, metrics, monitor, logger and callbacks."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -45,7 +46,14 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     if not isinstance(objective, Objective):
         raise InputError(f"objective._target_={target}: derive it from runner.Objective")
     is_supervised, several = isinstance(objective, Supervised), len(objective.losses) > 1
+    _check_values(objective, config, choices)
     supported = parallel.supported_objectives
+    kind = "needs all samples of a step" if objective.gathers else "has named terms" if objective.terms else ""
+    if kind and supported != "several_losses":
+        raise InputError(
+            f"objective={choices['objective']} {kind}, which parallel={choices['parallel']} does not support; try "
+            "parallel=none, ddp, allreduce, zero or fsdp"
+        )
     if (supported == "supervised" and not is_supervised) or (supported != "several_losses" and several):
         problem = f"has {len(objective.losses)} losses" if several else "calls the model itself"
         raise InputError(
@@ -53,6 +61,23 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
             "try parallel=ddp or parallel=fsdp"
         )
     return objective
+
+
+def _check_values(objective: Objective, config: Config, choices: Mapping[str, str]) -> None:
+    """Raise InputError for wrong declarations of terms and logged values, and for micro-batches of a gathered loss."""
+    named = f"objective={choices['objective']}"
+    factors = list(objective.terms.values()) if isinstance(objective.terms, Mapping) else [None]
+    if not all(isinstance(factor, (int, float)) and math.isfinite(factor) for factor in factors):
+        raise InputError(f"{named}: terms={objective.terms!r} must map names to coefficients")
+    if objective.terms and list(objective.losses) != ["loss"]:
+        raise InputError(f"{named} has terms and the losses {list(objective.losses)}; only a single `loss` has terms")
+    if twice := {name for name in objective.value_names if [*objective.value_names, "loss"].count(name) > 1}:
+        raise InputError(f"{named}: {min(twice)} is named twice in terms and logged, or is `loss`; rename it")
+    if objective.gathers and config.micro_batches != 1:
+        raise InputError(
+            f"micro_batches={config.micro_batches} splits the samples that {named} compares; try micro_batches=1 on "
+            "more ranks"
+        )
 
 
 def attach_objective(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from runner.config.schema import Config
 from runner.errors import InputError, failed_with
 from runner.input.batch import MicroBatch
-from runner.input.pytree import describe, split, tensors
+from runner.input.pytree import describe, map_tensors, split, tensors
+from runner.input.rng import isolated
 from runner.input.source import Source
 from runner.objectives.losses import ELEMENTWISE, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction
@@ -57,11 +58,63 @@ def dry_run(
         raise
     except Exception as error:  # custom code can raise anything
         what = "model, data and loss" if isinstance(objective, Supervised) else "model, data and objective"
-        raise InputError(f"{what} do not fit: for a sample {describe(batch)} they fail{failed_with(error)}") from None
+        advice = "; custom code needs no process group: see Objective.gather" if "process group" in str(error) else ""
+        raise InputError(
+            f"{what} do not fit: for a sample {describe(batch)} they fail{failed_with(error)}{advice}"
+        ) from None
     finally:
         module.train()
         torch.set_rng_state(random_state)
     return prediction
+
+
+def compare_samples(
+    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source
+) -> list[str]:
+    """Return a warning if the custom loss of two samples is not the sum of the losses of each.
+
+    Such a loss depends on the number of ranks and of micro-batches. Not detected: a loss that draws random numbers,
+    that differs from a sum only in training mode or for more than two samples, or that fails for one of them.
+    """
+    function = objective.function if isinstance(objective, Supervised) else objective
+    is_custom = type(function).__module__.partition(".")[0] not in ("torch", "runner")
+    if objective.gathers or not is_custom or len(source) < 2:
+        return []
+
+    def measure(*indices: int) -> torch.Tensor:
+        batch = map_tensors(single_precision, source.read(list(indices), seed=config.seed))
+        objective.take_logged(torch.device("cpu"))
+        losses = [*objective.evaluate(module, MicroBatch(batch, indices)).losses.values()]
+        weights = [torch.as_tensor(loss.weight, dtype=torch.float64) for loss in losses]
+        return torch.stack([torch.stack([loss.sum, weight]) for loss, weight in zip(losses, weights, strict=True)])
+
+    module.eval()
+    try:
+        with torch.no_grad(), isolated():
+            both, again = measure(0, 1), measure(0, 1)
+            apart = measure(0) + measure(1)
+    except Exception:  # the dry run of one sample has succeeded, and the run reports an error of two
+        return []
+    finally:
+        objective.take_logged(torch.device("cpu"))
+        module.train()
+    if not torch.equal(both, again) or torch.allclose(both, apart, rtol=1e-3, atol=1e-6, equal_nan=True):
+        return []
+    component = "loss" if isinstance(objective, Supervised) else "objective"
+    return [
+        f"{component}={choices[component]}: the loss of two samples is {_mean(both):.4g}, but the mean of their losses "
+        f"is {_mean(apart):.4g}, so it depends on the number of ranks and micro_batches; if it compares samples, "
+        "declare gathers = True in an objective and use self.gather"
+    ]
+
+
+def _mean(losses: torch.Tensor) -> float:
+    """Return the sum of the means of the losses, (losses, 2, ...)."""
+    return float((losses[:, 0] / losses[:, 1]).sum())
+
+
+def single_precision(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _check_pair(config: Config, batch: Any) -> None:

@@ -1,6 +1,7 @@
 """Evaluation: the losses and metrics of the validation data, with each sample counted once on any number of ranks."""
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -8,6 +9,7 @@ import torch
 
 from runner.distributed.world import World
 from runner.input.rng import derive_seed, seed_step
+from runner.objectives.objective import Objective
 from runner.training.build import Experiment
 from runner.training.metrics.confusion import Predictions
 from runner.training.mode import ParallelModel
@@ -26,7 +28,9 @@ def evaluate(
     `start_vote` is called before each batch; the function that it returns is called later, and may raise to cancel the
     evaluation.
     """
-    names = list(experiment.objective.losses)
+    objective = experiment.objective
+    names = [] if objective.terms else list(objective.losses)
+    objective.take_logged(world.device)  # of a step that was not finished
     losses = torch.zeros(len(names), 2, dtype=torch.float64, device=world.device)  # sum and weight of each
     metrics = experiment.metrics
     metrics.reset(world.device)
@@ -53,11 +57,29 @@ def evaluate(
         finish_vote()
     if predictions:
         predictions.gather(world)
-    flat = world.collectives.sum(torch.cat([losses.flatten(), metrics.flat()]))
-    summed, flat = flat[: losses.numel()].reshape(losses.shape), flat[losses.numel() :]
+    local = [losses.flatten(), objective.take_logged(world.device).flatten(), metrics.flat()]
+    flat = world.collectives.sum(torch.cat(local))
+    summed, logged, flat = flat.split([each.numel() for each in local])
+    summed = summed.reshape(losses.shape)
     means = dict(zip(names, (summed[:, 0] / summed[:, 1]).tolist(), strict=True))
     values = metrics.compute(flat, world)
-    return with_total("val", means) | {f"val/{name}": value for name, value in values.items()}
+    found = logged_means("val", objective, logged)
+    if objective.terms:
+        found = {"val/loss": sum(factor * found[f"val/{term}"] for term, factor in objective.terms.items())} | found
+    else:
+        found = with_total("val", means) | found
+    return found | {f"val/{name}": value for name, value in values.items()}
+
+
+def logged_means(split: str, objective: Objective, sums: torch.Tensor) -> dict[str, float]:
+    """Return the means of the terms and of the logged values by full name; a term without weight is 0.
+
+    sums: the sums over all ranks of what `Objective.take_logged` returns, flat.
+    """
+    means = {}
+    for name, (total, weight) in zip(objective.value_names, sums.reshape(-1, 2).tolist(), strict=True):
+        means[f"{split}/{name}"] = total / weight if weight else 0.0 if name in objective.terms else math.nan
+    return means
 
 
 def with_total(split: str, losses: Mapping[str, float]) -> dict[str, float]:

@@ -126,7 +126,8 @@ class Parallel(Protocol):
         meta_init: The model is built on the meta device; `prepare` calls `Recipe.materialize`.
         spans_devices: A model may be spread over several devices of one rank.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
-            the model itself), or `several_losses` (also several losses, each with its own optimizer).
+            the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
+            loss, and losses that gather the rows of all ranks).
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """

@@ -16,7 +16,7 @@ from runner.input.batch import StepBatch
 from runner.input.rng import derive_seed, seed_step
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
-from runner.training.evaluation import evaluate, with_total
+from runner.training.evaluation import evaluate, logged_means, with_total
 from runner.training.mode import ParallelModel
 from runner.training.throughput import StragglerMeter, ThroughputMeter, peak_memory_mib
 
@@ -58,6 +58,7 @@ class Trainer:
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
+                self.experiment.objective.take_logged(self.world.device)  # by a forward before the first step
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = self.callbacks.stop_outcome()[0] if self.stopped else "finished"
@@ -116,12 +117,16 @@ class Trainer:
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
         self.state = replace(self.state.after_step(self.steps_per_epoch), skipped_steps=skipped_steps)
 
+        objective = self.experiment.objective
+        logged = objective.take_logged(self.world.device)
         self.straggler.end_step(batch.wait_s)
         metrics: dict[str, float] = {}
         if is_logged:
             local = torch.stack([*losses.values()])
-            sums = self.world.collectives.sum(torch.cat([local.double(), self.straggler.work_s()]))
+            sums = self.world.collectives.sum(torch.cat([local.double(), logged.flatten(), self.straggler.work_s()]))
             metrics = with_total("train", dict(zip(losses, sums.to(local.dtype).tolist(), strict=False)))
+            means, sums = sums[len(losses) :].split([logged.numel(), sums.numel() - len(losses) - logged.numel()])
+            metrics |= logged_means("train", objective, means)
             if self.config.on_nonfinite == "skip":
                 metrics["train/skipped_steps"] = skipped_steps
             self.state = replace(self.state, logged=dict(metrics))
@@ -129,7 +134,7 @@ class Trainer:
         if is_logged:
             metrics["train/learning_rate"] = self.parallel_model.learning_rate
             metrics["train/grad_norm"] = math.hypot(*(norm or 0.0 for norm in norms.values())) if norms else math.nan
-            metrics |= self.meter.measured() | self.straggler.measured(sums[len(losses) :])
+            metrics |= self.meter.measured() | self.straggler.measured(sums)
             metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
 

@@ -13,13 +13,13 @@ def test_warmup_rises_linearly_and_ends_at_one() -> None:
 
 def test_cosine_falls_from_1_to_final_factor() -> None:
     schedule = Cosine(final_factor=0.1)
-    factors = [schedule(step, 101, 10) for step in range(101)]
+    factors = [schedule(step, 100, 10) for step in range(101)]
     assert factors[0] == 1.0
     assert factors[50] == pytest.approx(0.55)
     assert factors[100] == pytest.approx(0.1)
     assert factors == sorted(factors, reverse=True)
-    assert schedule(1000, 101, 10) == pytest.approx(0.1)  # a run that was made longer
-    assert Cosine()(0, 1, 1) == 1.0
+    assert schedule(1000, 100, 10) == pytest.approx(0.1)  # a run that was made longer
+    assert Cosine()(0, 1, 1) == 1.0 and Cosine()(99, 100, 10) > 0  # the last step trains
 
 
 def test_step_schedule_drops_every_few_epochs() -> None:

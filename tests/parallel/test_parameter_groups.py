@@ -36,7 +36,8 @@ def test_groups_have_an_effect_and_are_saved_by_name(tmp_path: Path) -> None:
     logged = [line["train/learning_rate"] for line in made.lines if "train/learning_rate" in line]
     assert logged[-1] == pytest.approx(rates[0])
     log = (made.path / "log.txt").read_text()
-    assert "groups   default 712, 0 (^embed) 88, 1 (^head.*bias) 5, 2 (down.weight$) 512 parameters" in log
+    assert "groups   default 712, 0: ^embed (lr=0.03, momentum=0.5) 88, 1: ^head.*bias (" in log
+    assert ") 5, 2: down.weight$ (weight_decay=0.01) 512 parameters" in log
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from runner.errors import InputError
 from runner.paths import ROOT
 from runner.records import frozen_code, provenance
 from runner.records.frozen_code import FrozenCode, freeze
-from runner.records.provenance import git_diff, origin, original_directory
+from runner.records.provenance import git_diff, git_state, original_path, submission_time
 
 
 @pytest.fixture
@@ -119,11 +119,10 @@ def test_a_job_records_the_origin_and_the_uncommitted_changes_of_its_frozen_code
         patched.setattr(frozen_code, "git_state", lambda: git)
         patched.setattr(frozen_code, "git_diff", lambda: "a diff")
         frozen = freeze(new_run(mine, "one"), [str(mine)])
-    assert origin()["code"] is None
+    assert submission_time() is None
     code = extract(frozen, mine / "code")
     monkeypatch.setattr(provenance, "ROOT", code / "installed")
-    assert original_directory(str(code / frozen.config_dirs[0])) == str(mine)
-    assert original_directory("/elsewhere") == "/elsewhere"
-    facts = origin()
-    assert (facts["code"], facts["git"]) == ({"code": "frozen", "submitted": frozen.since}, git)
+    assert original_path(str(code / frozen.config_dirs[0])) == str(mine)
+    assert original_path("/elsewhere") == "/elsewhere"
+    assert (submission_time(), git_state()) == (frozen.since, git)
     assert git_diff() == "a diff"

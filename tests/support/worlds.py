@@ -46,13 +46,17 @@ class Run:
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
+    def values(self, name: str) -> dict[int, float]:
+        """Return the values of a metric by step."""
+        return {line["step"]: line[name] for line in self.lines if name in line}
+
     @property
     def losses(self) -> dict[int, float]:
-        return {line["step"]: line["train/loss"] for line in self.lines if "train/loss" in line}
+        return self.values("train/loss")
 
     @property
     def grad_norms(self) -> dict[int, float]:
-        return {line["step"]: line["train/grad_norm"] for line in self.lines if "train/grad_norm" in line}
+        return self.values("train/grad_norm")
 
     @property
     def saved(self) -> SavedState:

@@ -149,6 +149,19 @@ def test_the_report_is_printed_and_written_as_markdown_csv_and_plots(
     assert all(plot.read_bytes().startswith(PNG) for plot in path.glob("*.png"))
 
 
+def test_a_reader_that_closes_the_pipe_does_not_lose_the_report(
+    here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_sweep(tmp_path)
+
+    def write(text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert here("task=report", "run=last") == 0
+    assert capsys.readouterr().err == "" and (path / "report.csv").exists()
+
+
 def test_the_report_of_several_sweeps_and_runs_has_its_own_directory(
     here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,10 +27,12 @@ def command_of(job: RunRecord) -> str:
 def table(report: Summary) -> Cells:
     """Return the header and the rows, sorted from the best."""
     metrics = _metrics(report)
-    cells = [[*(report.keys or ["run"]), *metrics, "n", "unfinished"]]
+    cells = [[*(report.keys or ["run"]), *metrics, "n", "unfinished", "code"]]
+    has_codes = len({job.code for job in report.finished}) > 1
     for row in report.rows:
         numbers = [str(row.means[name]) if name in row.means else "" for name in metrics]
-        cells.append([*(row.values.values() or [row.name]), *numbers, str(len(row.finished)), _states(row)])
+        code = ", ".join(dict.fromkeys(job.code or "none" for job in row.finished)) if has_codes else ""
+        cells.append([*(row.values.values() or [row.name]), *numbers, str(len(row.finished)), _states(row), code])
     return without_empty_columns(cells)
 
 

@@ -1,0 +1,86 @@
+"""Imports of custom modules from the copy that a run has recorded, instead of from their current files."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from runner.config.custom_dirs import forget_module
+from runner.errors import InputError
+from runner.records.custom_code import RecordedCode, read_code
+
+RECORDED, CURRENT = "recorded", "current"  # the values of code=
+
+
+class RecordedModules(MetaPathFinder, Loader):
+    """Imports the recorded modules from their copies. `__file__` is the current file, next to which data may be."""
+
+    def __init__(self, code: RecordedCode):
+        self.code = code
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        modules = self.code.modules
+        if name in modules:
+            file = self.code.current_file(name)
+            spec = ModuleSpec(name, self, origin=str(file), is_package=modules[name].copy.endswith("__init__.py"))
+            spec.has_location = True
+            if spec.submodule_search_locations is not None:
+                spec.submodule_search_locations.append(str(file.parent))
+            return spec
+        if any(each.startswith(f"{name}.") for each in modules) and PathFinder.find_spec(name, path) is None:
+            return ModuleSpec(name, None, is_package=True)  # a package without __init__.py that has been removed
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        # Tracebacks name the copy, because the current file may have other lines.
+        file = self.code.directory / self.code.modules[name].copy
+        exec(compile(self.recorded_source(name), str(file), "exec"), vars(module))
+
+    def recorded_source(self, name: str) -> bytes:
+        return self.code.source(name)
+
+
+@contextmanager
+def importing_code_of(run: str | Path | None) -> Iterator[None]:
+    """Import custom modules from the copy that a run has recorded; from the current files if `run` is None.
+
+    Modules of the same names that were imported before are restored on exit. Raise InputError if the copy is missing.
+    """
+    code = read_code(Path(run)) if run is not None else None
+    active = [each.code.directory for each in sys.meta_path if isinstance(each, RecordedModules)]
+    if code is None or code.directory in active:
+        yield
+        return
+    finder = RecordedModules(code)
+    replaced = {name: forget_module(name) for name in code.modules if name in sys.modules}
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name, module in replaced.items():
+            sys.modules[name] = module
+            parent, _, leaf = name.rpartition(".")
+            if parent in sys.modules:
+                setattr(sys.modules[parent], leaf, module)
+
+
+def describe_code(run: Path, uses_copy: bool) -> str | None:
+    """Return the header line that names the files which differ from the code of a run; None if none does."""
+    try:
+        code = read_code(run)
+    except InputError as error:
+        return f"code     current; {error}"
+    if code is None or not (changed := code.changed()):
+        return None
+    files = code.describe(changed)
+    if uses_copy:
+        return f"code     as recorded in {code.directory}; the current code differs: {files}"
+    return f"code     current, which differs from {code.directory}: {files}"

@@ -1,0 +1,49 @@
+"""The rows of all ranks in one tensor, with gradients: for losses that compare samples of a whole batch."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from runner.distributed.collectives import gather_over, sum_over
+
+
+class GatheredRows(NamedTuple):
+    """The rows of all ranks, (sum of n, ...), in the order of the ranks, and the index of this rank's first row."""
+
+    rows: Tensor
+    first: int
+
+
+def gather_rows(rows: Tensor, are_counted: bool) -> GatheredRows:
+    """Gather this rank's rows, (n, ...), and those of all other ranks. All ranks must call it, also in backward.
+
+    n may differ between the ranks; all other dims and the dtype must be equal. A gradient of the result reaches the
+    rows of every rank. With `are_counted=False` the other ranks do not get the rows of this rank, which are the last
+    ones of its own result and have no gradient.
+    """
+    gathered, first = _Gather.apply(rows, are_counted)  # type: ignore[no-untyped-call]
+    return GatheredRows(gathered, first)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, are_counted: bool) -> tuple[Tensor, int]:
+        local = rows if are_counted else rows[:0]
+        sizes = gather_over(None, torch.tensor([len(local)], device=rows.device)).flatten().tolist()
+        padded = local.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(local)] = local
+        parts = [part[:size] for part, size in zip(gather_over(None, padded), sizes, strict=True)]
+        ctx.are_counted, ctx.total = are_counted, sum(sizes)
+        first = sum(sizes[: dist.get_rank()]) if are_counted else ctx.total
+        ctx.local = slice(first, first + len(rows))
+        return torch.cat([*parts, *([] if are_counted else [rows])]), first
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None]:
+        total = gradient[: ctx.total].clone() if ctx.are_counted else torch.zeros_like(gradient[: ctx.total])
+        sum_over(None, total)
+        return total[ctx.local] if ctx.are_counted else torch.zeros_like(gradient[ctx.local]), None

@@ -1,0 +1,239 @@
+"""The custom modules of a run: the modules that its configuration names, and the custom modules that those import.
+
+A copy of them is in `code/HASH/` of the run's directory, or of its sweep's, whose jobs share it. HASH is the start of
+the SHA-256 of the files. `code.json` lists the modules and their original files.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import runner
+from runner.errors import InputError, is_user_code
+from runner.paths import ROOT
+from runner.records.ledger import is_sweep
+from runner.records.provenance import STATE, original_path
+from runner.records.record_files import dumps, read_mapping
+from runner.records.result import read_result
+
+CODE = "code"
+_HASH = re.compile(r"[0-9a-f]{12}")
+# Groups and keys whose code determines the numbers of a run.
+DECISIVE = ("model", "data", "transforms", "transform_targets", "loss", "objective", "loader", "optimizer", "scheduler")
+
+
+@dataclass(frozen=True)
+class CustomModule:
+    """A custom module.
+
+    Attributes:
+        file: The absolute path of the original file.
+        copy: The path of the copy, relative to the directory of the record, such as nets/blocks.py.
+        decisive: True if the model, the data or another of DECISIVE imports the module.
+    """
+
+    file: str
+    copy: str
+    decisive: bool
+
+
+@dataclass(frozen=True)
+class RecordedCode:
+    """The copy of the custom modules of a run, by module name."""
+
+    directory: Path
+    modules: Mapping[str, CustomModule]
+
+    def source(self, name: str) -> bytes:
+        return (self.directory / self.modules[name].copy).read_bytes()
+
+    def current_file(self, name: str) -> Path:
+        """Return the current file of a module: the imported or original one, or if it has been moved, on sys.path."""
+        module = self.modules[name]
+        imported = getattr(sys.modules.get(name), "__file__", None)
+        paths = [Path(imported or module.file), *(Path(entry or os.curdir, module.copy) for entry in sys.path)]
+        return next((path for path in paths if path.is_file()), Path(module.file)).absolute()
+
+    def changed(self) -> list[str]:
+        """Return the names of the modules whose current file is missing or differs from the copy."""
+        return [name for name in self.modules if _read(self.current_file(name)) != self.source(name)]
+
+    def describe(self, names: Iterable[str]) -> str:
+        """Return the current files of the modules, for a message; a file that does not exist is marked."""
+        files = [self.current_file(name) for name in names]
+        return ", ".join(f"{file}{'' if file.is_file() else ' (missing)'}" for file in files)
+
+
+@dataclass(frozen=True)
+class ImportedCode:
+    """The custom modules that this process has imported for a configuration, with their sources."""
+
+    modules: dict[str, CustomModule]
+    sources: dict[str, bytes]
+
+    @property
+    def hash(self) -> str | None:
+        """The name of the copy's directory; None without custom modules."""
+        if not self.modules:
+            return None
+        total = hashlib.sha256()
+        for name in sorted(self.modules):
+            total.update(f"{self.modules[name].copy} {len(self.sources[name])}\n".encode() + self.sources[name])
+        return total.hexdigest()[:12]
+
+    @property
+    def directories(self) -> list[Path]:
+        """The directories of the original files."""
+        return list(dict.fromkeys(Path(module.file).parent for module in self.modules.values()))
+
+    def write(self, run: Path) -> None:
+        """Copy the modules to the directory of the run, or of its sweep, unless the copy exists."""
+        if self.hash is None:
+            return
+        parent = (run.parent if is_sweep(run.parent) else run) / CODE
+        parent.mkdir(exist_ok=True)
+        if (parent / self.hash).exists():
+            return
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))
+        try:
+            for name, module in self.modules.items():
+                (partial / module.copy).parent.mkdir(parents=True, exist_ok=True)
+                (partial / module.copy).write_bytes(self.sources[name])
+            listed = {name: asdict(module) for name, module in self.modules.items()}
+            (partial / STATE).write_text(dumps({"modules": listed}, indent=1))
+            partial.chmod(0o755)
+            with suppress(FileExistsError, OSError):  # another job of the sweep has written the copy
+                partial.rename(parent / self.hash)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def imported_code(config: Mapping[str, Any]) -> ImportedCode:
+    """Return the custom modules of the classes and functions that the configuration names."""
+    files = custom_files()
+    sources = {name: source for name, file in files.items() if (source := _source(name, file)) is not None}
+    decisive = _closure(targets({key: config.get(key) for key in DECISIVE}), sources)
+    modules = {}
+    for name in sorted(_closure(targets(config), sources)):
+        copy = name.replace(".", "/") + ("/__init__.py" if _is_package(name) else ".py")
+        modules[name] = CustomModule(original_path(str(files[name])), copy, name in decisive)
+    return ImportedCode(modules, {name: sources[name] for name in modules})
+
+
+def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
+    """Return the copy of the code that a run has recorded last, or None if the run has no custom modules.
+
+    Raise InputError if the copy is missing or damaged. The message suggests `fix`.
+    """
+    recorded = (read_result(run) or {}).get("code")
+    name = recorded.get("hash") if isinstance(recorded, dict) else None
+    if not isinstance(name, str):
+        return None
+    places = [parent / CODE / name for parent in (run, run.parent) if _HASH.fullmatch(name)]
+    directory = next((place for place in places if (place / STATE).is_file()), None)
+    if directory is None:
+        raise InputError(f"{run / CODE / name}: the copy of the run's code is missing; restore it, or {fix}")
+    try:
+        listed = read_mapping(directory / STATE)["modules"]
+        modules = {str(name): CustomModule(**facts) for name, facts in listed.items()}
+        for module in modules.values():
+            if not (directory / module.copy).resolve().is_relative_to(directory.resolve()):
+                raise ValueError(module.copy)
+            (directory / module.copy).read_bytes()
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{directory}: the copy of the run's code is damaged ({error}); restore it, or {fix}"
+        ) from None
+    return RecordedCode(directory, modules)
+
+
+def targets(node: Any) -> Iterator[str]:
+    """Yield the dotted paths of the classes and functions that a part of a configuration names."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if str(key).endswith("_target_"):
+                yield str(value)
+            else:
+                yield from targets(value)
+    elif isinstance(node, (list, tuple)):
+        for item in node:
+            yield from targets(item)
+
+
+def custom_files() -> dict[str, Path]:
+    """Return the files of the imported modules that belong neither to Python, nor to a package, nor to the runner."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and name not in ("__main__", "__mp_main__") and is_user_code(file):
+            path = Path(file).absolute()
+            if not any(path.is_relative_to(source) for source in runner_sources().values()):
+                found[name] = path
+    return found
+
+
+def runner_sources() -> dict[str, Path]:
+    """Return the directories of the runner's packages and of what it ships, by name."""
+    package = Path(runner.__file__).resolve().parent
+    sources = {"runner": package, "hydra_plugins/runner": package.parent / "hydra_plugins" / "runner"}
+    return sources | {name: ROOT / name for name in ("conf", "models", "data")}
+
+
+def _closure(names: Iterable[str], sources: Mapping[str, bytes]) -> set[str]:
+    """Return the modules of the dotted paths, and the custom modules that these import directly or indirectly."""
+    found: set[str] = set()
+    left = list(names)
+    while left:
+        parts = left.pop().split(".")
+        for size in range(1, len(parts) + 1):  # a package is imported before its modules
+            name = ".".join(parts[:size])
+            if name in sources and name not in found:
+                found.add(name)
+                left += _imports(name, sources[name])
+    return found
+
+
+def _imports(name: str, source: bytes) -> Iterator[str]:
+    """Yield the dotted paths that the import statements of a module name, also those inside functions."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # the file was changed after its import
+        return
+    package = name if _is_package(name) else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level and package:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_package(name: str) -> bool:
+    return hasattr(sys.modules[name], "__path__")
+
+
+def _source(name: str, file: Path) -> bytes | None:
+    """Return the source of an imported module; None if it is not written in Python or no longer exists."""
+    recorded_source = getattr(getattr(sys.modules[name], "__loader__", None), "recorded_source", None)
+    if recorded_source is not None:  # imported from the copy of another run
+        return bytes(recorded_source(name))
+    return _read(file) if file.suffix == ".py" else None
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None

@@ -1,0 +1,175 @@
+"""Named terms, logged values and losses over the whole batch: the numbers of one process, and of a torch loop."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mode_cases import tier
+from parity import COMMON, assert_equal
+from torch import Tensor
+from worlds import Run, build_experiment, configure, run
+
+from runner import InputError, Objective
+
+# An epoch has five steps; the last one has a single sample, so that the other ranks have none.
+DIGITS = (
+    "model=mlp",
+    "model.hidden=[16]",
+    "data.sample_shape=[1,8,8]",
+    "batch_size=359",
+    "loader.shuffle=false",
+    *COMMON,
+)
+HERE = "objective._target_=test_objective_values"
+MODES = ("none", "ddp", "allreduce", "zero", "fsdp")
+
+
+class Detection(Objective):
+    """The class of each image, and numbers of the images that contain an object."""
+
+    logged = ("objects",)
+
+    def __init__(self, box: float = 0.3):
+        self.terms = {"classes": 1.0, "boxes": box}
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        outputs, found = model(batch[0]), batch[1] < 3
+        self.log("objects", found.sum(), len(found))
+        classes = F.binary_cross_entropy_with_logits(outputs[:, 0], found.to(outputs), reduction="sum")
+        boxes = ((outputs[found, 1:5] - batch[0].flatten(1)[found, 30:34]) ** 2).sum()
+        return {"classes": (classes, len(found)), "boxes": (boxes, found.sum())}
+
+
+class Contrast(Objective):
+    """InfoNCE: which of the other views of all samples belongs to a sample."""
+
+    gathers = True
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        one, other = model(batch[0]), model(batch[0].flip(-1))
+        others, first = self.gather(other)
+        targets = first + torch.arange(len(one))
+        return F.cross_entropy(one @ others.T, targets, reduction="sum"), len(one)
+
+
+class Ungathered(Contrast):
+    gathers = False
+
+    def gather(self, rows: Tensor) -> Any:
+        return rows, 0
+
+
+def of(objective: type, *overrides: str) -> tuple[str, ...]:
+    return (*DIGITS, f"{HERE}.{objective.__name__}", *overrides)
+
+
+def marked(mode: str, size: int, micro_batches: int = 1) -> Any:
+    by_default = (mode, size, micro_batches) in (("ddp", 2, 1), ("fsdp", 2, 2), ("none", 1, 2), ("ddp", 3, 1))
+    return pytest.param(mode, size, micro_batches, marks=tier(by_default, size < 4))
+
+
+CELLS = [(mode, size) for mode in MODES for size in ((1,) if mode == "none" else (2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "micro_batches"), [marked(*cell, number) for cell in CELLS for number in (1, 2)]
+)
+def test_terms_and_logged_values_equal_one_process(
+    mode: str, size: int, micro_batches: int, one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    made = run(tmp_path, size, *of(Detection), f"parallel={mode}", f"micro_batches={micro_batches}")
+    assert_equal(made, one_process(*of(Detection)))
+    for name in ("train/classes", "train/boxes", "train/objects", "val/objects", "val/boxes"):
+        assert made.values(name) == pytest.approx(one_process(*of(Detection)).values(name), rel=1e-9)
+
+
+@pytest.mark.parametrize(("mode", "size", "micro_batches"), [marked(*cell) for cell in CELLS if cell[0] != "none"])
+def test_a_loss_over_the_whole_batch_equals_one_process(
+    mode: str, size: int, micro_batches: int, one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    assert_equal(run(tmp_path, size, *of(Contrast), f"parallel={mode}"), one_process(*of(Contrast)))
+
+
+def loss_of_detection(outputs: Tensor, images: Tensor, targets: Tensor, model: Any) -> Tensor:
+    found = targets < 3
+    classes = F.binary_cross_entropy_with_logits(outputs[:, 0], found.to(outputs))
+    boxes = (outputs[found, 1:5] - images.flatten(1)[found, 30:34]) ** 2
+    return classes + 0.3 * (boxes.sum(1).mean() if found.any() else 0.0)
+
+
+def loss_of_contrast(outputs: Tensor, images: Tensor, targets: Tensor, model: Any) -> Tensor:
+    return F.cross_entropy(outputs @ model(images.flip(-1)).T, torch.arange(len(images)))
+
+
+@pytest.mark.parametrize(
+    ("objective", "loss"), [(Detection, loss_of_detection), (Contrast, loss_of_contrast)], ids=["terms", "gathered"]
+)
+def test_the_losses_are_those_of_a_torch_loop(
+    objective: type, loss: Callable[..., Tensor], one_process: Callable[..., Run]
+) -> None:
+    experiment = build_experiment(*of(objective))
+    model = experiment.recipe.module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    losses = []
+    for step in [*experiment.train_loader.steps(0, 0), *experiment.train_loader.steps(1, 0)]:
+        (micro_batch,) = step.micro_batches
+        value = loss(model(micro_batch.inputs), micro_batch.inputs, micro_batch.targets, model)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert [*one_process(*of(objective)).losses.values()] == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_loss_that_compares_samples_is_detected() -> None:
+    (warning,) = build_experiment(*of(Ungathered)).warnings
+    assert "the loss of two samples is" in warning and "self.gather" in warning
+    assert build_experiment(*of(Contrast)).warnings == build_experiment(*of(Detection)).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("objective", "overrides", "message"),
+    [
+        (Contrast, ["micro_batches=2"], "^micro_batches=2 splits the samples that .* try micro_batches=1"),
+        (Contrast, ["parallel=tp"], "needs all samples of a step, which parallel=tp .*=none, ddp, allreduce, zero"),
+        (Detection, ["parallel=local_sgd"], "has named terms, which parallel=local_sgd does not support"),
+    ],
+)
+def test_what_an_objective_cannot_do_is_refused(objective: type, overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build_experiment(*of(objective, *overrides))
+
+
+class Wrong(Objective):
+    terms: Mapping[str, float] = {"one": 1.0}
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return {"two": (model(batch[0]).sum(), 1)}
+
+
+class Undeclared(Objective):
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.log("speed", 1.0)
+        return model(batch[0]).sum(), len(batch[0])
+
+
+class Grouped(Objective):
+    def loss(self, model: Any, batch: Any) -> Any:
+        return model(batch[0]).sum() * torch.distributed.get_rank(), len(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (Wrong, r"Wrong.loss must return {name: \(sum, weight\)} with the names \['one'\]"),
+        (Undeclared, "add 'speed' to Undeclared.logged"),
+        (Grouped, "custom code needs no process group: see Objective.gather"),
+    ],
+)
+def test_mistakes_of_an_objective_are_named_before_the_run(objective: type, message: str) -> None:
+    configure(*of(objective))
+    with pytest.raises(InputError, match=message):
+        build_experiment(*of(objective))

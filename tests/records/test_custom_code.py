@@ -1,0 +1,105 @@
+"""The custom modules of a configuration, their copy, and the state of their repository."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.config.recorded_code import importing_code_of
+from runner.errors import InputError
+from runner.records.custom_code import imported_code, read_code
+from runner.records.provenance import custom_repositories, git_diff
+from runner.records.result import write_result
+
+FILES = {
+    "shapes/__init__.py": "from shapes.sizes import WIDTH\n",
+    "shapes/sizes.py": "WIDTH = 3\n",
+    "shapes/unused.py": "",
+    "shapes/late.py": "",
+    "plain/nets.py": "import shapes\n\ndef build():\n    from shapes import late\n    return late\n",
+    "watcher.py": "from plain import nets\n",
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Import custom modules, and forget them at the end."""
+    for name, text in FILES.items():
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    before = set(sys.modules)
+    for name in ("plain.nets", "shapes.unused", "shapes.late", "watcher"):
+        __import__(name)
+    yield tmp_path / "own"
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+CONFIG = {"model": {"_target_": "plain.nets.build"}, "callbacks": {"one": {"_target_": "watcher.Watcher"}}}
+
+
+def test_the_modules_are_those_that_the_configuration_imports(own: Path) -> None:
+    code = imported_code(CONFIG)
+    decisive = {name: module.decisive for name, module in code.modules.items()}
+    assert decisive == dict.fromkeys(("plain.nets", "shapes", "shapes.sizes", "shapes.late"), True) | {"watcher": False}
+    assert code.modules["shapes"].copy == "shapes/__init__.py"
+    assert imported_code({"model": {"_target_": "torch.nn.Linear"}}).hash is None
+
+
+def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path) -> None:
+    code = imported_code(CONFIG)
+    run = tmp_path / "run"
+    run.mkdir()
+    code.write(run)
+    code.write(run)  # it exists
+    assert [path.name for path in (run / "code").iterdir()] == [code.hash]
+    write_result(run, {"code": {"hash": code.hash}})
+    (own / "shapes" / "sizes.py").write_text("WIDTH = 4\n")
+    (own / "shapes" / "late.py").unlink()
+    recorded = read_code(run)
+    assert recorded is not None and recorded.changed() == ["shapes.late", "shapes.sizes"]
+    assert recorded.describe(["shapes.late"]) == f"{own}/shapes/late.py (missing)"
+    current = sys.modules["shapes"]
+    with importing_code_of(run):
+        import shapes
+        import watcher
+        from plain import nets
+
+        assert shapes.WIDTH == 3 and shapes is not current
+        assert shapes.__file__ == f"{own}/shapes/__init__.py"  # data of a package is next to it
+        assert watcher.nets is nets and nets.build().__name__ == "shapes.late"
+        assert imported_code(CONFIG).hash == code.hash  # of a run that imports the copy
+    assert sys.modules["shapes"] is current
+
+
+@pytest.mark.parametrize("text", ["[]", '{"modules": {"a": {"file": "", "copy": "../../a.py", "decisive": true}}}'])
+def test_a_damaged_copy_is_refused(own: Path, tmp_path: Path, text: str) -> None:
+    code = imported_code(CONFIG)
+    code.write(tmp_path)
+    write_result(tmp_path, {"code": {"hash": code.hash}})
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / "code" / str(code.hash) / "code.json").write_text(text)
+    with pytest.raises(InputError):
+        read_code(tmp_path)
+    write_result(tmp_path, {"code": {"hash": "../own"}})
+    with pytest.raises(InputError, match="missing"):
+        read_code(tmp_path)
+
+
+def test_the_repository_of_custom_code_is_recorded_with_its_diff(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+    git("init", "--quiet")
+    (tmp_path / "net.py").write_text("WIDTH = 3\n")
+    git("add", ".")
+    git("commit", "--quiet", "--message=one")
+    (tmp_path / "sub").mkdir()
+    state = {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert custom_repositories([tmp_path, tmp_path / "sub", Path("/")]) == {str(tmp_path): state}
+    (tmp_path / "net.py").write_text("WIDTH = 4\n")
+    assert custom_repositories([tmp_path]) == {str(tmp_path): state | {"dirty": True}}
+    assert "+WIDTH = 4" in git_diff(str(tmp_path))
