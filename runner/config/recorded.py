@@ -24,7 +24,7 @@ from runner.records.run_directory import CHECKPOINTS, CONFIG
 
 # Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
 FREE: tuple[str, ...] = (
-    *("task", "run", "code", "resume", "resume_force", "trust", "name", "outputs", "split", *OF_TASKS),
+    *("task", "run", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "split", *OF_TASKS),
     *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
     "keep_samples",
     *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "model.devices"),
@@ -89,16 +89,19 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
     try:
         if config.resume:
             return _check_resumed(Path(config.resume), config, choices)
+        if config.fork and locate(config.task["_target_"]).trains:
+            run = Path(config.fork)
+            return _check_checkpoint("fork", run, config.checkpoint.load) or _check_resumed(run, config, choices)
         if config.run and locate(config.task["_target_"]).reads_checkpoint:
-            return _check_checkpoint(Path(config.run), config.checkpoint.load)
+            return _check_checkpoint("run", Path(config.run), config.checkpoint.load)
     except InputError as error:
         return error.messages
     return []
 
 
-def _check_checkpoint(run: Path, name: str) -> list[str]:
+def _check_checkpoint(key: str, run: Path, name: str) -> list[str]:
     if not layout.list_checkpoints(run / CHECKPOINTS):
-        return [f"run={run} has no checkpoint yet; train it first, without run="]
+        return [f"{key}={run} has no checkpoint yet; train it first, without {key}="]
     try:
         if name in (layout.LAST, layout.BEST) or layout.STEP.fullmatch(name):  # validate.py reports other names
             layout.find_checkpoint(run / CHECKPOINTS, name)

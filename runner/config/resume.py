@@ -1,4 +1,4 @@
-"""`resume=` and `run=`: the overrides that an earlier run or sweep recorded, merged with those of the command line."""
+"""`resume=`, `fork=` and `run=`: the overrides of an earlier run or sweep, merged with those of the command line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,10 @@ from runner.records.run_directory import OVERRIDES
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
-OF_TRAINING = ("profile", "debug")  # not inherited by tasks that do not train, which reject them
+OF_START = ("fork", "checkpoint.load")  # where a run started; not inherited by others
+OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do not train, which reject them
 NOT_RECORDED = ("resume_force", "trust", "code")
+POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
 _FLAG = "--config-dir="
 
 
@@ -52,7 +54,7 @@ class Arguments:
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
-    """Merge the arguments of a command with those that the run of `resume=` or `run=` recorded.
+    """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded.
 
     Raise InputError if there is no such run, or if it belongs to another user who is not trusted.
     """
@@ -64,8 +66,10 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         return unchanged  # composing reports the syntax error
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
-    pointers = (override for override in given if override.key_or_group in ("run", "resume"))
-    pointer = next((override for override in pointers if override.value() is not None), None)
+    pointers = [override for override in given if override.key_or_group in POINTERS and override.value() is not None]
+    if len({override.key_or_group for override in pointers}) > 1:
+        raise InputError(f"{' and '.join(str(each.input_line) for each in pointers)} exclude each other; drop one")
+    pointer = pointers[0] if pointers else None
     if multirun and pointer and pointer.key_or_group == "resume":
         return _resume_sweep(pointer, given, values, config_dirs)
     if task == READS_RECORDS:
@@ -88,8 +92,9 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         _check_location(path, values)
     recorded, directories = read_overrides(path, named, values.get("trust"))
     directories = _merge_dirs(named, directories, config_dirs)
-    if key == "run" and not is_rerun:
-        recorded = [override for override in recorded if key_of(override) not in OF_TRAINING]
+    if key != "resume" and not is_rerun:
+        dropped = OF_TRAINING if key == "run" else OF_START
+        recorded = [override for override in recorded if key_of(override) not in dropped]
     merged = _merge(recorded, [override for override in given if override is not pointer])
     code_of = _code_of(named, path, values) if key == "run" else None
     if is_rerun:
@@ -181,12 +186,13 @@ def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str
 
     Raise InputError if the runs differ in them, because the jobs of a sweep share their imports.
     """
+    key = run.key_or_group
     runs = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
     found, code_of = [], None
     for value in (run.strip("'\"") for run in runs):
-        named, path = f"run={value}", _find("run", {**values, "run": value})
+        named, path = f"{key}={value}", _find(key, {**values, key: value})
         recorded = read_overrides(path, named, values.get("trust"))[1]
-        code_of = _code_of(named, path, values)
+        code_of = _code_of(named, path, values) if key == "run" else None
         code = read_code(path) if code_of else None
         found.append((_merge_dirs(named, recorded, config_dirs), code and code.directory.name))
     if any(each != found[0] for each in found):

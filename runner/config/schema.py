@@ -64,6 +64,8 @@ class Reporting:
     runs: list[str] = field(default_factory=list)
     metric: str | None = None
     direction: str | None = None
+    value: str = "best"
+    over: list[str] = field(default_factory=lambda: ["seed"])
     output: str | None = None
 
 
@@ -141,6 +143,7 @@ class Config:
     predict: Predicting = field(default_factory=Predicting)
     resume: str | None = None
     resume_force: bool = False
+    fork: str | None = None
     run: str | None = None
     trust: Any = None  # true, or a directory
     code: str | None = None  # recorded or current; None is current for task=rerun, else recorded

@@ -33,6 +33,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_nonfinite": ("stop", "skip", "go_on"),
     "monitor_direction": (None, "max", "min"),
     "report.direction": (None, "max", "min"),
+    "report.value": ("best", "last"),
     "code": (None, "recorded", "current"),
     "split": SPLITS,
     "export.format": ("safetensors", "torch_export", "onnx"),
@@ -53,7 +54,7 @@ _NEEDS = {
     "ema.warmup_steps": ("ema.decay", "ema.decay=0.999"),
     "transform_targets": ("transforms", "transforms=flip_crop"),
     "early_stop.min_delta": ("early_stop.patience", "early_stop.patience=3"),
-    "resume_force": ("resume", "resume=last"),
+    "resume_force": ("resume|fork", "resume=last"),
     "code": ("run", "run=RUN_DIR"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -126,13 +127,15 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         if (given := getattr(config, section)) != default and task.section != section:
             names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
             return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
-    composes = config.resume or (config.run and (task.reads_checkpoint or task.needs_experiment))
+    composes = config.resume or config.fork or (config.run and (task.reads_checkpoint or task.needs_experiment))
     uses_runs = task.needs_experiment or task.reads_run
+    forks = bool(config.fork) and task.trains
     ignored = {
         "profile=true": config.profile and not task.trains,
         "debug=true": config.debug and not task.trains,
         f"split={config.split}": config.split != "val" and not task.picks_split,
-        f"checkpoint={config.checkpoint.load}": config.checkpoint.load != LAST and not task.reads_checkpoint,
+        f"checkpoint={config.checkpoint.load}": config.checkpoint.load != LAST and not (task.reads_checkpoint or forks),
+        f"fork={config.fork}": config.fork and not forks,
         f"trust={show(config.trust)}": config.trust is not None and not composes,
         f"resume={config.resume}": config.resume and not uses_runs,
         f"run={config.run}": config.run and not uses_runs,
@@ -180,8 +183,10 @@ def check_values(config: Config) -> list[str]:
             limits = f"above {low} and {'finite' if high == math.inf else f'below {high}'}"
             messages.append(f"{key}={value:g} must be {limits}, or null; try {example}")
     for key, (needed, example) in _NEEDS.items():
-        if (value := attrgetter(key)(config)) != attrgetter(key)(Config()) and not attrgetter(needed)(config):
-            messages.append(f"{key}={show(value)} has no effect without {needed}; add {example}, or leave it out")
+        is_set = any(attrgetter(each)(config) for each in needed.split("|"))
+        if (value := attrgetter(key)(config)) != attrgetter(key)(Config()) and not is_set:
+            either = needed.replace("|", " or ")
+            messages.append(f"{key}={show(value)} has no effect without {either}; add {example}, or leave it out")
     if config.loss_spike is not None and config.on_nonfinite == "go_on":
         messages.append(
             f"loss_spike={config.loss_spike:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip"

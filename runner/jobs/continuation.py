@@ -1,20 +1,22 @@
 """A job that resumes a run: checks of its directory, its lock, and the evaluations that the run has made so far."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoints.layout import TrainState, list_checkpoints, step_of
+from runner.checkpoints.layout import TrainState, choose_checkpoint, list_checkpoints, step_of
 from runner.config.recorded import changed_since
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.records.loggers.dashboard import IDS
 from runner.records.monitor import Monitor
-from runner.records.record_files import read_mapping, read_metrics
+from runner.records.record_files import METRICS, read_mapping, read_metrics
 from runner.records.result import RESULT
 from runner.records.run_directory import CHECKPOINTS, CONFIG, Request, RunDirectory
 from runner.records.run_lock import DEAD_AFTER_S
@@ -53,6 +55,25 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
         f"data: there are {now:,} training samples, and the run in {path} was trained with {then:,}, on which its "
         "steps depend; restore the data, or add resume_force=true"
     ]
+
+
+def copy_start(parent: Path, checkpoint: str, directory: Path) -> None:
+    """Copy a checkpoint and the metrics of a run into the directory of a new run, which continues from there.
+
+    The files of the checkpoint are linked if both directories are on one file system: none of them ever changes.
+    Raises ValueError if the checkpoint is missing or damaged.
+    """
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    found = choose_checkpoint(parent / CHECKPOINTS, checkpoint)
+    shutil.copytree(found, directory / CHECKPOINTS / found.name, copy_function=link)
+    with suppress(FileNotFoundError):
+        shutil.copy2(parent / METRICS, directory / METRICS)
 
 
 @contextmanager

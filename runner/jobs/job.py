@@ -21,13 +21,13 @@ from runner.distributed.machine import choose_devices, set_threads
 from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.jobs.continuation import check_directory, count_samples, locked
+from runner.jobs.continuation import check_directory, copy_start, count_samples, locked
 from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_double_again, run_until_it_fits
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.console import LOGS, logging_to
 from runner.records.result import report_failure, watch_outcome
-from runner.records.run_directory import Request, RunDirectory, new_directory
+from runner.records.run_directory import OVERRIDES, Request, RunDirectory, new_directory
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
 
@@ -90,9 +90,10 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             seed=config.seed,
             samples=count_samples(experiment),
             monitor=asdict(experiment.monitor) if experiment is not None else None,
+            parent=config.fork,
         )
-        if not directory.is_resumed or (task is not None and not task.trains):
-            directory.commit()  # the task commits a resumed run once it has loaded the checkpoint
+        if not (directory.is_resumed or config.fork) or (task is not None and not task.trains):
+            directory.commit()  # the task commits a resumed or forked run once it has loaded the checkpoint
         if line := describe_hidden(request.config_dirs, request.choices):
             log.info("%s", line)
         for line in _describe_code(config, request, directory):
@@ -185,6 +186,8 @@ def _agree_on_directory(config: Config, request: Request, world: World) -> Path:
     def create() -> str:
         directory = request.directory or str(new_directory(config.outputs, config.name))
         os.makedirs(directory, exist_ok=True)
+        if config.fork and not Path(directory, OVERRIDES).exists():  # otherwise the fork itself is resumed
+            copy_start(Path(config.fork), config.checkpoint.load, Path(directory))
         return directory
 
     try:

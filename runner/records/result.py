@@ -31,6 +31,7 @@ class Result:
     model: str = ""
     data: str = ""
     seed: int = 0
+    parent: str | None = None  # the run from whose checkpoint this run started (fork=)
     samples: dict[str, int] = field(default_factory=dict)  # by split; empty for a task without data
     samples_per_second: float | None = None  # steady state, all ranks
     seconds: float = 0.0

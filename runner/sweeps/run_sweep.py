@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
@@ -16,7 +17,7 @@ from runner.records.ledger import DONE, JobRecord, SweepRecord, is_sweep, read_l
 from runner.records.monitor import main_metrics
 from runner.records.records import read_jobs
 from runner.records.report.render import closing
-from runner.records.report.statistics import monitors_of
+from runner.records.report.statistics import at_best, monitors_of
 from runner.records.tables import text_table
 from runner.sweeps.jobs import first_job
 from runner.sweeps.queues import read_jobs_and_queues, submit
@@ -90,6 +91,8 @@ def print_summary(directory: Path) -> bool:
     jobs = read_jobs_and_queues(directory)
     skipped: list[str] = []
     runs = read_jobs(directory, "run", read_jobs_and_queues, skipped)
+    measured = {run.directory: at_best(run).metrics for run in runs}  # as in the comparison below the table
+    jobs = [replace(job, metrics=measured.get(job.directory, job.metrics)) for job in jobs]
     known = {name for job in jobs for name in job.metrics}
     print(f"\n{job_table(jobs, main_metrics(monitors_of(runs), known)[:MAX_METRICS])}\n", flush=True)
     if report := closing(runs):

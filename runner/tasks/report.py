@@ -36,7 +36,8 @@ class Report(LaunchingTask):
         if skipped and not jobs:
             raise InputError(*skipped)
         unique = list({job.directory: job for job in jobs}.values())  # a job may be named in addition to its sweep
-        summary = summarize(unique, config.report.metric, config.report.direction)
+        options = config.report
+        summary = summarize(unique, options.metric, options.direction, options.value, options.over)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         paths = [Path(path) for _, path in named]

@@ -103,6 +103,8 @@ class Train(JobTask):
             log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
         directory.pruned = outcome == "pruned"
         values = [f"{name} {metrics[name]:.4f}" for name in main_metrics([experiment.monitor], metrics)]
+        if (best := directory.result.best) and best["step"] != directory.result.step:
+            values.append(f"best {experiment.monitor.name} {best['value']:.4f} after step {best['step']:.0f}")
         end = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
         log.info("%s: %s", end, ", ".join(values))
         log.info("run directory: %s", directory.path)
@@ -199,6 +201,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
         *([average] if config.ema.decay is not None else []),
+        *([f"fork     of {config.fork}"] if config.fork else []),
         *(describe_change(key, *values) for key, values in directory.attempt.changed.items()),
         *(
             [f"debug    {DEBUG_BATCHES} batches an epoch and an evaluation, no loader workers, anomaly detection"]

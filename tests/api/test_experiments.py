@@ -161,12 +161,14 @@ def test_calls_import_custom_files_anew_and_raise_the_outcome_of_the_run(mine: C
     saved = runner.open_run(stopped.value.directory)
     assert saved.state == "preempted" and saved.result["step"] < 4
     mine("pass")
-    resumed = runner.train([f"resume={saved.path}"])
+    with pytest.raises(runner.InputError, match="the code of its model, data or training has changed"):
+        runner.train([f"resume={saved.path}"])
+    resumed = runner.train(["resume_force=true", f"resume={saved.path}"])
     assert resumed.path == saved.path and (resumed.state, resumed.result["step"]) == ("finished", 4)
     assert resumed.result["command"][-1] == f"resume={saved.path}"
     mine("raise ArithmeticError")
     inputs = np.linspace(0, 1, 30).reshape(3, 10)
-    assert resumed.predict(inputs).shape == (3, 5)
+    assert resumed.predict(inputs).shape == (3, 5)  # by the code of the run
     assert str(saved.path / "mine") not in sys.path
 
 

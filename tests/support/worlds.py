@@ -135,7 +135,7 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
     """
     # One thread: the workers of OpenMP do not survive a fork, and later tests fork from this process.
     arguments = [*overrides, "threads=1"]
-    if any(each.startswith(("outputs=", "resume=", "run=")) for each in overrides):
+    if any(each.startswith(("outputs=", "resume=", "run=", "fork=")) for each in overrides):
         if not any(each.startswith(("outputs=", "resume=")) for each in overrides):
             arguments.append(f"outputs={outputs}")
         config, request = configure(*arguments)

@@ -98,6 +98,31 @@ def test_many_numbers_have_effects_by_range_and_the_terminal_shows_the_best(tmp_
     assert ranges[0][1].value == pytest.approx(0.01) and ranges[3][1].count == 3
 
 
+def test_the_best_evaluation_is_compared(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / str(n), f"optimizer.lr={n}", accuracy=0.5 + n / 10) for n in range(2)]
+    with (paths[0] / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 7, "epoch": 1, "val/accuracy": 0.9, "val/loss": 0.2}\n')
+    jobs = [job for path in paths for job in read_jobs(path, "run")]
+    best, last = summarize(jobs), summarize(jobs, value="last")
+    assert [row.values["optimizer.lr"] for row in best.rows] == ["0", "1"]
+    assert [best.rows[0].means[name].value for name in ("val/accuracy", "val/loss")] == [0.9, 0.2]
+    assert [row.values["optimizer.lr"] for row in last.rows] == ["1", "0"]
+
+
+def test_runs_are_averaged_over_the_chosen_keys(tmp_path: Path) -> None:
+    jobs = []
+    for number, (fold, lr) in enumerate([(0, 1), (1, 1), (0, 2), (1, 2)]):
+        words = (f"data.fold={fold}", f"optimizer.lr={lr}", "seed=0")
+        jobs += read_jobs(make_run(tmp_path / str(number), *words, accuracy=number / 10), "run")
+    summary = summarize(jobs, over=["data.fold"])
+    assert summary.keys == ["optimizer.lr"] and [len(row.finished) for row in summary.rows] == [2, 2]
+    text = as_text(summary)
+    assert "over 2 runs with other values of data.fold" in text
+    assert "  python -m runner optimizer.lr=2 seed=0" in text.splitlines()
+    with pytest.raises(InputError, match=r"report.over=data.flod: .*did you mean data.fold"):
+        summarize(jobs, over=["data.flod"])
+
+
 def test_non_finite_values_come_last(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / str(n), f"optimizer.lr={n}", accuracy=v) for n, v in enumerate([math.nan, 0.1, 0.2])]
     summary = summarize([job for run in runs for job in read_jobs(run, "run")])

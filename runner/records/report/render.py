@@ -15,13 +15,14 @@ OTHER_METRICS = ("train/loss", "samples_per_second")  # shown after those of eva
 MAX_METRICS = 4  # of evaluations
 
 
-def command_of(job: RunRecord) -> str:
-    """Return the shell command that runs the job again."""
+def command_of(job: RunRecord, without: Sequence[str] = ()) -> str:
+    """Return the shell command that runs the job again, without the overrides of some keys."""
     runner = ["python", "-m", "runner"]
     if job.world_size > 1 and not job.starts_processes:
         runner = ["torchrun", "--nproc-per-node", str(job.world_size), "-m", "runner"]
     config_dirs = [f"--config-dir={path}" for path in job.config_dirs]
-    return shlex.join([*runner, *config_dirs, *job.overrides])
+    overrides = [override for override in job.overrides if override.lstrip("+").partition("=")[0] not in without]
+    return shlex.join([*runner, *config_dirs, *overrides])
 
 
 def table(report: Summary) -> Cells:
@@ -55,10 +56,14 @@ def best(report: Summary) -> list[str]:
     row = report.best
     if row is None or report.metric is None:
         return []
-    seeds = f" over {len(row.finished)} seeds" if len(row.finished) > 1 else ""
+    averaged = "seeds" if list(report.over) == ["seed"] else f"runs with other values of {', '.join(report.over)}"
+    seeds = f" over {len(row.finished)} {averaged}" if len(row.finished) > 1 else ""
     values = {job: job.metrics[report.metric] for job in row.finished if report.metric in job.metrics}
     job = (max if report.descending else min)(values, key=values.__getitem__)
-    return [f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}", f"  {command_of(job)}"]
+    return [
+        f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}",
+        f"  {command_of(job, without=report.over if seeds else ())}",
+    ]
 
 
 def closing(jobs: list[RunRecord]) -> str:
@@ -86,7 +91,7 @@ def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
     order = "largest" if report.descending else "smallest"
     parts = [f"# {title}"]
     if report.metric:
-        parts.append(f"Sorted by {report.metric}, {order} first. Values are mean ± standard deviation over n seeds.")
+        parts.append(f"Sorted by {report.metric}, {order} first. Values are mean ± standard deviation over n runs.")
     parts.append(markdown_table(table(report)))
     if lines := best(report):
         parts += [f"{lines[0][0].upper()}{lines[0][1:]}", f"```sh\n{lines[1].strip()}\n```"]

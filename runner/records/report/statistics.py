@@ -4,10 +4,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from runner.errors import InputError, did_you_mean
 from runner.records.monitor import BY_LOSS, Monitor
+from runner.records.record_files import read_metrics
 from runner.records.records import RunRecord, finished_jobs, varied_keys
 from runner.records.tables import as_number
 
@@ -30,7 +31,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration: jobs that differ only in the seed."""
+    """One configuration: jobs that differ only in the keys over which they are averaged."""
 
     values: dict[str, str]  # of the varied keys
     jobs: list[RunRecord]
@@ -50,13 +51,14 @@ class Summary:
     """The content of a report."""
 
     jobs: list[RunRecord]
-    keys: list[str]  # whose values vary, without the seed
+    keys: list[str]  # whose values vary, without those of `over`
     metric: str | None  # None if no job has finished with a metric
     descending: bool  # True if the largest value is the best
     rows: list[Row]  # sorted from the best; rows without a value last
     # By key, each value with the mean over the rows that have it.
     effects: dict[str, list[tuple[str, Mean]]] = field(default_factory=dict)
     monitors: list[Monitor] = field(default_factory=list)  # of the jobs; see monitors_of
+    over: Sequence[str] = ("seed",)  # the keys over which jobs are averaged
 
     @property
     def best(self) -> Row | None:
@@ -73,8 +75,22 @@ class Summary:
         return [job for job in self.jobs if job.state != "finished"]
 
 
-def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: str | None = None) -> Summary:
-    """Group the jobs by configuration, average the metrics, and sort. Raises InputError if no job has the metric."""
+def summarize(
+    jobs: Sequence[RunRecord],
+    metric: str | None = None,
+    direction: str | None = None,
+    value: str = "best",
+    over: Sequence[str] = ("seed",),
+) -> Summary:
+    """Group the jobs by configuration, average the metrics, and sort.
+
+    Raises InputError if no job has the metric, or if the jobs do not differ in a key of `over`.
+
+    Args:
+        value: best compares the best evaluation of each job, last the last one.
+        over: the keys over which jobs are averaged.
+    """
+    jobs = [at_best(job) for job in jobs] if value == "best" else jobs
     known = sorted({name for job in finished_jobs(jobs) for name in job.metrics})
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or "; no job has finished with a metric"
@@ -83,7 +99,11 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
     metric = metric or (monitors[0].name if monitors else next(iter(known), None))
     direction = direction or next((monitor.direction for monitor in monitors if monitor.name == metric), None)
     descending = direction == "max" if direction else not any(part in (metric or "") for part in MINIMIZED)
-    keys = [key for key in varied_keys(jobs) if key != "seed"]
+    varied = varied_keys(jobs)
+    if unknown := [key for key in over if key not in (*varied, "seed")]:
+        hint = did_you_mean(unknown[0], varied) or "; the runs have equal overrides"
+        raise InputError(f"report.over={unknown[0]}: the runs do not differ in this key{hint}")
+    keys = [key for key in varied if key not in over]
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for job in jobs:
         groups.setdefault(tuple(job.value(key) for key in keys), []).append(job)
@@ -97,7 +117,19 @@ def summarize(jobs: Sequence[RunRecord], metric: str | None = None, direction: s
 
     rows.sort(key=order)
     effects = {key: _effect(rows, key, metric) for key in keys} if metric else {}
-    return Summary(list(jobs), keys, metric, descending, rows, effects, monitors)
+    return Summary(list(jobs), keys, metric, descending, rows, effects, monitors, over)
+
+
+def at_best(job: RunRecord) -> RunRecord:
+    """Return the job with the metrics of its best evaluation in place of those of the last one."""
+    if job.monitor is None or not job.monitor.name.startswith("val/"):
+        return job
+    rows: dict[int, dict[str, float]] = {}
+    for line in read_metrics(job.directory):
+        if job.monitor.name in line:
+            rows[int(line["step"])] = {name: value for name, value in line.items() if name.startswith("val/")}
+    best = job.monitor.best({step: row[job.monitor.name] for step, row in rows.items()})
+    return replace(job, metrics=job.metrics | rows[best[0]]) if best else job
 
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
