@@ -10,6 +10,7 @@ import numpy as np
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.config.custom_dirs import fresh_imports
 from runner.errors import InputError
+from runner.records.custom_code import read_code
 from runner.records.monitor import Monitor
 from runner.records.record_files import read_mapping, read_metrics
 from runner.records.records import RunRecord, newest_training_run, read_run, single_run, varied_keys
@@ -68,6 +69,12 @@ class Run:
         for name in ("step", "epoch"):
             columns[name] = np.array([rows[step].get(name, 0) for step in steps], dtype=np.int64)
         return columns
+
+    @property
+    def changed_code(self) -> list[str]:
+        """The files of custom code that differ from the copy that the run has recorded, or are missing."""
+        code = read_code(self.path, "train the run again")
+        return [str(code.current_file(name)) for name in code.changed()] if code else []
 
     def frame(self) -> "DataFrame":
         """Return `metrics` as a data frame of pandas, which must be installed."""

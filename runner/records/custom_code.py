@@ -112,7 +112,7 @@ class ImportedCode:
             listed = {name: asdict(module) for name, module in self.modules.items()}
             (partial / STATE).write_text(dumps({"modules": listed}, indent=1))
             partial.chmod(0o755)
-            with suppress(FileExistsError, OSError):  # another job of the sweep has written the copy
+            with suppress(OSError):  # another job of the sweep has written the copy
                 partial.rename(parent / self.hash)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

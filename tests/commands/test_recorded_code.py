@@ -129,6 +129,7 @@ def test_the_model_of_a_run_is_loaded_from_the_copy(trained: Path, mine: Path, m
     def activation(code: str) -> str:
         return type(runner.open_run(trained).model(code=code).layers[1]).__name__
 
+    assert runner.open_run(trained).changed_code == [str(mine / "layers" / "activation.py")]
     assert [activation(code) for code in ("recorded", "current", "recorded")] == ["GELU", "Tanh", "GELU"]
     shutil.rmtree(mine)
     assert activation("recorded") == "GELU"
