@@ -41,6 +41,7 @@ RESULT = {
     "git": dict,
     "versions": dict,
     "machine": dict,
+    "parent": type(None),
     "code": type(None),
     "command": list,
     "error": type(None),
@@ -272,7 +273,7 @@ def test_the_shell_completes_groups_options_and_keys(commands: Commands, monkeyp
 def sweep_jobs(folder: Path, name: str = "run") -> list[Path]:
     (sweep,) = (folder / "outputs" / name).iterdir()
     assert sweep.name.startswith("sweep-") and (sweep / "ledger.jsonl").is_file()
-    return sorted(path for path in sweep.iterdir() if path.is_dir())
+    return sorted(path for path in sweep.glob("[0-9]*") if path.is_dir())
 
 
 def table(output: str) -> dict[str, list[str]]:

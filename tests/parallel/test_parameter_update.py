@@ -78,3 +78,18 @@ def test_gradients_are_summed_over_ranks_that_use_different_parameters(tmp_path:
         assert torch.equal(of_all, torch.full((2,), 5.0)) and torch.equal(of_one, torch.zeros(2)) and of_none is None
         assert torch.equal(of_double, torch.tensor(2.0, dtype=torch.float64))
         assert torch.equal(of_embedding, torch.tensor([0.0, 2.0, 0.0, 1.0])[:, None].expand(4, 2))
+
+
+def test_the_gradient_scaler_is_updated_after_each_step() -> None:
+    """The scale doubles after `growth_interval` finite steps. An infinite gradient halves it and skips the step."""
+    parameter = nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    precision = Precision("fp32", torch.device("cpu"))
+    precision.scaler = scaler
+    update = ParameterUpdate(torch.optim.SGD([parameter], lr=1.0), [parameter], precision)
+    scaler.scale(parameter.sum()).backward()
+    assert update.step(1.0, want_norm=True) == pytest.approx(2**0.5)  # of the gradient without the scale
+    assert scaler.get_scale() == 8.0 and parameter.tolist() == [0.0, 0.0]
+    scaler.scale(parameter.sum() * torch.inf).backward()
+    update.step(1.0, want_norm=False)
+    assert scaler.get_scale() == 4.0 and parameter.tolist() == [0.0, 0.0]

@@ -1,5 +1,6 @@
 """The custom modules of a configuration, their copy, and the state of their repository."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,8 @@ def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path) -> None:
         assert shapes.__file__ == f"{own}/shapes/__init__.py"  # data of a package is next to it
         assert watcher.nets is nets and nets.build().__name__ == "shapes.late"
         assert imported_code(CONFIG).hash == code.hash  # of a run that imports the copy
+        sys.modules.pop("shapes.unused")
+        assert importlib.import_module("shapes.unused")  # a module that the run has not recorded
     assert sys.modules["shapes"] is current
 
 
