@@ -123,6 +123,21 @@ def test_runs_are_averaged_over_the_chosen_keys(tmp_path: Path) -> None:
         summarize(jobs, over=["data.flod"])
 
 
+def test_missing_configurations_of_a_grid_are_named_with_the_command_that_adds_them(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep-1"
+    cells = [(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1), (0.3, 0)]
+    for number, (lr, seed) in enumerate(cells):
+        make_run(sweep / str(number), f"optimizer.lr={lr}", f"seed={seed}", accuracy=0.5)
+        write_lines(
+            sweep, {"number": number, "label": str(number), "overrides": [f"optimizer.lr={lr}", f"seed={seed}"]}
+        )
+    text = as_text(summarize(read_jobs(sweep, "run")))
+    assert "1 missing of the grid: optimizer.lr=0.3 seed=1\n" in text
+    assert f"  python -m runner -m resume={sweep} optimizer.lr=0.1,0.2,0.3 seed=0,1" in text.splitlines()
+    assert summarize(read_jobs(sweep, "run")[:4]).missing == []
+    assert summarize(read_jobs(sweep, "run")[1:3]).missing == ["optimizer.lr=0.1 seed=0", "optimizer.lr=0.2 seed=1"]
+
+
 def test_non_finite_values_come_last(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / str(n), f"optimizer.lr={n}", accuracy=v) for n, v in enumerate([math.nan, 0.1, 0.2])]
     summary = summarize([job for run in runs for job in read_jobs(run, "run")])

@@ -13,6 +13,7 @@ from runner.records.tables import Cells, csv_table, markdown_table, text_table, 
 
 OTHER_METRICS = ("train/loss", "samples_per_second")  # shown after those of evaluations
 MAX_METRICS = 4  # of evaluations
+MAX_HOLES = 6  # configurations that are named
 
 
 def command_of(job: RunRecord, without: Sequence[str] = ()) -> str:
@@ -66,6 +67,16 @@ def best(report: Summary) -> list[str]:
     ]
 
 
+def holes(report: Summary) -> list[str]:
+    """Return a line about the missing configurations of a grid and a line with the command that adds them."""
+    if not report.missing:
+        return []
+    shown = "; ".join(report.missing[:MAX_HOLES]) + ("; ..." if len(report.missing) > MAX_HOLES else "")
+    sweep = report.jobs[0].directory.parent
+    command = shlex.join(["python", "-m", "runner", "-m", f"resume={sweep}", *report.fill])
+    return [f"{len(report.missing)} missing of the grid: {shown}", f"  {command}"]
+
+
 def closing(jobs: list[RunRecord]) -> str:
     """Return the comparison of a sweep's finished jobs, to print below its table of jobs; empty for fewer than two."""
     if len(finished_jobs(jobs)) < 2:
@@ -78,6 +89,8 @@ def as_text(report: Summary) -> str:
     """Return the report for the terminal."""
     parts = [text_table(table(report))]
     if lines := best(report):
+        parts.append("\n".join(lines))
+    if lines := holes(report):
         parts.append("\n".join(lines))
     if any(len(values) > 1 for values in report.effects.values()) and len(report.rows) > 2:
         parts.append(text_table(effects(report)))
@@ -95,6 +108,8 @@ def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
     parts.append(markdown_table(table(report)))
     if lines := best(report):
         parts += [f"{lines[0][0].upper()}{lines[0][1:]}", f"```sh\n{lines[1].strip()}\n```"]
+    if lines := holes(report):
+        parts += [lines[0], f"```sh\n{lines[1].strip()}\n```"]
     if report.effects:
         parts += ["## Effect of each key", markdown_table(effects(report))]
     if report.unfinished:

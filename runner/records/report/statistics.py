@@ -1,5 +1,6 @@
 """Statistics of jobs: means over seeds, the order of the configurations, and the effect of each key."""
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.errors import InputError, did_you_mean
+from runner.records.ledger import is_sweep
 from runner.records.monitor import BY_LOSS, Monitor
 from runner.records.record_files import read_metrics
 from runner.records.records import RunRecord, finished_jobs, varied_keys
@@ -59,6 +61,8 @@ class Summary:
     effects: dict[str, list[tuple[str, Mean]]] = field(default_factory=dict)
     monitors: list[Monitor] = field(default_factory=list)  # of the jobs; see monitors_of
     over: Sequence[str] = ("seed",)  # the keys over which jobs are averaged
+    missing: list[str] = field(default_factory=list)  # the configurations that the grid of a sweep lacks
+    fill: list[str] = field(default_factory=list)  # the overrides with which the resumed sweep adds them
 
     @property
     def best(self) -> Row | None:
@@ -117,7 +121,8 @@ def summarize(
 
     rows.sort(key=order)
     effects = {key: _effect(rows, key, metric) for key in keys} if metric else {}
-    return Summary(list(jobs), keys, metric, descending, rows, effects, monitors, over)
+    missing, fill = _holes(jobs, varied)
+    return Summary(list(jobs), keys, metric, descending, rows, effects, monitors, over, missing, fill)
 
 
 def at_best(job: RunRecord) -> RunRecord:
@@ -130,6 +135,22 @@ def at_best(job: RunRecord) -> RunRecord:
             rows[int(line["step"])] = {name: value for name, value in line.items() if name.startswith("val/")}
     best = job.monitor.best({step: row[job.monitor.name] for step, row in rows.items()})
     return replace(job, metrics=job.metrics | rows[best[0]]) if best else job
+
+
+def _holes(jobs: Sequence[RunRecord], varied: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the missing configurations of a grid, and overrides of all of its values; both empty without a grid.
+
+    Jobs are a grid if they are those of one sweep and at least half of the combinations of their values exist.
+    """
+    values = {key: list(dict.fromkeys(job.overrides_by_key.get(key, "") for job in jobs)) for key in varied}
+    exist = {tuple(job.overrides_by_key.get(key, "") for key in varied) for job in jobs}
+    num_cells = math.prod(map(len, values.values()))
+    is_sweep_of_all = len({job.directory.parent for job in jobs}) == 1 and is_sweep(jobs[0].directory.parent)
+    if not is_sweep_of_all or num_cells > 2 * len(exist) or any("" in found for found in values.values()):
+        return [], []
+    cells = (cell for cell in itertools.product(*values.values()) if cell not in exist)
+    missing = [" ".join(f"{key}={value}" for key, value in zip(varied, cell, strict=True)) for cell in cells]
+    return missing, [f"{key}={','.join(found)}" for key, found in values.items()] if missing else []
 
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
