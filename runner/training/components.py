@@ -70,9 +70,9 @@ def _check_values(objective: Objective, config: Config, choices: Mapping[str, st
     if not all(isinstance(factor, (int, float)) and math.isfinite(factor) for factor in factors):
         raise InputError(f"{named}: terms={objective.terms!r} must map names to coefficients")
     if objective.terms and list(objective.losses) != ["loss"]:
-        raise InputError(f"{named} has terms and the losses {list(objective.losses)}; only a single `loss` has terms")
+        raise InputError(f"{named} has terms, which need a single loss named `loss`, not {list(objective.losses)}")
     if twice := {name for name in objective.value_names if [*objective.value_names, "loss"].count(name) > 1}:
-        raise InputError(f"{named}: {min(twice)} is named twice in terms and logged, or is `loss`; rename it")
+        raise InputError(f"{named}: the name {min(twice)} occurs twice in terms and logged, or is reserved; rename it")
     if objective.gathers and config.micro_batches != 1:
         raise InputError(
             f"micro_batches={config.micro_batches} splits the samples that {named} compares; try micro_batches=1 on "
