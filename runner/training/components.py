@@ -146,12 +146,12 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
 def choose_monitor(config: Config, sums: MetricSums, losses: Collection[str] = ()) -> Monitor:
     """Return the configured monitor, or else the first metric that declares a direction, or else the loss.
 
-    Raises InputError for an unknown monitor or direction, and for a metric with the name of one of the `losses`.
+    Raises InputError for an unknown monitor or direction, and for a metric with a name in `losses`.
     """
     higher_is_better: dict[str, bool | None] = {}
     for name, values in sums.names.items():
         if not set(values).isdisjoint(losses):
-            raise InputError(f"metrics.{name}: the objective has a loss of the same name; rename the metric")
+            raise InputError(f"metrics.{name}: the objective logs a value of this name; rename the metric")
         higher_is_better |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
     higher_is_better |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
     name = config.monitor or next(name for name, higher in higher_is_better.items() if higher is not None)
