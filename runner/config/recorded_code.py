@@ -76,7 +76,7 @@ def importing_code_of(run: str | Path | None) -> Iterator[None]:
 def describe_code(run: Path, uses_copy: bool) -> str | None:
     """Return a header line that names the current files that differ from a run's copy; None if all files are equal."""
     try:
-        code = read_code(run)
+        code = read_code(run, "continue without it")
     except InputError as error:
         return f"code     current; {error}"
     if code is None or not (changed := code.changed()):

@@ -41,7 +41,7 @@ class Arguments:
         directory: the run or sweep directory to resume; None for a new one.
         launch_overrides: as `Request.launch_overrides`.
         code_of: as `Request.code_of`.
-        resume_force: True if a sweep is resumed although its code has changed.
+        resume_force: True if a sweep is resumed even if its code has changed.
     """
 
     overrides: list[str]
