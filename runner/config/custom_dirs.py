@@ -50,7 +50,7 @@ def fresh_imports() -> Iterator[None]:
 
 
 def forget_module(name: str) -> ModuleType:
-    """Remove a module from sys.modules and from its package, so that it is imported anew. Return it."""
+    """Remove a module from sys.modules and from its package, so that the next import executes it again. Return it."""
     parent, _, leaf = name.rpartition(".")
     if parent in sys.modules:
         vars(sys.modules[parent]).pop(leaf, None)

@@ -131,7 +131,7 @@ def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None])
 
 
 def check_code(run: Path, config: Config) -> list[str]:
-    """Return a message if code that determines the numbers of the run has changed since its last attempt.
+    """Return a message if code that determines the results of the run has changed since its last attempt.
 
     The custom modules of the configuration must have been imported.
     """
@@ -146,7 +146,7 @@ def check_code(run: Path, config: Config) -> list[str]:
     if code is None or not changed:
         return []
     return [
-        f"resume={run}: the code of its model, data or training has changed: {code.describe(changed)}; restore it from "
+        f"{run}: the code of its model, data or training has changed: {code.describe(changed)}; restore it from "
         f"{code.directory}, or {force}"
     ]
 

@@ -16,7 +16,7 @@ RECORDED, CURRENT = "recorded", "current"  # the values of code=
 
 
 class RecordedModules(MetaPathFinder, Loader):
-    """Imports the recorded modules from their copies. `__file__` is the current file, next to which data may be."""
+    """Imports the recorded modules from their copies. `__file__` is the current file: data may be next to it."""
 
     def __init__(self, code: RecordedCode):
         self.code = code
@@ -31,7 +31,7 @@ class RecordedModules(MetaPathFinder, Loader):
                 spec.submodule_search_locations.append(str(file.parent))
             return spec
         if any(each.startswith(f"{name}.") for each in modules) and PathFinder.find_spec(name, path) is None:
-            return ModuleSpec(name, None, is_package=True)  # a package without __init__.py that has been removed
+            return ModuleSpec(name, None, is_package=True)  # a namespace package whose directory has been removed
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -39,7 +39,7 @@ class RecordedModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        # Tracebacks name the copy, because the current file may have other lines.
+        # Tracebacks name the copy, because the current file may have changed.
         file = self.code.directory / self.code.modules[name].copy
         exec(compile(self.recorded_source(name), str(file), "exec"), vars(module))
 
@@ -51,7 +51,8 @@ class RecordedModules(MetaPathFinder, Loader):
 def importing_code_of(run: str | Path | None) -> Iterator[None]:
     """Import custom modules from the copy that a run has recorded; from the current files if `run` is None.
 
-    Modules of the same names that were imported before are restored on exit. Raise InputError if the copy is missing.
+    Modules of the same names that were imported before are restored on exit. Raise InputError if the copy is missing
+    or damaged.
     """
     code = read_code(Path(run)) if run is not None else None
     active = [each.code.directory for each in sys.meta_path if isinstance(each, RecordedModules)]
@@ -73,9 +74,9 @@ def importing_code_of(run: str | Path | None) -> Iterator[None]:
 
 
 def describe_code(run: Path, uses_copy: bool) -> str | None:
-    """Return the header line that names the files which differ from the code of a run; None if none does."""
+    """Return a header line that names the current files that differ from a run's copy; None if all files are equal."""
     try:
-        code = read_code(run)
+        code = read_code(run, "continue without it")
     except InputError as error:
         return f"code     current; {error}"
     if code is None or not (changed := code.changed()):

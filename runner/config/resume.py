@@ -23,7 +23,7 @@ from runner.records.run_directory import OVERRIDES
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
-OF_START = ("fork", "checkpoint.load")  # where a run started; not inherited by others
+OF_START = ("fork", "checkpoint.load")  # the checkpoint from which a run started; other runs do not inherit it
 OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do not train, which reject them
 NOT_RECORDED = ("resume_force", "trust", "code")
 POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
@@ -41,7 +41,7 @@ class Arguments:
         directory: the run or sweep directory to resume; None for a new one.
         launch_overrides: as `Request.launch_overrides`.
         code_of: as `Request.code_of`.
-        resume_force: True if a sweep is resumed although its code has changed.
+        resume_force: True if a sweep is resumed even if its code has changed.
     """
 
     overrides: list[str]

@@ -1,4 +1,4 @@
-"""The rows of all ranks in one tensor, with gradients: for losses that compare samples of a whole batch."""
+"""Rows gathered from all ranks, with gradients, for losses that compare the samples of a whole batch."""
 
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ class GatheredRows(NamedTuple):
 def gather_rows(rows: Tensor, are_counted: bool) -> GatheredRows:
     """Gather this rank's rows, (n, ...), and those of all other ranks. All ranks must call it, also in backward.
 
-    n may differ between the ranks; all other dims and the dtype must be equal. A gradient of the result reaches the
-    rows of every rank. With `are_counted=False` the other ranks do not get the rows of this rank, which are the last
-    ones of its own result and have no gradient.
+    n may differ between the ranks; all other dims and the dtype must be equal. Backward sums
+    the gradients of all ranks, and returns those of this rank's rows. With `are_counted=False`, this rank's rows are
+    not sent to the other ranks; they are appended to its own result, and their gradient is zero.
     """
     gathered, first = _Gather.apply(rows, are_counted)  # type: ignore[no-untyped-call]
     return GatheredRows(gathered, first)

@@ -58,9 +58,9 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
 
 
 def copy_start(parent: Path, checkpoint: str, directory: Path) -> None:
-    """Copy a checkpoint and the metrics of a run into the directory of a new run, which continues from there.
+    """Copy a checkpoint and the metrics of a run into the directory of a new run, which continues from the checkpoint.
 
-    The files of the checkpoint are linked if both directories are on one file system: none of them ever changes.
+    The files of the checkpoint are hard links if the file system allows it, because they never change.
     Raises ValueError if the checkpoint is missing or damaged.
     """
 

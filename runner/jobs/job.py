@@ -186,7 +186,7 @@ def _agree_on_directory(config: Config, request: Request, world: World) -> Path:
     def create() -> str:
         directory = request.directory or str(new_directory(config.outputs, config.name))
         os.makedirs(directory, exist_ok=True)
-        if config.fork and not Path(directory, OVERRIDES).exists():  # otherwise the fork itself is resumed
+        if config.fork and not Path(directory, OVERRIDES).exists():  # otherwise the fork is resumed
             copy_start(Path(config.fork), config.checkpoint.load, Path(directory))
         return directory
 

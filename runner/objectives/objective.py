@@ -39,7 +39,7 @@ class Prediction(NamedTuple):
 
 
 class Objective:
-    """The base class of objectives. Derive from it and define `loss`, its terms, or several losses.
+    """The base class of objectives. Derive from it and define `loss`, with or without named terms, or several losses.
 
     An objective that is also an nn.Module may have parameters and buffers; the model contains them as
     `objective.NAME`.
@@ -52,9 +52,9 @@ class Objective:
             divides by: two numbers or scalar tensors.
         terms: The coefficient of each named term of `loss`, which then returns {name: (sum, weight)}. A step minimizes
             the sum of the terms' means over the whole batch, each multiplied by its coefficient.
-        logged: The names of values that the objective logs by `log`.
-        gathers: A loss depends on all samples of a step together, and calls `gather`.
-        weighted_by_samples: The weight of each loss is the number of samples.
+        logged: The names of the values that the objective logs with `log`.
+        gathers: True if a loss compares all samples of a step, and calls `gather`.
+        weighted_by_samples: True if the weight of each loss is the number of samples.
     """
 
     losses: Mapping[str, str] = {"loss": ""}
@@ -62,8 +62,8 @@ class Objective:
     logged: Sequence[str] = ()
     gathers: bool = False
     weighted_by_samples: bool = False
-    is_distributed = False  # set before training starts: the ranks of a process group train together
-    _counts_rows = True  # False while a sample that is not counted is computed
+    is_distributed = False  # set to True before training if the world has several ranks
+    _counts_rows = True  # False while the loss of an uncounted sample is computed
     _sums: dict[str, torch.Tensor] | None = None  # by name of a term or logged value: sum and weight, (2,) in float64
 
     def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
@@ -75,10 +75,10 @@ class Objective:
         return None
 
     def gather(self, rows: torch.Tensor) -> GatheredRows:
-        """Return the rows of all samples of the step, with gradients, and the index of the first local row.
+        """Return the rows of all ranks, with gradients, and the index of the first local row.
 
-        rows: (n, ...) for n local samples, whose other dims are equal on all ranks. All ranks must call it equally
-        often. Raises TypeError unless the class declares `gathers = True`.
+        rows: (n, ...) for n local samples; the other dims must be equal on all ranks. All ranks must call it the same
+        number of times. Raises TypeError unless the class declares `gathers = True`.
         """
         if not self.gathers:
             raise TypeError(f"{type(self).__name__}.gather needs the attribute gathers = True")
@@ -87,7 +87,7 @@ class Objective:
         return gather_rows(rows, self._counts_rows)
 
     def log(self, name: str, total: Any, weight: Any = 1.0) -> None:
-        """Log the mean of a value over the whole step, or evaluation: the sum of `total` over that of `weight`.
+        """Log the mean of a value over a whole step or evaluation: the sum of `total` divided by that of `weight`.
 
         total, weight: numbers or scalar tensors of the local samples. Raises ValueError for a name that is not in
         `logged`.
@@ -105,15 +105,17 @@ class Objective:
         return [*self.terms, *self.logged]
 
     def take_logged(self, device: torch.device) -> torch.Tensor:
-        """Return the local sums and weights since the last call by `value_names`, (N, 2) in float64, and reset them."""
+        """Return the local sums and weights since the last call, in the order of `value_names`, and reset them.
+
+        The result is (N, 2) in float64."""
         sums, self._sums = self._sums or {}, None
         zero = torch.zeros(2, dtype=torch.float64, device=device)
         return torch.stack([sums.get(name, zero) for name in self.value_names] or [zero])[: len(self.value_names)]
 
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
-        """Return one of the losses, or all terms of it. Without local samples: zeros that depend on the parameters.
+        """Return one of the losses, or all terms of `loss`, which are also logged.
 
-        The terms are also logged.
+        Without local samples, the values are zeros that depend on the parameters.
         """
         what, is_counted = f"{type(self).__name__}.{name}", micro_batch.num_samples > 0
         self._counts_rows = is_counted

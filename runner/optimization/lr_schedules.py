@@ -19,7 +19,7 @@ class Constant:
 class Cosine(Constant):
     """Half a cosine period from 1 to final_factor (Loshchilov and Hutter 2017, without restarts).
 
-    As with torch's CosineAnnealingLR of T_max steps, final_factor would be reached one step after the last one.
+    As with torch's CosineAnnealingLR, final_factor would be reached one step after the last.
     """
 
     def __init__(self, warmup_steps: int = 0, final_factor: float = 0.0):

@@ -119,7 +119,7 @@ class Replica:
     def _term_weights(self, batch: StepBatch) -> torch.Tensor:
         """Return the weights of the terms over the whole step, (terms,), without changing any state.
 
-        A backward pass needs them, but they are only known after the forward passes of all micro-batches.
+        Each backward pass needs them, but they are known only after the forward passes of all micro-batches.
         """
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         gpus = [device for device in {p.device for p in self.module.parameters()} if device.type == "cuda"]

@@ -1,7 +1,7 @@
-"""The custom modules of a run: the modules that its configuration names, and the custom modules that those import.
+"""The custom modules of a run: the modules that its configuration names, and the custom modules that these import.
 
-A copy of them is in `code/HASH/` of the run's directory, or of its sweep's, whose jobs share it. HASH is the start of
-the SHA-256 of the files. `code.json` lists the modules and their original files.
+The run directory contains a copy of them in `code/HASH/`; the jobs of a sweep share a copy in the sweep's directory.
+HASH is the start of the SHA-256 of the files. `code.json` lists the modules and their original files.
 """
 
 import ast
@@ -28,7 +28,7 @@ from runner.records.result import read_result
 
 CODE = "code"
 _HASH = re.compile(r"[0-9a-f]{12}")
-# Groups and keys whose code determines the numbers of a run.
+# Groups and keys whose code determines the results of a run.
 DECISIVE = ("model", "data", "transforms", "transform_targets", "loss", "objective", "loader", "optimizer", "scheduler")
 
 
@@ -39,7 +39,7 @@ class CustomModule:
     Attributes:
         file: The absolute path of the original file.
         copy: The path of the copy, relative to the directory of the record, such as nets/blocks.py.
-        decisive: True if the model, the data or another of DECISIVE imports the module.
+        decisive: True if a group or key in DECISIVE names the module, or names one that imports it.
     """
 
     file: str
@@ -58,7 +58,7 @@ class RecordedCode:
         return (self.directory / self.modules[name].copy).read_bytes()
 
     def current_file(self, name: str) -> Path:
-        """Return the current file of a module: the imported or original one, or if it has been moved, on sys.path."""
+        """Return the module's current file: the imported or original one, or if that is missing, one on sys.path."""
         module = self.modules[name]
         imported = getattr(sys.modules.get(name), "__file__", None)
         paths = [Path(imported or module.file), *(Path(entry or os.curdir, module.copy) for entry in sys.path)]
@@ -131,7 +131,7 @@ def imported_code(config: Mapping[str, Any]) -> ImportedCode:
 
 
 def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
-    """Return the copy of the code that a run has recorded last, or None if the run has no custom modules.
+    """Return the copy of the code that the last attempt of a run recorded, or None if the run has no custom modules.
 
     Raise InputError if the copy is missing or damaged. The message suggests `fix`.
     """
@@ -139,8 +139,8 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
     name = recorded.get("hash") if isinstance(recorded, dict) else None
     if not isinstance(name, str):
         return None
-    places = [parent / CODE / name for parent in (run, run.parent) if _HASH.fullmatch(name)]
-    directory = next((place for place in places if (place / STATE).is_file()), None)
+    candidates = [parent / CODE / name for parent in (run, run.parent) if _HASH.fullmatch(name)]
+    directory = next((path for path in candidates if (path / STATE).is_file()), None)
     if directory is None:
         raise InputError(f"{run / CODE / name}: the copy of the run's code is missing; restore it, or {fix}")
     try:
@@ -171,7 +171,7 @@ def targets(node: Any) -> Iterator[str]:
 
 
 def custom_files() -> dict[str, Path]:
-    """Return the files of the imported modules that belong neither to Python, nor to a package, nor to the runner."""
+    """Return the files of imported modules that are not part of Python, an installed package or the runner, by name."""
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -183,7 +183,7 @@ def custom_files() -> dict[str, Path]:
 
 
 def runner_sources() -> dict[str, Path]:
-    """Return the directories of the runner's packages and of what it ships, by name."""
+    """Return the directories of the runner's packages and of the shipped configuration, models and data, by name."""
     package = Path(runner.__file__).resolve().parent
     sources = {"runner": package, "hydra_plugins/runner": package.parent / "hydra_plugins" / "runner"}
     return sources | {name: ROOT / name for name in ("conf", "models", "data")}
@@ -192,19 +192,19 @@ def runner_sources() -> dict[str, Path]:
 def _closure(names: Iterable[str], sources: Mapping[str, bytes]) -> set[str]:
     """Return the modules of the dotted paths, and the custom modules that these import directly or indirectly."""
     found: set[str] = set()
-    left = list(names)
-    while left:
-        parts = left.pop().split(".")
+    pending = list(names)
+    while pending:
+        parts = pending.pop().split(".")
         for size in range(1, len(parts) + 1):  # a package is imported before its modules
             name = ".".join(parts[:size])
             if name in sources and name not in found:
                 found.add(name)
-                left += _imports(name, sources[name])
+                pending += _imports(name, sources[name])
     return found
 
 
 def _imports(name: str, source: bytes) -> Iterator[str]:
-    """Yield the dotted paths that the import statements of a module name, also those inside functions."""
+    """Yield the dotted paths in the import statements of a module, including those inside functions."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # the file was changed after its import
@@ -225,7 +225,7 @@ def _is_package(name: str) -> bool:
 
 
 def _source(name: str, file: Path) -> bytes | None:
-    """Return the source of an imported module; None if it is not written in Python or no longer exists."""
+    """Return the source of an imported module; None if its file is not Python source or no longer exists."""
     recorded_source = getattr(getattr(sys.modules[name], "__loader__", None), "recorded_source", None)
     if recorded_source is not None:  # imported from the copy of another run
         return bytes(recorded_source(name))

@@ -47,7 +47,7 @@ class Sweep:
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
         is_new: True if this process has created the directory.
         code_of: As `Request.code_of`.
-        resume_force: True if the sweep is resumed although its code has changed.
+        resume_force: True if the sweep is resumed even if its code has changed.
         pruners: The pruners of a study's jobs, by job number.
     """
 
@@ -164,7 +164,7 @@ class Sweep:
                 self.queued.append((job, config, request))
                 return {}
             self.write_state(job, "running")
-            with importing_code_of(self.code_of):  # this may be another process than the one that composed the jobs
+            with importing_code_of(self.code_of):  # another process may have composed the jobs
                 metrics = launch(config, request, self.rank_info, launcher)
         except BaseException as error:
             if isinstance(error, InputError) and self.rank_info.rank == 0:

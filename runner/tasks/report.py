@@ -45,7 +45,7 @@ class Report(LaunchingTask):
             written = world.consensus.broadcast("report", lambda: _write(summary, config, paths))
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be written ({error}); name another directory") from None
-        if rank_info.rank == 0:  # a reader such as `head` may close the pipe, when the files exist already
+        if rank_info.rank == 0:  # the files exist already if a reader such as `head` closes the pipe
             print(as_text(summary), *skipped, f"\nreport: {written}", sep="\n", flush=True)
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}

@@ -58,7 +58,8 @@ def dry_run(
         raise
     except Exception as error:  # custom code can raise anything
         what = "model, data and loss" if isinstance(objective, Supervised) else "model, data and objective"
-        advice = "; custom code needs no process group: see Objective.gather" if "process group" in str(error) else ""
+        hint = "; a dry run has no process group: to gather rows of all ranks, use Objective.gather"
+        advice = hint if "process group" in str(error) else ""
         raise InputError(
             f"{what} do not fit: for a sample {describe(batch)} they fail{failed_with(error)}{advice}"
         ) from None
@@ -71,10 +72,10 @@ def dry_run(
 def compare_samples(
     config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source
 ) -> list[str]:
-    """Return a warning if the custom loss of two samples is not the sum of the losses of each.
+    """Return a warning if the custom loss of two samples is not the sum of their separate losses.
 
-    Such a loss depends on the number of ranks and of micro-batches. Not detected: a loss that draws random numbers,
-    that differs from a sum only in training mode or for more than two samples, or that fails for one of them.
+    Such a loss depends on the number of ranks and of micro-batches. The check does not detect a loss that draws random
+    numbers, that differs from a sum only in training mode or for more than two samples, or that raises an exception.
     """
     function = objective.function if isinstance(objective, Supervised) else objective
     is_custom = type(function).__module__.partition(".")[0] not in ("torch", "runner")
@@ -93,7 +94,7 @@ def compare_samples(
         with torch.no_grad(), isolated():
             both, again = measure(0, 1), measure(0, 1)
             apart = measure(0) + measure(1)
-    except Exception:  # the dry run of one sample has succeeded, and the run reports an error of two
+    except Exception:  # the dry run has accepted one sample; training reports an error with two
         return []
     finally:
         objective.take_logged(torch.device("cpu"))
@@ -102,14 +103,14 @@ def compare_samples(
         return []
     component = "loss" if isinstance(objective, Supervised) else "objective"
     return [
-        f"{component}={choices[component]}: the loss of two samples is {_mean(both):.4g}, but the mean of their losses "
-        f"is {_mean(apart):.4g}, so it depends on the number of ranks and micro_batches; if it compares samples, "
-        "declare gathers = True in an objective and use self.gather"
+        f"{component}={choices[component]}: the loss of two samples is {_mean(both):.4g}, but the mean of their "
+        f"separate losses is {_mean(apart):.4g}, so it depends on the number of ranks and micro_batches; if it "
+        "compares samples, declare gathers = True in an objective and use self.gather"
     ]
 
 
 def _mean(losses: torch.Tensor) -> float:
-    """Return the sum of the means of the losses, (losses, 2, ...)."""
+    """Return the sum of the means of all losses; `losses` is (number of losses, 2, ...)."""
     return float((losses[:, 0] / losses[:, 1]).sum())
 
 

@@ -30,7 +30,7 @@ def evaluate(
     """
     objective = experiment.objective
     names = [] if objective.terms else list(objective.losses)
-    objective.take_logged(world.device)  # of a step that was not finished
+    objective.take_logged(world.device)  # discard values of an unfinished step
     losses = torch.zeros(len(names), 2, dtype=torch.float64, device=world.device)  # sum and weight of each
     metrics = experiment.metrics
     metrics.reset(world.device)
@@ -72,9 +72,10 @@ def evaluate(
 
 
 def logged_means(split: str, objective: Objective, sums: torch.Tensor) -> dict[str, float]:
-    """Return the means of the terms and of the logged values by full name; a term without weight is 0.
+    """Return the means of the terms and of the logged values by full name.
 
-    sums: the sums over all ranks of what `Objective.take_logged` returns, flat.
+    If the weight is 0, the mean of a term is 0, and that of a logged value is NaN.
+    sums: the flattened result of `Objective.take_logged`, summed over all ranks.
     """
     means = {}
     for name, (total, weight) in zip(objective.value_names, sums.reshape(-1, 2).tolist(), strict=True):

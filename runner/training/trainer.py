@@ -58,7 +58,7 @@ class Trainer:
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
-                self.experiment.objective.take_logged(self.world.device)  # by a forward before the first step
+                self.experiment.objective.take_logged(self.world.device)  # discard values of earlier forwards
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = self.callbacks.stop_outcome()[0] if self.stopped else "finished"

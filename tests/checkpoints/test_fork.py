@@ -35,7 +35,7 @@ def test_a_fork_ends_as_its_parent_and_leaves_it_unchanged(parent: Run, tmp_path
     assert evaluated.result["metrics"]["val/loss"] == again.result["metrics"]["val/loss"]
 
 
-def test_what_cannot_be_forked_is_refused(
+def test_invalid_forks_are_refused(
     parent: Run, here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, message in (

@@ -1,4 +1,4 @@
-"""A custom model whose code changes after the training: what each command that reads the run imports and reports."""
+"""A custom model whose code changes after training: the imports and messages of each command."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def metrics_of(folder: Path, name: str) -> dict[str, float]:
     return only_run(folder, name).result["metrics"]
 
 
-def test_tasks_import_the_copy_and_name_what_has_changed(
+def test_tasks_import_the_copy_and_name_the_changed_files(
     commands: Commands, trained: Path, mine: Path, tmp_path: Path
 ) -> None:
     code = json.loads((trained / "result.json").read_text())["code"]

@@ -1,4 +1,4 @@
-"""Named terms, logged values and losses over the whole batch: the numbers of one process, and of a torch loop."""
+"""Named terms, logged values and losses over the whole batch, compared with one process and with a plain torch loop."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_a_loss_that_compares_samples_is_detected() -> None:
         (Detection, ["parallel=local_sgd"], "has named terms, which parallel=local_sgd does not support"),
     ],
 )
-def test_what_an_objective_cannot_do_is_refused(objective: type, overrides: list[str], message: str) -> None:
+def test_unsupported_options_of_an_objective_are_refused(objective: type, overrides: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         build_experiment(*of(objective, *overrides))
 
@@ -166,10 +166,10 @@ class Grouped(Objective):
     [
         (Wrong, r"Wrong.loss must return {name: \(sum, weight\)} with the names \['one'\]"),
         (Undeclared, "add 'speed' to Undeclared.logged"),
-        (Grouped, "custom code needs no process group: see Objective.gather"),
+        (Grouped, "a dry run has no process group: to gather rows of all ranks, use Objective.gather"),
     ],
 )
-def test_mistakes_of_an_objective_are_named_before_the_run(objective: type, message: str) -> None:
+def test_mistakes_in_an_objective_are_reported_before_the_run(objective: type, message: str) -> None:
     configure(*of(objective))
     with pytest.raises(InputError, match=message):
         build_experiment(*of(objective))

@@ -25,7 +25,7 @@ FILES = {
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Import custom modules, and forget them at the end."""
+    """Import custom modules, and remove them from sys.modules at the end."""
     for name, text in FILES.items():
         (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "own" / name).write_text(text)

@@ -117,7 +117,7 @@ def test_runs_are_averaged_over_the_chosen_keys(tmp_path: Path) -> None:
     summary = summarize(jobs, over=["data.fold"])
     assert summary.keys == ["optimizer.lr"] and [len(row.finished) for row in summary.rows] == [2, 2]
     text = as_text(summary)
-    assert "over 2 runs with other values of data.fold" in text
+    assert "over 2 runs that differ in data.fold" in text
     assert "  python -m runner optimizer.lr=2 seed=0" in text.splitlines()
     with pytest.raises(InputError, match=r"report.over=data.flod: .*did you mean data.fold"):
         summarize(jobs, over=["data.flod"])

@@ -77,7 +77,7 @@ def _learning_curves(report: Summary) -> Any:
 
 
 def _draw_band(panel: Any, row: Row, curves: list[dict[int, float]]) -> None:
-    """Draw the mean over the seeds, and a band of one standard deviation."""
+    """Draw the mean over the jobs of a row, and a band of one standard deviation."""
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     if not steps:
         return

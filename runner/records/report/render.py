@@ -17,7 +17,7 @@ MAX_HOLES = 6  # configurations that are named
 
 
 def command_of(job: RunRecord, without: Sequence[str] = ()) -> str:
-    """Return the shell command that runs the job again, without the overrides of some keys."""
+    """Return the shell command that runs the job again, without the overrides of the keys in `without`."""
     runner = ["python", "-m", "runner"]
     if job.world_size > 1 and not job.starts_processes:
         runner = ["torchrun", "--nproc-per-node", str(job.world_size), "-m", "runner"]
@@ -57,7 +57,7 @@ def best(report: Summary) -> list[str]:
     row = report.best
     if row is None or report.metric is None:
         return []
-    averaged = "seeds" if list(report.over) == ["seed"] else f"runs with other values of {', '.join(report.over)}"
+    averaged = "seeds" if list(report.over) == ["seed"] else f"runs that differ in {', '.join(report.over)}"
     seeds = f" over {len(row.finished)} {averaged}" if len(row.finished) > 1 else ""
     values = {job: job.metrics[report.metric] for job in row.finished if report.metric in job.metrics}
     job = (max if report.descending else min)(values, key=values.__getitem__)

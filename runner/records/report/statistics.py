@@ -1,4 +1,4 @@
-"""Statistics of jobs: means over seeds, the order of the configurations, and the effect of each key."""
+"""Statistics of jobs: means over seeds or other keys, the order of the configurations, and the effect of each key."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ class Summary:
     """The content of a report."""
 
     jobs: list[RunRecord]
-    keys: list[str]  # whose values vary, without those of `over`
+    keys: list[str]  # the keys whose values vary, except those of `over`
     metric: str | None  # None if no job has finished with a metric
     descending: bool  # True if the largest value is the best
     rows: list[Row]  # sorted from the best; rows without a value last
@@ -91,7 +91,7 @@ def summarize(
     Raises InputError if no job has the metric, or if the jobs do not differ in a key of `over`.
 
     Args:
-        value: best compares the best evaluation of each job, last the last one.
+        value: the evaluation of each job that is compared: best or last.
         over: the keys over which jobs are averaged.
     """
     jobs = [at_best(job) for job in jobs] if value == "best" else jobs
