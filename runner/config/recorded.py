@@ -96,6 +96,8 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
             return _check_checkpoint("run", Path(config.run), config.checkpoint.load)
     except InputError as error:
         return error.messages
+    except (OSError, ValueError) as error:
+        return [f"fork={config.fork}: its checkpoint {config.checkpoint.load} is damaged ({error}); choose another one"]
     return []
 
 
@@ -112,8 +114,12 @@ def _check_checkpoint(key: str, run: Path, name: str) -> list[str]:
 
 def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
     messages = [] if config.resume_force else _check_fixed(run, apply_debug(config), choices) + check_code(run, config)
-    if (stopped := _newest_state(run)) is None:
+    if config.fork and not config.resume:  # a checkpoint that exists
+        stopped = layout.read_train_state(layout.find_checkpoint(run / CHECKPOINTS, config.checkpoint.load))
+    elif (newest := _newest_state(run)) is None:
         return messages + _check_restart(run)
+    else:
+        stopped = newest
     if stopped.step_in_epoch and stopped.batch_size != config.batch_size and not config.resume_force:
         messages.append(
             f"batch_size={config.batch_size} cannot change in the middle of an epoch: the run stopped "

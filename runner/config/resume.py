@@ -9,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from runner.checkpoints.layout import LAST, find_checkpoint
 from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
 from runner.config.recorded_code import CURRENT, RECORDED
@@ -19,7 +20,7 @@ from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
 from runner.records.record_files import read_string_list
 from runner.records.records import check_is_record, newest_record, newest_training_run
 from runner.records.result import read_result
-from runner.records.run_directory import OVERRIDES
+from runner.records.run_directory import CHECKPOINTS, OVERRIDES
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
@@ -100,11 +101,22 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     if is_rerun:
         return _rerun(merged, path, directories, code_of)
     pointing = f"{key}='{path}'"
+    if key == "fork":
+        merged = _pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
     lasting = _recordable(merged)
     if key == "resume":
         return Arguments([*merged, pointing], lasting, directories, str(path))
     launched = [*merged, pointing] if lasting != merged else []
     return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
+
+
+def _pin_checkpoint(overrides: list[str], run: Path, name: str) -> list[str]:
+    """Return the overrides with the name step_N of the checkpoint, because the run may save other checkpoints later."""
+    try:
+        name = find_checkpoint(run / CHECKPOINTS, name).name
+    except ValueError:
+        return overrides  # check_resumable reports it
+    return [*(each for each in overrides if key_of(each) != "checkpoint.load"), f"checkpoint.load={name}"]
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
@@ -169,7 +181,12 @@ def _resume_sweep(
     lasting = _merge(recorded.typed, [override for override in others if override.is_hydra_override()])
     directories = _merge_dirs(named, recorded.config_dirs, config_dirs)
     force = values.get("resume_force") is True
-    return Arguments(_merge(recorded.typed, others), lasting, directories, str(path), resume_force=force)
+    reads = [each for each in OverridesParser.create().parse_overrides(recorded.typed) if each.key_or_group == "run"]
+    read_values = dict(override.partition("=")[::2] for override in recorded.typed) | dict(values)
+    code_of = _shared_code(reads[0], read_values, directories)[1] if reads else None
+    return Arguments(
+        _merge(recorded.typed, others), lasting, directories, str(path), code_of=code_of, resume_force=force
+    )
 
 
 def _code_of(named: str, path: Path, values: Mapping[str, Any]) -> str | None:

@@ -57,11 +57,18 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
     ]
 
 
-def copy_start(parent: Path, checkpoint: str, directory: Path) -> None:
-    """Copy a checkpoint and the metrics of a run into the directory of a new run, which continues from the checkpoint.
+def find_start(parent: Path, name: str) -> Path:
+    """Return the verified checkpoint from which a fork starts. Raise InputError if it is missing or damaged."""
+    try:
+        return choose_checkpoint(parent / CHECKPOINTS, name)
+    except ValueError as error:
+        raise InputError(f"fork={parent}: {error}") from None
 
-    The files of the checkpoint are hard links if the file system allows it, because they never change.
-    Raises ValueError if the checkpoint is missing or damaged.
+
+def copy_start(checkpoint: Path, directory: Path) -> None:
+    """Copy a checkpoint, and the metrics of its run, into the directory of a new run, which continues from there.
+
+    The files of the checkpoint are linked if both directories are on one file system: none of them ever changes.
     """
 
     def link(source: str, target: str) -> None:
@@ -70,10 +77,14 @@ def copy_start(parent: Path, checkpoint: str, directory: Path) -> None:
         except OSError:
             shutil.copy2(source, target)
 
-    found = choose_checkpoint(parent / CHECKPOINTS, checkpoint)
-    shutil.copytree(found, directory / CHECKPOINTS / found.name, copy_function=link)
+    partial = directory / CHECKPOINTS / f"{checkpoint.name}.fork"
+    shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed here
+    shutil.copytree(checkpoint, partial, copy_function=link)
+    if not (directory / CHECKPOINTS / checkpoint.name).exists():
+        partial.rename(directory / CHECKPOINTS / checkpoint.name)
+    shutil.rmtree(partial, ignore_errors=True)
     with suppress(FileNotFoundError):
-        shutil.copy2(parent / METRICS, directory / METRICS)
+        shutil.copy2(checkpoint.parent.parent / METRICS, directory / METRICS)
 
 
 @contextmanager

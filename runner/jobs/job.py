@@ -21,7 +21,7 @@ from runner.distributed.machine import choose_devices, set_threads
 from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.jobs.continuation import check_directory, copy_start, count_samples, locked
+from runner.jobs.continuation import check_directory, copy_start, count_samples, find_start, locked
 from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_double_again, run_until_it_fits
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_task
@@ -136,7 +136,7 @@ def _describe_code(config: Config, request: Request, directory: RunDirectory) ->
     lines = []
     if (code := directory.result.code) and code["submitted"]:
         lines.append(f"code     as of {code['submitted']}, when the job was submitted")
-    earlier = config.run or (directory.path if directory.is_resumed else None)
+    earlier = config.run or (directory.path if directory.is_resumed else config.fork)
     if directory.writes and earlier and (line := describe_code(Path(earlier), uses_copy=request.code_of is not None)):
         lines.append(line)
     return lines
@@ -161,7 +161,8 @@ def _agree_on_input(config: Config, request: Request, world: World) -> tuple[Job
     except (Exception, SystemExit) as error:
         crashed = [_traceback(error)]
     if world.rank == 0:
-        refused += check_directory(request.directory or world.consensus.before_restart("directory"), config, experiment)
+        earlier = request.directory or world.consensus.before_restart("directory") or config.fork
+        refused += check_directory(earlier, config, experiment)
     if refused := world.consensus.first_error("refused", refused):
         raise InputError(*refused)
     crashed = world.consensus.first_error("crashed", crashed)
@@ -184,15 +185,19 @@ def _agree_on_directory(config: Config, request: Request, world: World) -> Path:
     """Return the run directory, which rank 0 creates for a new run."""
 
     def create() -> str:
+        starts = config.fork and not (request.directory and Path(request.directory, OVERRIDES).exists())
+        start = find_start(Path(str(config.fork)), config.checkpoint.load) if starts else None
         directory = request.directory or str(new_directory(config.outputs, config.name))
         os.makedirs(directory, exist_ok=True)
-        if config.fork and not Path(directory, OVERRIDES).exists():  # otherwise the fork is resumed
-            copy_start(Path(config.fork), config.checkpoint.load, Path(directory))
+        if start is not None:
+            copy_start(start, Path(directory))
         return directory
 
     try:
         path = world.consensus.broadcast_once("directory", create)
     except ValueError as error:
+        if str(error).startswith("fork="):
+            raise InputError(str(error)) from None
         message = f"outputs={config.outputs}: cannot create a run directory there ({error}); name another directory"
         raise InputError(message) from None
     if world.rank_info.local_rank == 0 and request.directory_file is not None:

@@ -96,8 +96,9 @@ class Objective:
             raise ValueError(f"log: add {name!r} to {type(self).__name__}.logged, whose names are {[*self.logged]}")
         if self._counts_rows:
             pair = [torch.as_tensor(value).detach().double() for value in (total, weight)]
+            device = next((value.device for value in pair if value.device.type != "cpu"), pair[0].device)
             sums = self._sums = self._sums or {}
-            sums[name] = sums.get(name, 0.0) + torch.stack([value.to(pair[0].device) for value in pair])
+            sums[name] = sums.get(name, 0.0) + torch.stack([value.to(device) for value in pair])
 
     @property
     def value_names(self) -> list[str]:
@@ -110,7 +111,9 @@ class Objective:
         The result is (N, 2) in float64."""
         sums, self._sums = self._sums or {}, None
         zero = torch.zeros(2, dtype=torch.float64, device=device)
-        return torch.stack([sums.get(name, zero) for name in self.value_names] or [zero])[: len(self.value_names)]
+        return torch.stack([sums.get(name, zero).to(device) for name in self.value_names] or [zero])[
+            : len(self.value_names)
+        ]
 
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         """Return one of the losses, or all terms of `loss`, which are also logged.

@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,8 @@ class ImportedCode:
             return None
         total = hashlib.sha256()
         for name in sorted(self.modules):
-            total.update(f"{self.modules[name].copy} {len(self.sources[name])}\n".encode() + self.sources[name])
+            module, source = self.modules[name], self.sources[name]
+            total.update(f"{module.copy} {module.decisive} {len(source)}\n".encode() + source)
         return total.hexdigest()[:12]
 
     @property
@@ -112,8 +112,11 @@ class ImportedCode:
             listed = {name: asdict(module) for name, module in self.modules.items()}
             (partial / STATE).write_text(dumps({"modules": listed}, indent=1))
             partial.chmod(0o755)
-            with suppress(OSError):  # another job of the sweep has written the copy
+            try:
                 partial.rename(parent / self.hash)
+            except OSError:
+                if not (parent / self.hash).exists():  # otherwise another job of the sweep has written the copy
+                    raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -215,8 +218,11 @@ def _imports(name: str, source: bytes) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            if node.level and package:
-                base = importlib.util.resolve_name("." * node.level + base, package)
+            if node.level:
+                try:
+                    base = importlib.util.resolve_name("." * node.level + base, package)
+                except ImportError:  # beyond the top-level package; the module handles the error itself
+                    continue
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 

@@ -1,5 +1,6 @@
 """The facts on which a run's results depend besides its configuration: state of the code, versions, and machine."""
 
+import hashlib
 import json
 import os
 import platform
@@ -74,7 +75,8 @@ def custom_repositories(directories: Iterable[str | Path]) -> dict[str, dict[str
 
 def diff_name(repository: str) -> str:
     """Return the name of the file with the uncommitted changes of a custom repository."""
-    return f"git-{re.sub(r'[^A-Za-z0-9._-]+', '.', Path(repository).name)}.diff"
+    name = re.sub(r"[^A-Za-z0-9._-]+", ".", Path(repository).name)
+    return f"git-{name}-{hashlib.sha256(repository.encode()).hexdigest()[:6]}.diff"  # two may have the same name
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """task=rerun: train a finished run again from its record, compare the weights, and list what has changed."""
 
 import logging
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from runner.config.schema import Config
 from runner.distributed.world import World
+from runner.errors import InputError
 from runner.jobs.task import JobTask
 from runner.records.custom_code import read_code
 from runner.records.provenance import DIFF
@@ -71,8 +73,10 @@ def differences(then: Path, now: RunDirectory) -> list[str]:
     )
     lines = [f"{key}: was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
     lines = [line for line in lines if not line.startswith("code.submitted")]
-    if old.get("code.hash") != new.get("code.hash") and (code := read_code(then)) and (names := code.changed()):
-        lines.append(f"code: {code.describe(names)} changed since; the copy is in {code.directory}")
+    with suppress(InputError):  # the copy has been removed
+        code = read_code(then) if old.get("code.hash") != new.get("code.hash") else None
+        if code is not None and (names := code.changed()):
+            lines.append(f"code: {code.describe(names)} changed since; the copy is in {code.directory}")
     if _diff(then) != _diff(now.path):
         lines.append(f"uncommitted changes: compare {then / DIFF} with {now.path / DIFF}")
     return lines

@@ -199,7 +199,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         parameter_groups=make_optimizer.num_parameters,
         objective=objective,
         metrics=metrics,
-        monitor=choose_monitor(config, metrics, [*objective.losses, *objective.value_names]),
+        monitor=choose_monitor(config, metrics, [*objective.losses, *objective.terms], objective.logged),
         header_lines=[*(initial.describe() if initial is not None else []), *frozen],
         warnings=warnings,
         num_classes=_num_classes(prediction),

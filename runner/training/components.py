@@ -71,7 +71,7 @@ def _check_values(objective: Objective, config: Config, choices: Mapping[str, st
         raise InputError(f"{named}: terms={objective.terms!r} must map names to coefficients")
     if objective.terms and list(objective.losses) != ["loss"]:
         raise InputError(f"{named} has terms, which need a single loss named `loss`, not {list(objective.losses)}")
-    if twice := {name for name in objective.value_names if [*objective.value_names, "loss"].count(name) > 1}:
+    if twice := {name for name in objective.value_names if [*objective.value_names, *objective.losses].count(name) > 1}:
         raise InputError(f"{named}: the name {min(twice)} occurs twice in terms and logged, or is reserved; rename it")
     if objective.gathers and config.micro_batches != 1:
         raise InputError(
@@ -143,16 +143,19 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
     return metric
 
 
-def choose_monitor(config: Config, sums: MetricSums, losses: Collection[str] = ()) -> Monitor:
+def choose_monitor(
+    config: Config, sums: MetricSums, losses: Collection[str] = (), logged: Collection[str] = ()
+) -> Monitor:
     """Return the configured monitor, or else the first metric that declares a direction, or else the loss.
 
-    Raises InputError for an unknown monitor or direction, and for a metric with a name in `losses`.
+    Raises InputError for an unknown monitor or direction, and for a metric with a name in `losses` or `logged`.
     """
     higher_is_better: dict[str, bool | None] = {}
     for name, values in sums.names.items():
-        if not set(values).isdisjoint(losses):
+        if not set(values).isdisjoint([*losses, *logged]):
             raise InputError(f"metrics.{name}: the objective logs a value of this name; rename the metric")
         higher_is_better |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
+    higher_is_better |= dict.fromkeys((f"val/{name}" for name in logged), None)
     higher_is_better |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
     name = config.monitor or next(name for name, higher in higher_is_better.items() if higher is not None)
     if name not in higher_is_better:

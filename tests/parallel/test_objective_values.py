@@ -135,6 +135,7 @@ def test_a_loss_that_compares_samples_is_detected() -> None:
     [
         (Contrast, ["micro_batches=2"], "^micro_batches=2 splits the samples that .* try micro_batches=1"),
         (Contrast, ["parallel=tp"], "needs all samples of a step, which parallel=tp .*=none, ddp, allreduce, zero"),
+        (Detection, ["monitor=val/objects"], "set monitor_direction=max or monitor_direction=min"),
         (Detection, ["parallel=local_sgd"], "has named terms, which parallel=local_sgd does not support"),
     ],
 )

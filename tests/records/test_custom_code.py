@@ -13,12 +13,24 @@ from runner.records.custom_code import imported_code, read_code
 from runner.records.provenance import custom_repositories, git_diff
 from runner.records.result import write_result
 
+NETS = """\
+import shapes
+
+try:
+    from ... import far
+except ImportError:
+    pass
+
+def build():
+    from shapes import late
+    return late
+"""
 FILES = {
     "shapes/__init__.py": "from shapes.sizes import WIDTH\n",
     "shapes/sizes.py": "WIDTH = 3\n",
     "shapes/unused.py": "",
     "shapes/late.py": "",
-    "plain/nets.py": "import shapes\n\ndef build():\n    from shapes import late\n    return late\n",
+    "plain/nets.py": NETS,
     "watcher.py": "from plain import nets\n",
 }
 

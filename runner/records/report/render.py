@@ -57,7 +57,13 @@ def best(report: Summary) -> list[str]:
     row = report.best
     if row is None or report.metric is None:
         return []
-    averaged = "seeds" if list(report.over) == ["seed"] else f"runs that differ in {', '.join(report.over)}"
+    averaged = (
+        "seeds"
+        if list(report.over) == ["seed"]
+        else "equal runs"
+        if not report.over
+        else f"runs that differ in {', '.join(report.over)}"
+    )
     seeds = f" over {len(row.finished)} {averaged}" if len(row.finished) > 1 else ""
     values = {job: job.metrics[report.metric] for job in row.finished if report.metric in job.metrics}
     job = (max if report.descending else min)(values, key=values.__getitem__)
