@@ -23,7 +23,7 @@ from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.ledger import is_sweep
 from runner.records.provenance import STATE, original_path
-from runner.records.record_files import dumps, read_mapping
+from runner.records.record_files import dumps, make_directory, read_mapping
 from runner.records.result import read_result
 
 CODE = "code"
@@ -101,7 +101,7 @@ class ImportedCode:
         if self.hash is None:
             return
         parent = (run.parent if is_sweep(run.parent) else run) / CODE
-        parent.mkdir(exist_ok=True)
+        make_directory(parent)
         if (parent / self.hash).exists():
             return
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))

@@ -4,9 +4,12 @@ Non-finite numbers are stored as `null`, because JSON cannot represent them, and
 the types of the values, because a run directory may belong to another user or may be damaged.
 """
 
+import errno
 import json
 import math
 import os
+import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import yaml
 from runner.errors import InputError
 
 METRICS = "metrics.jsonl"
+_NOT_REGULAR = "it is a link or another special file, through which a run does not write; remove it"
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
 
@@ -35,15 +39,51 @@ def parse_metrics(metrics: Any) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
-def write_atomically(path: Path, text: str) -> None:
+def without_links(path: str, flags: int) -> int:
+    """Open a regular file, as the `opener` of `open`. Raise OSError for a link, a pipe, a device or a directory.
+
+    A file of a run directory may be a link that another user has created.
+    """
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
+            raise OSError(errno.ELOOP, _NOT_REGULAR, str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.ELOOP, _NOT_REGULAR, str(path))
+    return file
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory in a run directory unless it exists. Raise OSError if it is a link."""
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, _NOT_REGULAR, str(path))
+
+
+def check_links(directory: Path) -> None:
+    """Raise InputError if a run directory contains a link, through which the run would write to another place.
+
+    The directory itself and `checkpoints` may be links of this user, for example to a larger disk.
+    """
+    moved = (directory, directory / "checkpoints")
+    for link in (directory, *(directory.iterdir() if directory.is_dir() else ())):
+        if link.is_symlink() and (link not in moved or os.lstat(link).st_uid != os.geteuid()):
+            raise InputError(f"{link} is a link, and the run would write to another place; remove the link")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the file's content. After a crash, the file has either the old or the new content, never a part of it.
 
-    Bytes that were decoded with `surrogateescape` are written unchanged.
+    Bytes that were decoded with `surrogateescape` are written unchanged. The new file has an unpredictable name until
+    it is complete, and replaces a link instead of following it.
     """
-    partial = path.with_name(path.name + ".tmp")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with partial.open("w", errors="surrogateescape") as file:
-            file.write(text)
+        with open(partial, "xb", opener=without_links) as file:
+            file.write(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -55,10 +95,10 @@ def write_atomically(path: Path, text: str) -> None:
 def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
     """Append the lines with one write, so that concurrent processes do not interleave, and sync the file.
 
-    If a crash has truncated the last line of the file, the new lines start below it.
+    If a crash has truncated the last line of the file, the new lines start below it. Raise OSError for a link.
     """
     text = "".join(dumps(line) + "\n" for line in lines)
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    file = without_links(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(file).st_size
         is_truncated = size > 0 and os.pread(file, 1, size - 1) != b"\n"

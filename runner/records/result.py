@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.records.console import LOG
-from runner.records.record_files import dumps, parse_metrics, write_atomically
+from runner.records.record_files import dumps, parse_metrics, without_links, write_atomically
 
 RESULT = "result.json"
 
@@ -86,7 +86,7 @@ def report_failure(directory: Path, text: str) -> None:
     if result is None or result["state"] != "running":
         return
     # The disk may be full; the exit status reports the failure too.
-    with suppress(OSError), (directory / LOG).open("a") as file:
+    with suppress(OSError), open(directory / LOG, "a", opener=without_links) as file:
         file.write(f"error: {text.rstrip()}\n")
     with suppress(OSError):
         write_result(directory, result | {"state": "failed", "error": text})

@@ -23,7 +23,7 @@ from runner.records.provenance import (
     original_path,
     submission_time,
 )
-from runner.records.record_files import METRICS, dumps, read_metrics, write_atomically
+from runner.records.record_files import METRICS, dumps, read_metrics, without_links, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
 from runner.records.run_lock import RunLock, lock_directory
 
@@ -179,7 +179,7 @@ class RunDirectory:
             return
         path, line = self.path / METRICS, dumps({"step": step, "epoch": epoch, **metrics})
         try:
-            with path.open("a") as file:
+            with open(path, "a", opener=without_links) as file:
                 file.write(line + "\n")
         except OSError as error:
             raise JobFailed(

@@ -8,6 +8,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.errors import InputError
 from runner.jobs.task import LaunchingTask
+from runner.records.record_files import write_atomically
 from runner.records.records import read_jobs
 from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
@@ -61,6 +62,6 @@ def _write(summary: Summary, config: Config, paths: list[Path]) -> str:
         directory = new_directory(config.outputs, config.name, prefix="report-")
     title = paths[0].name if len(paths) == 1 else f"{len(summary.jobs)} runs"
     plots = draw(summary, directory)
-    (directory / "report.md").write_text(as_markdown(summary, title, plots))
-    (directory / "report.csv").write_text(as_csv(summary))
+    write_atomically(directory / "report.md", as_markdown(summary, title, plots))
+    write_atomically(directory / "report.csv", as_csv(summary))
     return ", ".join([str(directory / "report.md"), "report.csv", *plots])
