@@ -27,8 +27,10 @@ _CHOSEN_BY_NAME = {*GROUPS, *NAMED_GROUPS, "experiment"}
 # Keys that choose where results are written: the command line or their defaults decide, never an untrusted record.
 _LOCATIONS = ("name", "outputs", "export.output", "predict.output", "report.output")
 # Numbers, booleans and null of all other keys are harmless, except of these.
-_REFUSED = ("hydra", "trust", "resume_force", "code", "run", "resume", "launcher", "logger", "parallel.allow_network")
-_REFUSED += ("init_from.path", "init_from.map", *_LOCATIONS)
+_REFUSED = (
+    *("hydra", "trust", "resume_force", "code", "run", "resume", "launcher", "logger", "parallel.allow_network"),
+    *("init_from.path", "init_from.map", *_LOCATIONS),
+)
 _COUNTS = ("nodes", "node_rank", "nproc_per_node", "gpus_per_node", "cpus_per_node", "max_restarts", "join_timeout_s")
 _NUMBERS = (*(f"launcher.{name}" for name in _COUNTS), "logger.*.images")  # exceptions from _REFUSED
 # Keys whose texts name neither code nor a file, host or command.

@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
+from runner.errors import printable
 from runner.records.record_files import make_directory, without_links
 
 LOG, LOGS = "log.txt", "logs"  # the log of rank 0, and the directory for those of other ranks
@@ -89,7 +90,7 @@ class _Formatter(logging.Formatter):
     """Formats the message, after the level if it is a warning or an error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = printable(super().format(record))
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 

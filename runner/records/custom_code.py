@@ -23,7 +23,7 @@ from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.ledger import is_sweep
 from runner.records.provenance import STATE, original_path
-from runner.records.record_files import dumps, make_directory, read_mapping
+from runner.records.record_files import dumps, make_directory, read_bytes, read_mapping
 from runner.records.result import read_result
 
 CODE = "code"
@@ -55,7 +55,7 @@ class RecordedCode:
     modules: Mapping[str, CustomModule]
 
     def source(self, name: str) -> bytes:
-        return (self.directory / self.modules[name].copy).read_bytes()
+        return read_bytes(self.directory / self.modules[name].copy)
 
     def current_file(self, name: str) -> Path:
         """Return the current file of a module: the imported or original one, or if it has been moved, on sys.path."""
@@ -149,7 +149,7 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
         for module in modules.values():
             if not (directory / module.copy).resolve().is_relative_to(directory.resolve()):
                 raise ValueError(module.copy)
-            (directory / module.copy).read_bytes()
+            read_bytes(directory / module.copy)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise InputError(
             f"{directory}: the copy of the run's code is damaged ({error}); restore it, or {fix}"

@@ -147,7 +147,8 @@ def _is_valid(line: dict[str, Any]) -> bool:
         case {"number": int(), "label": str(label), "overrides": list(overrides)}:
             return bool(_LABEL.fullmatch(label)) and all(isinstance(item, str) for item in overrides)
         case {"number": int(), "state": str(), "at": int() | float()}:
-            return isinstance(line.get("metrics") or {}, dict)
+            texts = all(isinstance(line.get(key) or "", str) for key in ("error", "queued_as", "queue"))
+            return texts and isinstance(line.get("metrics") or {}, dict) and isinstance(line.get("slots", []), list)
     return not line.keys() & {"sweep", "label", "state"}
 
 

@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from runner.config.compose import compose
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed, Preempted
+from runner.errors import InputError, JobFailed, Preempted, printable
 from runner.records.ledger import DONE, JobRecord, SweepRecord, is_sweep, read_ledger, unlock_sweep
 from runner.records.monitor import main_metrics
 from runner.records.records import read_jobs
@@ -96,7 +96,7 @@ def print_summary(directory: Path) -> bool:
     if report := closing(runs):
         print(f"{report}\n", flush=True)
     for line in skipped:
-        print(line, flush=True)
+        print(printable(line), flush=True)
     for job in jobs:
         if job.state == "failed":
             print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)

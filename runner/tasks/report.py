@@ -6,7 +6,7 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
-from runner.errors import InputError
+from runner.errors import InputError, printable
 from runner.jobs.task import LaunchingTask
 from runner.records.record_files import write_atomically
 from runner.records.records import read_jobs
@@ -46,7 +46,7 @@ class Report(LaunchingTask):
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be written ({error}); name another directory") from None
         if rank_info.rank == 0:  # a reader such as `head` may close the pipe, when the files exist already
-            print(as_text(summary), *skipped, f"\nreport: {written}", sep="\n", flush=True)
+            print(as_text(summary), *map(printable, skipped), f"\nreport: {written}", sep="\n", flush=True)
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 
