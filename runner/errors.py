@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 import sys
 import sysconfig
 import traceback
@@ -13,6 +14,8 @@ _MAX_LISTED = 12  # a longer list of choices would hide the message before it
 _STDLIB = sysconfig.get_path("stdlib")
 # By name, because an environment may also import the packages of another one (venv --system-site-packages).
 PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
+# Control characters, by which a text can change the terminal, and those that change the direction of writing.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _RUNNER = f"{Path(__file__).parent}/"
 
 
@@ -57,7 +60,12 @@ def print_messages(messages: Sequence[str]) -> None:
     shown = messages if len(messages) <= 3 else [*messages[:2], f"... and {len(messages) - 2} more"]
     for line in shown:
         with contextlib.suppress(OSError):  # the reader of the pipe has closed it
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Return the text with escape sequences for control characters: a record may be another user's."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def nearest(word: str, choices: Collection[str]) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.config.custom_dirs import fresh_imports
-from runner.errors import InputError
+from runner.errors import InputError, printable
 from runner.records.custom_code import read_code
 from runner.records.monitor import Monitor
 from runner.records.record_files import read_mapping, read_metrics
@@ -35,7 +35,7 @@ class Run:
     def __repr__(self) -> str:
         monitor, metrics = self.monitor, self.result.get("metrics", {})
         measured = f", {monitor.name} {metrics[monitor.name]:.4f}" if monitor and monitor.name in metrics else ""
-        return f"<Run {self.path}: {self.state}{measured}>"
+        return printable(f"<Run {self.path}: {self.state}{measured}>")
 
     @property
     def result(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runner.records.record_files import parse_metrics
+from runner.records.record_files import parse_metrics, regular
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     """Return the files of the checkpoint. Raise ValueError, which names the manifest, if it is not what was saved."""
     file = path / MANIFEST
     try:
-        text = file.read_text()
+        text = _read_text(file)
         files = {name: FileRecord(**record) for name, record in json.loads(text)["files"].items()}
     except _UNREADABLE as error:
         raise ValueError(f"{file} cannot be read ({error}); the checkpoint is damaged") from None
@@ -169,7 +169,7 @@ def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -
 
 def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             if path.stat().st_size != record.size:
                 return False
             return not is_hashed or hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
@@ -178,7 +178,12 @@ def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text())
+    found = json.loads(_read_text(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} contains no mapping")
     return found
+
+
+def _read_text(path: Path) -> str:
+    with open(path, opener=regular) as file:
+        return file.read()

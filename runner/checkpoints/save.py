@@ -17,7 +17,7 @@ from runner.checkpoints.save_coordination import SaveCoordinator, StoreLost
 from runner.checkpoints.saved_state import LocalState, merge
 from runner.checkpoints.shard_file import write_shard
 from runner.errors import JobFailed
-from runner.records.record_files import dumps
+from runner.records.record_files import dumps, make_directory, without_links
 
 VISIBLE_WITHIN_S = 10.0  # a client of a network file system may cache that a file does not exist
 _PAUSE_S = 0.1
@@ -63,7 +63,7 @@ def save(
         if coordinator.synchronous:
             check_lock()
             remove_leftovers(directory, keep=partial)
-        partial.mkdir(parents=True, exist_ok=True)  # another rank may have created it
+        make_directory(partial)  # another rank may have created it
         # A synchronous report is a collective, which every rank has to enter, even if this rank's disk is full.
         reports = coordinator.collect(train_state.step, lambda: None) if coordinator.synchronous else None
         files = _write_chunks(partial, local, 0)
@@ -136,7 +136,7 @@ def _write_chunks(partial: Path, local: LocalState, rank: int) -> dict[str, dict
     """Write this rank's file, if it has any chunks. Return its record by name."""
     if not local.chunks:
         return {}
-    partial.mkdir(parents=True, exist_ok=True)
+    make_directory(partial)
     return {shard_name(rank): asdict(write_shard(partial / shard_name(rank), local.chunks))}
 
 
@@ -185,7 +185,7 @@ def _size_on_server(path: Path) -> int | None:
 
 def _write_text(path: Path, text: str) -> FileRecord:
     content = text.encode()
-    with path.open("wb") as file:
+    with open(path, "wb", opener=without_links) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

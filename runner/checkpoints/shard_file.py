@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.layout import FileRecord
+from runner.records.record_files import without_links
 
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # https://github.com/huggingface/safetensors#format
 # Keys of a file's metadata, as torch.distributed.checkpoint's HuggingFaceStorageReader reads them.
@@ -105,7 +106,7 @@ def write_shard(path: Path, chunks: Mapping[str, LocalChunk]) -> FileRecord:
     digest, size, synced = hashlib.sha256(), 0, 0
     # Large elements first, so that each tensor is aligned in the file.
     ordered = dict(sorted(chunks.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])))
-    with path.open("wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=without_links) as file:
         for block in itertools.chain([_header(ordered)], *(_blocks(chunk.tensor) for chunk in ordered.values())):
             view = memoryview(block)
             digest.update(view)

@@ -13,7 +13,7 @@ from runner.checkpoints.layout import LAST, find_checkpoint
 from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
 from runner.config.recorded_code import CURRENT, RECORDED
-from runner.config.trust import check_code, check_overrides
+from runner.config.trust import check_code, check_overrides, untrusted_owner
 from runner.errors import InputError
 from runner.records.custom_code import read_code
 from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
@@ -43,6 +43,7 @@ class Arguments:
         launch_overrides: as `Request.launch_overrides`.
         code_of: as `Request.code_of`.
         resume_force: True if a sweep is resumed even if its code has changed.
+        untrusted: as `Request.untrusted`.
     """
 
     overrides: list[str]
@@ -52,6 +53,7 @@ class Arguments:
     launch_overrides: list[str] = field(default_factory=list)
     code_of: str | None = None
     resume_force: bool = False
+    untrusted: str | None = None
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
@@ -105,7 +107,8 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         merged = _pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
     lasting = _recordable(merged)
     if key == "resume":
-        return Arguments([*merged, pointing], lasting, directories, str(path))
+        user = untrusted_owner(named, path, values.get("trust"))
+        return Arguments([*merged, pointing], lasting, directories, str(path), untrusted=user)
     launched = [*merged, pointing] if lasting != merged else []
     return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
 
@@ -122,14 +125,13 @@ def _pin_checkpoint(overrides: list[str], run: Path, name: str) -> list[str]:
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
     """Return the overrides and the custom directories that a run recorded.
 
-    Raise InputError if the file is damaged, or if another user's directory names code and is not trusted. `named` is
-    how the command names the run, as run=DIR.
+    Raise InputError if the file is damaged, or if another user's directory is not trusted and `check_overrides` refuses
+    an override. `named` is how the command names the run, as run=DIR.
     """
     recorded = read_string_list(run / OVERRIDES)
     directories = [word.removeprefix(_FLAG) for word in recorded if word.startswith(_FLAG)]
     overrides = [word for word in recorded if not word.startswith("--")]
-    check_overrides(named, run, overrides, directories, trust)
-    return overrides, directories
+    return check_overrides(named, run, overrides, directories, trust), directories
 
 
 def _merge(recorded: list[str], given: list[Override]) -> list[str]:
@@ -155,8 +157,9 @@ def _recordable(overrides: list[str]) -> list[str]:
 def _rerun(merged: list[str], path: Path, config_dirs: list[str], code_of: str | None) -> Arguments:
     """Return the arguments of task=rerun; the new run records those of a training run, as the old one did."""
     training = [override for override in merged if override.partition("=")[0] != "task"]
-    threads = (read_result(path) or {}).get("machine", {}).get("threads")
-    if threads and not any(override.startswith("threads=") for override in merged):
+    machine = (read_result(path) or {}).get("machine")
+    threads = machine.get("threads") if isinstance(machine, dict) else None
+    if type(threads) is int and not any(override.startswith("threads=") for override in merged):
         training.append(f"threads={threads}")  # the environment may imply another number now
     overrides = [*training, "task=rerun", f"run='{path}'"]
     return Arguments(overrides, _recordable(training), config_dirs, None, overrides, code_of)
@@ -174,9 +177,16 @@ def _resume_sweep(
         recorded, jobs = read_sweep(path), read_ledger(path)
     except OSError as error:
         raise InputError(f"{named}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
+    trust = values.get("trust")
+    user = untrusted_owner(named, path, trust, (LEDGER,))
     words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
-    check_overrides(named, path, words, recorded.config_dirs, values.get("trust"), (LEDGER,))
-    others = [override for override in given if override.key_or_group not in ("resume", "resume_force")]
+    kept = check_overrides(named, path, words, recorded.config_dirs, trust, (LEDGER,))
+    if moved := [word for word in words if word not in kept]:
+        raise InputError(
+            f"{named} belongs to {user}, and its {LEDGER} sets {moved[0]}, which chooses where results are written; "
+            "if you trust it, add trust=true"
+        )
+    others = [override for override in given if override.key_or_group not in ("resume", "resume_force", "trust")]
     # New jobs are added once; how jobs are run and chosen is recorded.
     lasting = _merge(recorded.typed, [override for override in others if override.is_hydra_override()])
     directories = _merge_dirs(named, recorded.config_dirs, config_dirs)
@@ -184,9 +194,8 @@ def _resume_sweep(
     reads = [each for each in OverridesParser.create().parse_overrides(recorded.typed) if each.key_or_group == "run"]
     read_values = dict(override.partition("=")[::2] for override in recorded.typed) | dict(values)
     code_of = _shared_code(reads[0], read_values, directories)[1] if reads else None
-    return Arguments(
-        _merge(recorded.typed, others), lasting, directories, str(path), code_of=code_of, resume_force=force
-    )
+    merged = _merge(recorded.typed, others)
+    return Arguments(merged, lasting, directories, str(path), code_of=code_of, resume_force=force, untrusted=user)
 
 
 def _code_of(named: str, path: Path, values: Mapping[str, Any]) -> str | None:

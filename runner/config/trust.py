@@ -1,22 +1,49 @@
-"""Run directories of other users are untrusted: unless `trust=` allows it, no code that they name is executed."""
+"""Run directories of other users are untrusted: without `trust=`, their records choose only harmless values."""
 
+import fnmatch
 import functools
 import os
 import pwd
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.schema import GROUPS, NAMED_GROUPS, Config
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, QuotedString, RangeSweep
+from hydra.errors import HydraException
+
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, Config
 from runner.errors import InputError
 from runner.paths import CONF
 from runner.records.custom_code import read_code, targets
+from runner.records.frozen_code import ARCHIVE
+from runner.records.provenance import STATE
 from runner.records.result import RESULT
 from runner.records.run_directory import CONFIG, OVERRIDES
 
 _TARGET = re.compile(r"^\s*_target_:\s*(\S+)", re.MULTILINE)
 _CHOSEN_BY_NAME = {*GROUPS, *NAMED_GROUPS, "experiment"}
+# Keys that choose where results are written: the command line or their defaults decide, never an untrusted record.
+_LOCATIONS = ("name", "outputs", "export.output", "predict.output", "report.output")
+# Numbers, booleans and null of all other keys are harmless, except of these.
+_REFUSED = (
+    *("hydra", "trust", "resume_force", "code", "run", "resume", "launcher", "logger", "parallel.allow_network"),
+    *("init_from.path", "init_from.map", *_LOCATIONS),
+)
+_COUNTS = ("nodes", "node_rank", "nproc_per_node", "gpus_per_node", "cpus_per_node", "max_restarts", "join_timeout_s")
+_NUMBERS = (*(f"launcher.{name}" for name in _COUNTS), "logger.*.images")  # exceptions from _REFUSED
+# Keys whose texts name neither code nor a file, host or command.
+_TEXTS = (
+    *("precision", "memory_format", "sync_batchnorm", "activation_checkpointing", "micro_batches", "on_nonfinite"),
+    *("monitor", "monitor_direction", "split", "transform_targets", "checkpoint.load", "export.format"),
+    *("predict.format", "report.metric", "report.direction", "backend.name", "backend.device", "data.kind"),
+    *("data.unit", "parallel.schedule", "parallel.balance", "parallel.comm_hook", "parallel.updates"),
+    *("parallel.forward", "parallel.rest", "metrics.*.average", "metrics.*.ignore_index", "metrics.*.class_dim"),
+)
+_KEY, _TEXT = re.compile(r"[A-Za-z]\w*(\.[A-Za-z0-9]\w*)*"), re.compile(r"[\w./+-]*")
+_MAX_LENGTH = 2000  # characters of an override
+_FIX = "review these entries; if you trust them, add trust=true"
 
 
 def check_overrides(
@@ -26,34 +53,56 @@ def check_overrides(
     config_dirs: Sequence[str],
     trust: Any,
     files: Sequence[str] = (OVERRIDES,),
-) -> None:
-    """Raise InputError if an untrusted directory of another user names code.
+) -> list[str]:
+    """Return the overrides that apply: of an untrusted directory, those that do not choose where results are written.
 
-    `named` is how the command names the directory, as run=DIR; `files` are those that contain the overrides.
+    Raise InputError if an untrusted directory names code, or sets anything but built-in options, numbers and a few
+    texts. `named` is how the command names the directory, as run=DIR; `files` are those that contain the overrides.
     """
-    user = other_owner(run, (*files, CONFIG))
-    if user is None or _is_trusted(named, run, trust):
-        return
-    code = [f"--config-dir={each}" for each in config_dirs] + [each for each in overrides if _may_run_code(each)]
-    if code:
-        raise InputError(_refusal(named, user, files[0], code[0]))
+    user = untrusted_owner(named, run, trust, files)
+    if user is None:
+        return list(overrides)
+    if config_dirs:
+        raise InputError(_refusal(named, user, files[0], f"--config-dir={config_dirs[0]}"))
+    kept = [each for each in overrides if each.partition("=")[0] not in _LOCATIONS]
+    for each in kept:
+        if not _is_harmless(each):
+            raise InputError(
+                f"{named} belongs to {user}, and its {files[0]} sets {each[:200]}, which could name code, a command, a "
+                f"file or a host; {_FIX}"
+            )
+    return kept
 
 
 def check_targets(run: Path, config: Config, trust: bool) -> None:
-    """Raise InputError if another user's config.yaml names a class that no built-in option names."""
+    """Raise InputError if another user's config.yaml names a class that no built-in option of the group names."""
     user = other_owner(run, (OVERRIDES, CONFIG))
     if user is None or trust:
         return
-    for target in targets(vars(config)):
-        if target not in _builtin_targets():
-            raise InputError(_refusal(str(run), user, CONFIG, f"_target_: {target}"))
+    for key, node in vars(config).items():
+        for target in targets(node):
+            if target not in _builtin_targets(key):
+                raise InputError(_refusal(str(run), user, CONFIG, f"_target_: {target}"))
 
 
 def check_code(named: str, run: Path, trust: Any) -> None:
     """Raise InputError if an untrusted directory of another user contains a copy of custom modules."""
     code = read_code(run)
-    if code is not None and (user := other_owner(run, (OVERRIDES, RESULT))) and not _is_trusted(named, run, trust):
+    if code is None:
+        return
+    copies = (code.directory, *(code.directory / name for name in (STATE, *(m.copy for m in code.modules.values()))))
+    if user := untrusted_owner(named, run, trust, (OVERRIDES, RESULT, *map(str, copies))):
         raise InputError(_refusal(named, user, str(code.directory), next(iter(code.modules))))
+
+
+def untrusted_owner(named: str, run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:
+    """Return the other user who owns the directory, a record or an archive of code in it; None if it is trusted.
+
+    Raise InputError if `trust` is a directory that does not contain the run.
+    """
+    archives = (*run.glob(ARCHIVE), *run.parent.glob(ARCHIVE))  # jobs of a sweep share its archive
+    user = other_owner(run, (*files, CONFIG, *map(str, archives)))
+    return None if user is None or _is_trusted(named, run, trust) else user
 
 
 def other_owner(run: Path, files: Sequence[str]) -> str | None:
@@ -87,23 +136,60 @@ def _is_trusted(named: str, run: Path, trust: Any) -> bool:
 
 
 def _refusal(named: str, user: str, file: str, code: str) -> str:
-    return (
-        f"{named} belongs to {user}, and its {file} names code to run, {code}; review these entries; if you trust "
-        "them, add trust=true"
-    )
+    return f"{named} belongs to {user}, and its {file} names code to run, {code}; {_FIX}"
 
 
-def _may_run_code(override: str) -> bool:
-    """Return True if composing the override could choose anything but a built-in option, or run a shell command."""
-    key, _, value = override.lstrip("+~").partition("=")
-    top = re.split(r"[./@]", key)[0]
-    if any(mark in override for mark in ("_target_", "$", "\\", "..")) or top == "hydra" or "@" in key:
-        return True
-    if top == "launcher" and key != "launcher":
-        return not re.fullmatch(r"[\w.+-]*", value)  # modules, setup and prefix are run by a job's shell
-    return key in _CHOSEN_BY_NAME and ("/" in value or "{" in value)
+def _is_harmless(text: str) -> bool:
+    """Return True if the override only chooses built-in options, numbers, booleans, null or texts of `_TEXTS`."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text[:_MAX_LENGTH]])
+        key = str(override.key_or_group)
+        if len(text) > _MAX_LENGTH or override.package is not None or not _KEY.fullmatch(key):
+            return False
+        leaves = list(_leaves(key, override._value))
+    except (HydraException, RecursionError):
+        return False
+    if key in _CHOSEN_BY_NAME:
+        return all(name == key and (value is None or str(value) in _options(key)) for name, value in leaves)
+    return key.partition(".")[0] in KEYS and all(_is_harmless_value(name, value) for name, value in leaves)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of an override, which may be nested or swept, each with its dotted key."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    elif isinstance(value, (list, ChoiceSweep)):
+        for inner in value if isinstance(value, list) else value.list:
+            yield from _leaves(key, inner)
+    elif isinstance(value, (RangeSweep, IntervalSweep)):
+        yield key, 0
+    else:
+        yield key, value.text if isinstance(value, QuotedString) else value
+
+
+def _is_harmless_value(key: str, value: Any) -> bool:
+    def is_one_of(patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+    if not _KEY.fullmatch(key):  # as _target_ and other keys of Hydra's instantiation
+        return False
+    if isinstance(value, str):
+        return is_one_of(_TEXTS) and _TEXT.fullmatch(value) is not None
+    if not (value is None or isinstance(value, (bool, int, float))):
+        return False
+    is_refused = any(f"{key}.".startswith(f"{name}.") for name in _REFUSED)
+    return not is_refused or is_one_of(_NUMBERS)
 
 
 @functools.cache
-def _builtin_targets() -> frozenset[str]:
-    return frozenset(target for file in CONF.rglob("*.yaml") for target in _TARGET.findall(file.read_text()))
+def _options(group: str) -> frozenset[str]:
+    """Return the built-in options. A job that waits in a queue reads its code in the directory, so it is none."""
+    return frozenset(path.stem for path in (CONF / group).glob("*.yaml")) - (
+        {"slurm"} if group == "launcher" else set()
+    )
+
+
+@functools.cache
+def _builtin_targets(group: str) -> frozenset[str]:
+    return frozenset(target for file in (CONF / group).rglob("*.yaml") for target in _TARGET.findall(file.read_text()))

@@ -16,7 +16,7 @@ from runner.distributed.world import World
 from runner.errors import InputError
 from runner.records.loggers.dashboard import IDS
 from runner.records.monitor import Monitor
-from runner.records.record_files import METRICS, read_mapping, read_metrics
+from runner.records.record_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.result import RESULT
 from runner.records.run_directory import CHECKPOINTS, CONFIG, Request, RunDirectory
 from runner.records.run_lock import DEAD_AFTER_S
@@ -40,6 +40,7 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
         return []
     path = Path(directory)
     try:
+        check_links(path)
         before = read_mapping(path / RESULT) if (path / RESULT).exists() else {}
         if (path / IDS).exists():
             read_mapping(path / IDS)

@@ -1,16 +1,16 @@
 """The attempts of a run, in `attempts.jsonl`: who started each, which values were changed, and how it ended."""
 
 import getpass
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.records.record_files import append_json_lines
+from runner.records.record_files import append_json_lines, parse_json, read_lines
 
 ATTEMPTS = "attempts.jsonl"
 KILLED = "killed"  # the state of an attempt that could not record its end
@@ -53,17 +53,12 @@ class Attempt:
 
 def read_attempts(directory: Path) -> Iterator[Attempt]:
     """Yield the attempts that have ended, in order. Damaged lines are skipped."""
-    try:
-        lines = (directory / ATTEMPTS).read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            attempt = parse_attempt(json.loads(line))
-        except (ValueError, RecursionError):
-            continue
-        if attempt is not None:
-            yield attempt
+    with suppress(OSError):
+        for line in read_lines(directory / ATTEMPTS):
+            with suppress(ValueError, RecursionError):
+                facts = parse_json(line)
+                if isinstance(facts, dict) and (attempt := parse_attempt(facts)) is not None:
+                    yield attempt
 
 
 def parse_attempt(facts: Mapping[str, Any]) -> Attempt | None:

@@ -10,6 +10,9 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
+from runner.errors import printable
+from runner.records.record_files import make_directory, without_links
+
 LOG, LOGS = "log.txt", "logs"  # the log of rank 0, and the directory for those of other ranks
 LOGGER = logging.getLogger("runner")
 
@@ -56,7 +59,7 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     )
     handlers: list[logging.Handler]
     if rank == 0:
-        handlers = [logging.FileHandler(directory / LOG)]
+        handlers = [_FileHandler(directory / LOG)]
         if not any(isinstance(handler, _ConsoleHandler) for handler in LOGGER.handlers):  # in task=compare
             handlers.append(_ConsoleHandler(console))
     else:
@@ -87,18 +90,25 @@ class _Formatter(logging.Formatter):
     """Formats the message, after the level if it is a warning or an error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = printable(super().format(record))
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
-class _LazyFileHandler(logging.FileHandler):
+class _FileHandler(logging.FileHandler):
+    """Appends to the file unless it is a link."""
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, opener=without_links)
+
+
+class _LazyFileHandler(_FileHandler):
     """Creates the file and its directory with the first record."""
 
     def __init__(self, path: Path):
         super().__init__(path, delay=True)
 
     def _open(self) -> Any:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        make_directory(Path(self.baseFilename).parent)
         return super()._open()
 
 

@@ -22,7 +22,7 @@ from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.ledger import is_sweep
 from runner.records.provenance import STATE, original_path
-from runner.records.record_files import dumps, read_mapping
+from runner.records.record_files import dumps, make_directory, read_bytes, read_mapping
 from runner.records.result import read_result
 
 CODE = "code"
@@ -54,7 +54,7 @@ class RecordedCode:
     modules: Mapping[str, CustomModule]
 
     def source(self, name: str) -> bytes:
-        return (self.directory / self.modules[name].copy).read_bytes()
+        return read_bytes(self.directory / self.modules[name].copy)
 
     def current_file(self, name: str) -> Path:
         """Return the module's current file: the imported or original one, or if that is missing, one on sys.path."""
@@ -101,7 +101,7 @@ class ImportedCode:
         if self.hash is None:
             return
         parent = (run.parent if is_sweep(run.parent) else run) / CODE
-        parent.mkdir(exist_ok=True)
+        make_directory(parent)
         if (parent / self.hash).exists():
             return
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))
@@ -152,7 +152,7 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
         for module in modules.values():
             if not (directory / module.copy).resolve().is_relative_to(directory.resolve()):
                 raise ValueError(module.copy)
-            (directory / module.copy).read_bytes()
+            read_bytes(directory / module.copy)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise InputError(
             f"{directory}: the copy of the run's code is damaged ({error}); restore it, or {fix}"

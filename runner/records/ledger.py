@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
-from runner.records.record_files import append_json_lines, parse_metrics, read_json_lines
+from runner.records.record_files import append_json_lines, check_links, parse_metrics, read_json_lines, without_links
 from runner.records.result import RESULT, read_result
 
 LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
@@ -109,8 +109,9 @@ def lock_sweep(directory: Path) -> None:
 
     Raises InputError that names the lock owner if another process has locked it.
     """
+    check_links(directory)
     # The file stays open: closing any descriptor of it would release the lock.
-    file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    file = without_links(str(directory / LOCK), os.O_RDWR | os.O_CREAT)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # child processes, such as loader workers, do not inherit it
     except (BlockingIOError, PermissionError):
@@ -146,7 +147,8 @@ def _is_valid(line: dict[str, Any]) -> bool:
         case {"number": int(), "label": str(label), "overrides": list(overrides)}:
             return bool(_LABEL.fullmatch(label)) and all(isinstance(item, str) for item in overrides)
         case {"number": int(), "state": str(), "at": int() | float()}:
-            return isinstance(line.get("metrics") or {}, dict)
+            texts = all(isinstance(line.get(key) or "", str) for key in ("error", "queued_as", "queue"))
+            return texts and isinstance(line.get("metrics") or {}, dict) and isinstance(line.get("slots", []), list)
     return not line.keys() & {"sweep", "label", "state"}
 
 

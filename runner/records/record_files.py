@@ -1,13 +1,17 @@
 """Reading and writing the JSON, JSON lines and YAML files of runs and sweeps.
 
 Non-finite numbers are stored as `null`, because JSON cannot represent them, and are read back as NaN. The readers check
-the types of the values, because a run directory may belong to another user or may be damaged.
+the types and the size of the values, because a run directory may belong to another user or may be damaged.
 """
 
+import errno
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,9 @@ import yaml
 from runner.errors import InputError
 
 METRICS = "metrics.jsonl"
+MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole; characters of a line
+MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
+_NOT_REGULAR = "it is a link or another special file, which a run does not use; remove it"
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
 
@@ -35,15 +42,56 @@ def parse_metrics(metrics: Any) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
-def write_atomically(path: Path, text: str) -> None:
+def without_links(path: str, flags: int) -> int:
+    """Open a regular file, as the `opener` of `open`. Raise OSError for a link, a pipe, a device or a directory.
+
+    A file of a run directory may be a link that another user has created.
+    """
+    return regular(path, flags | os.O_NOFOLLOW)
+
+
+def regular(path: str, flags: int) -> int:
+    """Open a file as `without_links` does, but follow links, as to a checkpoint that was moved to another disk."""
+    try:
+        file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
+            raise OSError(errno.ELOOP, _NOT_REGULAR, str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.ELOOP, _NOT_REGULAR, str(path))
+    return file
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory in a run directory unless it exists. Raise OSError if it is a link."""
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, _NOT_REGULAR, str(path))
+
+
+def check_links(directory: Path) -> None:
+    """Raise InputError if a run directory contains a link, through which the run would write to another place.
+
+    The directory itself and `checkpoints` may be links of this user, for example to a larger disk.
+    """
+    moved = (directory, directory / "checkpoints")
+    for link in (directory, *(directory.iterdir() if directory.is_dir() else ())):
+        if link.is_symlink() and (link not in moved or os.lstat(link).st_uid != os.geteuid()):
+            raise InputError(f"{link} is a link, and the run would write to another place; remove the link")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the file's content. After a crash, the file has either the old or the new content, never a part of it.
 
-    Bytes that were decoded with `surrogateescape` are written unchanged.
+    Bytes that were decoded with `surrogateescape` are written unchanged. The new file has an unpredictable name until
+    it is complete, and replaces a link instead of following it.
     """
-    partial = path.with_name(path.name + ".tmp")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with partial.open("w", errors="surrogateescape") as file:
-            file.write(text)
+        with open(partial, "xb", opener=without_links) as file:
+            file.write(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -55,10 +103,10 @@ def write_atomically(path: Path, text: str) -> None:
 def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
     """Append the lines with one write, so that concurrent processes do not interleave, and sync the file.
 
-    If a crash has truncated the last line of the file, the new lines start below it.
+    If a crash has truncated the last line of the file, the new lines start below it. Raise OSError for a link.
     """
     text = "".join(dumps(line) + "\n" for line in lines)
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    file = without_links(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(file).st_size
         is_truncated = size > 0 and os.pread(file, 1, size - 1) != b"\n"
@@ -73,21 +121,46 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises OSError, and InputError if a line is JSON but not an object.
     """
-    with path.open(errors="replace") as file:
-        for number, text in enumerate(file, start=1):
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if not isinstance(line, dict):
-                raise InputError(f"{path}, line {number}: {text.strip()[:40]} is not a JSON object; remove the line")
+    for number, text in enumerate(read_lines(path), start=1):
+        try:
+            line = parse_json(text)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(line, dict):
+            raise InputError(f"{path}, line {number}: {text.strip()[:40]} is not a JSON object; remove the line")
+        yield line
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a regular file. Raise OSError, and InputError if a line is longer than MAX_LINE."""
+    with open(path, errors="replace", opener=without_links) as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE)
+            if len(line) == MAX_LINE:
+                raise InputError(f"{path}, line {number} is longer than {MAX_LINE:,} characters; remove the line")
+            if not line:
+                return
             yield line
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file. Raise OSError, and ValueError if it is larger than MAX_BYTES."""
+    with open(path, "rb", opener=without_links) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raise ValueError or RecursionError if it is invalid or nested too deeply."""
+    return _check_size(json.loads(text))
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises InputError for a line without a step."""
     path = directory / METRICS
-    for line in read_json_lines(path) if path.exists() else ():
+    for line in read_json_lines(path) if os.path.lexists(path) else ():
         if type(line.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
         yield parse_metrics(line)
@@ -111,11 +184,33 @@ def read_string_list(path: Path) -> list[str]:
 
 def _parse(path: Path) -> Any:
     try:
-        text = path.read_text()
-        return json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=SAFE_LOADER)
+        text = read_bytes(path)
+        if path.suffix == ".json":
+            return parse_json(text)
+        if b"*" in text:  # each alias may repeat what contains other aliases; the runner writes none
+            aliases = (event for event in yaml.parse(text, Loader=SAFE_LOADER) if isinstance(event, yaml.AliasEvent))
+            if len(list(itertools.islice(aliases, MAX_ALIASES + 1))) > MAX_ALIASES:
+                raise ValueError(f"it has more than {MAX_ALIASES} aliases")
+        return _check_size(yaml.load(text, Loader=SAFE_LOADER))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read ({reason[:200]}); restore the file") from None
+
+
+def _check_size(value: Any) -> Any:
+    """Return the value. Raise ValueError if it is nested too deeply for recursive functions, or has too many parts."""
+    level, count = [value], 0
+    for _ in range(MAX_DEPTH):
+        parts: Iterable[Iterable[Any]] = (
+            each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list, tuple))
+        )
+        level = list(itertools.islice(itertools.chain.from_iterable(parts), MAX_VALUES + 1))
+        count += len(level)
+        if not level or count > MAX_VALUES:
+            break
+    if level:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} levels of nesting")
+    return value
 
 
 def _replace_non_finite(value: Any) -> Any:

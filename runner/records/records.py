@@ -12,7 +12,7 @@ from runner.errors import InputError
 from runner.records.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 from runner.records.monitor import Monitor, recorded_monitor
 from runner.records.record_files import parse_metrics, read_mapping, read_metrics, read_string_list
-from runner.records.result import RESULT
+from runner.records.result import RESULT, valid_result
 from runner.records.run_directory import CONFIG, OVERRIDES
 
 # Keys that only determine where a job ran or where it was stored.
@@ -110,7 +110,7 @@ def read_run(job: JobRecord) -> RunRecord:
     overrides = [text for text in recorded if not text.startswith("--")]
     if not (path / RESULT).exists():  # the job is waiting, or was refused
         return RunRecord(path, job.label, job.state or "not run", overrides, error=job.error or "")
-    result = read_mapping(path / RESULT)
+    result = valid_result(read_mapping(path / RESULT))
     settings = dotted(read_mapping(path / CONFIG)) if (path / CONFIG).exists() else {}
     speed = {key: result.get(key) for key in ("samples_per_second", "seconds")}
     measured = {**parse_metrics(result.get("metrics")), **speed}

@@ -1,15 +1,15 @@
 """The file result.json: facts about a run, and its outcome."""
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from runner.records.console import LOG
-from runner.records.record_files import dumps, parse_metrics, write_atomically
+from runner.records.record_files import dumps, parse_json, parse_metrics, read_bytes, without_links, write_atomically
 
 RESULT = "result.json"
 
@@ -44,13 +44,32 @@ class Result:
     error: str | None = None
 
 
+def _classes(hint: Any) -> tuple[type, ...]:
+    """Return the classes of the values that an annotation allows; an int is a valid float."""
+    hints = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    classes = [get_origin(each) or each for each in hints]
+    return (*classes, int) if float in classes else (*classes,)
+
+
+_TYPES = {name: _classes(hint) for name, hint in get_type_hints(Result).items()}
+
+
 def read_result(path: Path) -> dict[str, Any] | None:
-    """Return the content of a run's result.json, or None if it is missing or damaged. Null metrics become NaN."""
+    """Return the valid values of a run's result.json, or None if it is missing or damaged. Null metrics become NaN.
+
+    The keys state, error and metrics always exist.
+    """
     try:
-        result = json.loads((path / RESULT).read_text())
+        result = parse_json(read_bytes(path / RESULT))
     except (OSError, ValueError, RecursionError):
         return None
-    return result | {"metrics": parse_metrics(result.get("metrics"))} if isinstance(result, dict) else None
+    return valid_result(result) if isinstance(result, dict) else None
+
+
+def valid_result(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a result.json without values of wrong types, as `read_result` does."""
+    valid = {key: value for key, value in result.items() if key not in _TYPES or isinstance(value, _TYPES[key])}
+    return {"state": "running", "error": None, **valid, "metrics": parse_metrics(result.get("metrics"))}
 
 
 def write_result(directory: Path, result: Mapping[str, Any]) -> None:
@@ -87,7 +106,7 @@ def report_failure(directory: Path, text: str) -> None:
     if result is None or result["state"] != "running":
         return
     # The disk may be full; the exit status reports the failure too.
-    with suppress(OSError), (directory / LOG).open("a") as file:
+    with suppress(OSError), open(directory / LOG, "a", opener=without_links) as file:
         file.write(f"error: {text.rstrip()}\n")
     with suppress(OSError):
         write_result(directory, result | {"state": "failed", "error": text})

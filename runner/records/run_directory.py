@@ -23,7 +23,7 @@ from runner.records.provenance import (
     original_path,
     submission_time,
 )
-from runner.records.record_files import METRICS, dumps, read_metrics, write_atomically
+from runner.records.record_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
 from runner.records.run_lock import RunLock, lock_directory
 
@@ -43,6 +43,7 @@ class Request:
     launch_overrides: tuple[str, ...] = ()  # for a launcher's processes, if they differ from `overrides`
     directory_file: str | None = None  # a file to which the path of the run directory is written
     code_of: str | None = None  # the run whose copy of the custom modules is imported; None for the current files
+    untrusted: str | None = None  # the other user who owns `directory`, unless trust= allows to execute its content
 
 
 class RunDirectory:
@@ -178,7 +179,7 @@ class RunDirectory:
             return
         path, line = self.path / METRICS, dumps({"step": step, "epoch": epoch, **metrics})
         try:
-            with path.open("a") as file:
+            with open(path, "a", opener=without_links) as file:
                 file.write(line + "\n")
         except OSError as error:
             raise JobFailed(
@@ -190,7 +191,8 @@ class RunDirectory:
         """Remove the lines of later steps, which will be repeated, and damaged lines from metrics.jsonl."""
         path = self.path / METRICS
         if self.writes and path.exists():
-            text = path.read_text(errors="surrogateescape")
+            with open(path, errors="surrogateescape", opener=without_links) as file:
+                text = file.read()
             kept = "".join(line for line in text.splitlines(keepends=True) if _step_of(line) <= step)
             if kept != text:
                 write_atomically(path, kept)
@@ -226,7 +228,7 @@ def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
 
 
 def _read_text(path: Path) -> str | None:
-    return path.read_text(errors="surrogateescape") if path.exists() else None
+    return read_bytes(path).decode(errors="surrogateescape") if path.exists() else None
 
 
 def _write_text(path: Path, text: str | None) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from runner.errors import InputError, print_messages
 from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
+from runner.records.record_files import parse_json, read_bytes, without_links
 
 HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
@@ -129,14 +130,17 @@ def _lock_files(directory: Path) -> dict[int, Path]:
 
 def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text())
+        found = parse_json(read_bytes(path))
         return found if isinstance(found, dict) else {}
     return {}
 
 
 def _mtime(path: Path) -> float:
     """Return the modification time by the file system's clock, or 0 if the file does not exist."""
-    with suppress(OSError), path.open() as file:  # opening the file makes NFS fetch its current attributes
+    with (
+        suppress(OSError),
+        open(path, opener=without_links) as file,
+    ):  # opening the file makes NFS fetch its current attributes
         return os.fstat(file.fileno()).st_mtime
     return 0.0
 

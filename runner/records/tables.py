@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from runner.errors import printable
 from runner.records.console import is_terminal
 
 WIDTH = 200  # of a table that is not printed to a terminal, in characters
@@ -25,7 +26,7 @@ def text_table(cells: Sequence[Sequence[str]], for_log: bool = False) -> str:
         numeric = name and all(as_number(text.split(" ")[0].replace(",", "")) is not None for text in column if text)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in cells[1:]:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     width = WIDTH if for_log or not is_terminal() else None
     options: dict[str, Any] = {"width": width, "force_terminal": is_terminal(), "force_jupyter": False}
     console = Console(file=io.StringIO(), no_color=True, markup=False, emoji=False, **options)

@@ -12,7 +12,7 @@ from hydra.errors import InstantiationException
 from runner.config.compose import compose
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed, Preempted
+from runner.errors import InputError, JobFailed, Preempted, printable
 from runner.records.ledger import DONE, JobRecord, SweepRecord, is_sweep, read_ledger, unlock_sweep
 from runner.records.monitor import main_metrics
 from runner.records.records import read_jobs
@@ -47,6 +47,7 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
     swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
     sweep = Sweep(rank_info, record, arguments.directory, dict(base.backend), swept_overrides)
     sweep.code_of, sweep.resume_force = arguments.code_of, arguments.resume_force
+    sweep.untrusted = arguments.untrusted
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)
@@ -98,7 +99,7 @@ def print_summary(directory: Path) -> bool:
     if report := closing(runs):
         print(f"{report}\n", flush=True)
     for line in skipped:
-        print(line, flush=True)
+        print(printable(line), flush=True)
     for job in jobs:
         if job.state == "failed":
             print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)

@@ -63,6 +63,7 @@ class Sweep:
     is_new: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
     code_of: str | None = None
+    untrusted: str | None = None
     resume_force: bool = False
 
     def open(
@@ -89,7 +90,7 @@ class Sweep:
         composer = Composer(master, loader)
         composed = [composer.compose(job) for job in jobs]
         configs = [config for config, _ in composed]
-        self.queues, self.dry_run = check_launchers(composed, self.rank_info, adds_jobs=prepare is not None)
+        self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None, self.untrusted)
         check(configs)
         if self.dry_run:
             if self.directory is not None:
@@ -187,6 +188,7 @@ class Sweep:
             choices=choices,
             pruner=self.pruners.get(job.number),
             code_of=self.code_of,
+            untrusted=self.untrusted,
         )
 
     def path(self, job: Job) -> Path:

@@ -24,7 +24,7 @@ from runner.input.pytree import tensors
 from runner.jobs.task import LaunchingTask
 from runner.jobs.trained_model import Trained, restore_model
 from runner.records.provenance import git_state, versions
-from runner.records.record_files import dumps, read_metrics
+from runner.records.record_files import dumps, make_directory, read_metrics
 from runner.records.result import read_result
 from runner.records.run_directory import Request
 from runner.tasks import exported
@@ -68,7 +68,7 @@ def _export(config: Config, request: Request) -> Path:
     trained = restore_model(config, request.choices, run, config.checkpoint.load)
     path = _path_of(config, request, run, trained)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
     except OSError as error:
         raise InputError(f"export.output={path}: cannot create its directory ({error}); choose another one") from None
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as partial:

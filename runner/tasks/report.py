@@ -6,8 +6,9 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
-from runner.errors import InputError
+from runner.errors import InputError, printable
 from runner.jobs.task import LaunchingTask
+from runner.records.record_files import write_atomically
 from runner.records.records import read_jobs
 from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
@@ -46,7 +47,7 @@ class Report(LaunchingTask):
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be written ({error}); name another directory") from None
         if rank_info.rank == 0:  # the files exist already if a reader such as `head` closes the pipe
-            print(as_text(summary), *skipped, f"\nreport: {written}", sep="\n", flush=True)
+            print(as_text(summary), *map(printable, skipped), f"\nreport: {written}", sep="\n", flush=True)
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 
@@ -62,6 +63,6 @@ def _write(summary: Summary, config: Config, paths: list[Path]) -> str:
         directory = new_directory(config.outputs, config.name, prefix="report-")
     title = paths[0].name if len(paths) == 1 else f"{len(summary.jobs)} runs"
     plots = draw(summary, directory)
-    (directory / "report.md").write_text(as_markdown(summary, title, plots))
-    (directory / "report.csv").write_text(as_csv(summary))
+    write_atomically(directory / "report.md", as_markdown(summary, title, plots))
+    write_atomically(directory / "report.csv", as_csv(summary))
     return ", ".join([str(directory / "report.md"), "report.csv", *plots])

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from runner.config.schema import Config
@@ -15,6 +14,7 @@ from runner.errors import InputError
 from runner.jobs.task import JobTask
 from runner.records.custom_code import read_code
 from runner.records.provenance import DIFF
+from runner.records.record_files import read_bytes, read_mapping
 from runner.records.records import LOCATION_KEYS, dotted
 from runner.records.result import read_result
 from runner.records.run_directory import CONFIG, RunDirectory
@@ -39,9 +39,9 @@ class Rerun(JobTask):
         result = read_result(path) or {}
         if result.get("task") not in ("train", "rerun"):
             return [f"run={path} is a run of task={result.get('task')}; task=rerun needs a training run"]
-        if result["state"] != "finished":
+        if result["state"] != "finished" or not result.get("weights_sha256"):
             return [f"run={path} is {result['state']} and has no final weights to compare with; try resume={path}"]
-        if (size := result["world_size"]) != world_size:
+        if (size := result.get("world_size", 1)) != world_size:
             return [
                 f"run={path} had {size} ranks and cannot be repeated to the bit on {world_size}, because sums are "
                 f"rounded differently; start {size} ranks, or add launcher=spawn launcher.nproc_per_node={size}"
@@ -60,7 +60,7 @@ class Rerun(JobTask):
         metrics = Train().run(config, experiment, world, directory, console)
         if not directory.writes:
             return metrics
-        was, now = (read_result(then) or {})["weights_sha256"], directory.result.weights_sha256
+        was, now = (read_result(then) or {}).get("weights_sha256"), directory.result.weights_sha256
         log.info("same weights: %s" if now == was else f"other weights: they were {was} and are %s", now)
         return metrics | {"rerun/same_weights": float(now == was)}
 
@@ -83,10 +83,9 @@ def differences(then: Path, now: RunDirectory) -> list[str]:
 
 
 def _diff(path: Path) -> str:
-    return (path / DIFF).read_text() if (path / DIFF).exists() else ""
+    return read_bytes(path / DIFF).decode(errors="replace") if (path / DIFF).exists() else ""
 
 
 def _settings(path: Path) -> dict[str, Any]:
     """Return the recorded configuration with dotted keys, without IGNORED_KEYS."""
-    recorded = yaml.safe_load((path / CONFIG).read_text())
-    return dotted({key: value for key, value in recorded.items() if key not in IGNORED_KEYS})
+    return dotted({key: value for key, value in read_mapping(path / CONFIG).items() if key not in IGNORED_KEYS})

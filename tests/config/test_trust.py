@@ -12,6 +12,7 @@ import yaml
 import runner
 from runner.config.resume import add_recorded
 from runner.errors import InputError
+from runner.records.frozen_code import freeze
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=2")
 OTHER_UID = 54321  # a uid that no user has
@@ -92,21 +93,83 @@ def test_untrusted_code_is_not_imported(
 
 
 @pytest.mark.fault("a malicious run directory", outcome="refused")
-def test_untrusted_override_that_names_code_is_refused(run: Path, give_away: Callable[..., None]) -> None:
+def test_untrusted_override_is_refused(run: Path, give_away: Callable[..., None]) -> None:
     give_away(run / "overrides.yaml")
     for word in (
-        "model._target_=os.system",
-        "+callbacks.x={_target_: trap.Trap}",
-        "hydra.searchpath=[file:///tmp/evil]",
-        "model=../../../tmp/evil",
-        "data=/tmp/evil",
-        "model@data=mlp",
-        "name=${oc.env:HOME}",
-        "launcher.prefix='sh -c evil'",
+        *("model._target_=os.system", "model._partial_=true", "+callbacks.x={_target_: trap.Trap}", "model@data=mlp"),
+        *("hydra.searchpath=[file:///tmp/evil]", "hydra/launcher=slots", "model=../../../tmp/evil", "data=/tmp/evil"),
+        *("model=glob(*)", "monitor=${oc.env:HOME}", "launcher=slurm", "launcher.prefix=evil", "launcher.venv=evil"),
+        *("launcher.venv=1", "launcher.env={PYTHONINSPECT:1}", "launcher.setup=[evil]", "logger.mlflow.uri=evil"),
+        *("backend.init=tcp://evil:1", "parallel.allow_network=true", "init_from={path:5}", "data.root=evil"),
+        *(
+            "trust=true",
+            "resume_force=true",
+            "report.runs=[evil]",
+            "export={output:evil}",
+            "seed=[[",
+            f"seed={'[' * 3000}",
+        ),
     ):
         (run / "overrides.yaml").write_text(yaml.safe_dump([*SMALL, word]))
-        with pytest.raises(InputError, match=re.escape(f"names code to run, {word}")):
+        with pytest.raises(InputError, match=re.escape(f"its overrides.yaml sets {word[:200]}, which could name code")):
             add_recorded(["task=evaluate", f"run={run}"], [], multirun=False)
+
+
+def test_untrusted_override_that_is_harmless_applies(run: Path, give_away: Callable[..., None]) -> None:
+    give_away(run)
+    harmless = [
+        *("model=mlp", "logger=[csv,tensorboard]", "experiment=digits", "launcher=spawn", "launcher.nproc_per_node=4"),
+        *("monitor=val/loss", "precision='fp64'", "micro_batches=auto", "+optimizer.foreach=true", "~callbacks"),
+        *("logger.csv.images=false", "metrics.f1.average=micro", "checkpoint={keep:3,every_steps:null}"),
+    ]
+    (run / "overrides.yaml").write_text(yaml.safe_dump(harmless))
+    assert add_recorded(["task=evaluate", f"run={run}"], [], multirun=False).overrides[: len(harmless)] == harmless
+
+
+@pytest.mark.fault("a malicious run directory", outcome="refused")
+def test_untrusted_record_does_not_choose_where_results_are_written(
+    run: Path, give_away: Callable[..., None], here: Callable[..., int], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("predictions.csv", "model.safetensors"):
+        (mine / name).write_text("mine")
+    before = {path: path.read_text() for path in mine.iterdir()}
+    locations = [f"predict.output={mine}/predictions.csv", f"export.output={mine}/model.safetensors"]
+    locations += [f"report.output={mine}", f"outputs={mine}", "name=theirs"]
+    (run / "overrides.yaml").write_text(yaml.safe_dump([*SMALL, *locations]))
+    give_away(run)
+    for task in ("predict", "export", "evaluate"):
+        assert here(f"task={task}", f"run={run}") == 0
+    assert here(f"resume={run}", "max_steps=3") == 0
+    assert {path: path.read_text() for path in mine.iterdir()} == before
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"run"}
+
+
+@pytest.mark.fault("a malicious run directory", outcome="refused")
+def test_code_in_an_untrusted_directory_is_not_submitted(
+    run: Path,
+    give_away: Callable[..., None],
+    here: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "bin").mkdir()
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ncat $2 > {tmp_path}/submitted\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    archive = freeze(run, []).path
+    for owned in (archive, run):
+        give_away(owned)
+        assert here(f"resume={run}", "max_steps=3", "launcher=slurm") == 2
+        assert (
+            "launcher=slurm: a job runs code from its directory, which belongs to uid 54321" in capsys.readouterr().err
+        )
+    assert not (tmp_path / "submitted").exists()
+    assert here(f"resume={run}", "max_steps=3", "launcher=slurm", "parallel=ddp", "trust=true") == 0
+    assert archive.name in (tmp_path / "submitted").read_text()
 
 
 def test_untrusted_run_without_custom_code_is_read(
@@ -140,6 +203,16 @@ def test_untrusted_sweep_is_only_read_as_data(
     assert "resume=last belongs to uid 54321, and its ledger.jsonl names code to run" in capsys.readouterr().err
     assert here("task=report", "run=last") == 0  # reads it as data
     assert not (tmp_path / "sentinel").exists()
+    for word, refusal in {"launcher.prefix=evil": "could name code", "predict.output=/evil": "chooses where"}.items():
+        record["sweep"] |= {"config_dirs": [], "typed": [*SMALL, word]}
+        ledger.write_text("\n".join([json.dumps(record), *others]) + "\n")
+        assert here("-m", "resume=last", "seed=2") == 2
+        reported = capsys.readouterr().err
+        assert f"its ledger.jsonl sets {word}" in reported and refusal in reported
+    ledger.write_text("\n".join([first, *others]) + "\n")
+    assert here("-m", "resume=last", "seed=2", "launcher=slurm") == 2
+    assert "launcher=slurm: a job runs code from its directory" in capsys.readouterr().err
+    assert here("-m", "resume=last", "seed=2", "trust=true") == 0
 
 
 @pytest.mark.fault("a record file with unexpected content", outcome="refused")

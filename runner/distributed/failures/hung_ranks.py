@@ -77,7 +77,10 @@ def save_stacks(process: RankProcess, directory: Path | None) -> str:
     if stacks and directory is not None:
         with contextlib.suppress(OSError):  # a full disk
             directory.mkdir(exist_ok=True)
-            _stacks_file(process, directory).write_text(stacks + "\n")
+            file = _stacks_file(process, directory)
+            file.unlink(missing_ok=True)  # another user may have created a link
+            with file.open("x") as opened:
+                opened.write(stacks + "\n")
     return stacks
 
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
 from runner.errors import InputError, JobFailed
+from runner.records.record_files import make_directory, write_atomically
 from runner.records.result import read_result
 
 JOB = Path("slurm") / "job"  # the file with the id of the directory's last job
@@ -31,9 +32,9 @@ def submit(script: str, directory: Path, name: str = "job.sh") -> str:
 
     Raises InputError if sbatch refuses it, and JobFailed if Slurm does not respond in time and may have accepted it.
     """
-    (directory / "slurm").mkdir(exist_ok=True)
+    make_directory(directory / "slurm")
     path = directory / "slurm" / name
-    path.write_text(script)
+    write_atomically(path, script)
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
         text = f"launcher=slurm: sbatch failed: {' '.join(done.stderr.split())}"
@@ -43,7 +44,7 @@ def submit(script: str, directory: Path, name: str = "job.sh") -> str:
         print(text, file=sys.stderr, flush=True)
         raise JobFailed(text)
     job = done.stdout.strip().split(";")[0]  # a federation appends the cluster
-    (directory / JOB).write_text(f"{job}\n")
+    write_atomically(directory / JOB, f"{job}\n")
     return job
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runner.records.loggers.contract import Logger, RunOutcome
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.record_files import write_atomically
+from runner.records.record_files import without_links, write_atomically
 from runner.records.records import Trial
 from runner.records.tables import csv_table
 
@@ -36,7 +36,8 @@ class Csv(Logger):
         path, lines = Path(self._directory, TABLE), list(logged_metrics(self._directory))
         self._columns = list(dict.fromkeys(["step", *(name for _, metrics in lines for name in metrics)]))
         write_atomically(path, csv_table([self._columns, *(self._row(*line) for line in lines)]))
-        self._file = path.open("a", newline="", buffering=1)  # line buffering, for programs that watch the file
+        # line buffering, for programs that watch the file
+        self._file = open(path, "a", newline="", buffering=1, opener=without_links)  # noqa: SIM115  # `close` closes it
 
     def _row(self, step: int, metrics: dict[str, float]) -> list[str]:
         values = {"step": str(step)} | {name: repr(float(value)) for name, value in metrics.items()}

@@ -17,6 +17,7 @@ from runner.errors import require_packages
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
 from runner.records.loggers.dashboard import BackgroundThread, History, RunFacts, read_ids, save_id
 from runner.records.loggers.images import draw_confusion
+from runner.records.record_files import without_links
 from runner.records.records import Trial, dotted, to_text
 
 STORE, ARTIFACTS, LOCK = "mlflow.db", "mlflow-artifacts", ".mlflow.lock"  # in the directory of all runs
@@ -111,7 +112,7 @@ class MLflow(Logger):
 
         with ExitStack() as stack:
             if uri.startswith("sqlite:"):  # otherwise several processes could create its tables at the same time
-                file = stack.enter_context((facts.outputs / LOCK).open("w"))
+                file = stack.enter_context(open(facts.outputs / LOCK, "w", opener=without_links))
                 fcntl.flock(file, fcntl.LOCK_EX)
             self._client = MlflowClient(tracking_uri=uri)
             if run_id is None:

@@ -1,11 +1,13 @@
 """A report as plots: the metric by each key, and the learning curves."""
 
+import io
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.records.monitor import LOSS
+from runner.records.record_files import write_atomically
 from runner.records.report.statistics import Mean, Row, Summary
 from runner.records.tables import as_number
 
@@ -20,7 +22,8 @@ def draw(report: Summary, directory: Path) -> list[str]:
         if figure is None:
             (directory / name).unlink(missing_ok=True)  # of an earlier report
             continue
-        figure.savefig(directory / name, dpi=100)
+        figure.savefig(image := io.BytesIO(), dpi=100)
+        write_atomically(directory / name, image.getvalue())
         names.append(name)
     return names
 

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from runner.errors import printable
 from runner.records.attempts import last_line
 from runner.records.monitor import LOSS, evaluation_metrics
 from runner.records.records import RunRecord, finished_jobs
@@ -95,9 +96,9 @@ def as_text(report: Summary) -> str:
     """Return the report for the terminal."""
     parts = [text_table(table(report))]
     if lines := best(report):
-        parts.append("\n".join(lines))
+        parts.append(printable("\n".join(lines)))
     if lines := holes(report):
-        parts.append("\n".join(lines))
+        parts.append(printable("\n".join(lines)))
     if any(len(values) > 1 for values in report.effects.values()) and len(report.rows) > 2:
         parts.append(text_table(effects(report)))
     if report.unfinished:
@@ -121,7 +122,7 @@ def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
     if report.unfinished:
         parts += ["## Unfinished jobs", markdown_table(failures(report))]
     parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in plots]
-    return "\n\n".join(parts) + "\n"
+    return printable("\n\n".join(parts)) + "\n"
 
 
 def as_csv(report: Summary) -> str:
@@ -134,7 +135,7 @@ def as_csv(report: Summary) -> str:
         numbers = [value for mean in means for value in ((mean.value, mean.deviation) if mean else (None, None))]
         directories = " ".join(str(job.directory) for job in row.jobs)
         rows.append([*row.values.values(), len(row.jobs), len(row.finished), *numbers, directories])
-    return csv_table(rows)
+    return printable(csv_table(rows))
 
 
 def _metrics(report: Summary) -> list[str]:

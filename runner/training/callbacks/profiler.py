@@ -3,12 +3,14 @@
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.profiler import profile, schedule
 
 from runner.distributed.environment import quiet_profiler
+from runner.records.record_files import make_directory
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,10 @@ class Profiler(Callback):
 
 
 def _save_trace(profiler: Any, path: Path, steps: int, device: torch.device) -> None:
-    path.parent.mkdir(exist_ok=True)
-    profiler.export_chrome_trace(str(path))
+    make_directory(path.parent)
+    with TemporaryDirectory(dir=path.parent) as partial:
+        profiler.export_chrome_trace(f"{partial}/{path.name}")
+        Path(partial, path.name).replace(path)
     order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     for line in profiler.key_averages().table(sort_by=order, row_limit=LISTED).splitlines():
         log.info("%s", line.rstrip())

@@ -1,0 +1,147 @@
+"""Links, pipes and devices in a run directory: no write follows them. Another user may have created them."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.errors import JobFailed
+from runner.launchers.slurm.queue import submit
+from runner.records.attempts import Attempt, append_attempt
+from runner.records.console import LOGGER, logging_to
+from runner.records.custom_code import CustomModule, ImportedCode
+from runner.records.ledger import lock_sweep
+from runner.records.record_files import check_links, write_atomically
+from runner.records.result import report_failure
+from runner.records.run_directory import RunDirectory
+
+SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=2")
+pytestmark = pytest.mark.fault("a link in a run directory", outcome="refused")
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A file outside of the run directory, to which links point."""
+    path = tmp_path / "mine.txt"
+    path.write_text('{"state": "running"}\n')
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, here: Callable[..., int]) -> Path:
+    assert here(*SMALL) == 0
+    return next((tmp_path / "outputs" / "run").iterdir())
+
+
+def test_a_whole_file_replaces_a_link(tmp_path: Path, mine: Path) -> None:
+    (tmp_path / "report.md").symlink_to(mine)
+    (tmp_path / "report.md.tmp").symlink_to(mine)  # the name of the partial file cannot be predicted
+    before = mine.read_text()
+    write_atomically(tmp_path / "report.md", "new")
+    write_atomically(tmp_path / "plot.png", b"\x89PNG")
+    assert mine.read_text() == before and (tmp_path / "plot.png").read_bytes() == b"\x89PNG"
+    assert not (tmp_path / "report.md").is_symlink() and (tmp_path / "report.md").read_text() == "new"
+    assert (tmp_path / "report.md").stat().st_mode == (tmp_path / "mine.txt").stat().st_mode
+    assert not list(tmp_path.glob(".*"))
+
+
+def log_a_warning(directory: Path) -> None:
+    with logging_to(1, directory):
+        logging.raiseExceptions = False
+        LOGGER.warning("text")
+
+
+APPENDS: dict[str, Callable[[Path], object]] = {
+    "attempts.jsonl": lambda directory: append_attempt(directory, Attempt(1)),
+    "metrics.jsonl": lambda directory: RunDirectory(directory).log_metrics(1, 0, {"train/loss": 0.5}),
+    "log.txt": lambda directory: logging_to(0, directory).__enter__(),
+    "sweep.lock": lock_sweep,
+}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", APPENDS)
+def test_an_append_refuses_a_link(name: str, kind: str, tmp_path: Path, mine: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    if kind == "link":
+        (directory / name).symlink_to(mine)
+    else:
+        os.mkfifo(directory / name)
+    before = mine.read_text()
+    with pytest.raises((OSError, JobFailed, ValueError), match="is a link"):
+        APPENDS[name](directory)
+    assert mine.read_text() == before
+
+
+def test_logs_of_other_ranks_and_of_failures_do_not_follow_links(tmp_path: Path, mine: Path) -> None:
+    before = mine.read_text()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.txt").symlink_to(mine)
+    with logging_to(1, tmp_path), pytest.raises(OSError, match="is a link"):
+        LOGGER.handlers[-1].acquire()
+        LOGGER.handlers[-1]._open()  # type: ignore[attr-defined]
+    (tmp_path / "log.txt").symlink_to(mine)
+    (tmp_path / "result.json").write_text('{"state": "running"}')
+    report_failure(tmp_path, "rank 1 has died")
+    assert mine.read_text() == before
+
+
+def test_directories_that_are_links_are_refused(tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "run"
+    (tmp_path / "other").mkdir()
+    theirs.mkdir()
+    for name in ("code", "slurm"):
+        (theirs / name).symlink_to(tmp_path / "other")
+    code = ImportedCode({"a": CustomModule("/a.py", "a.py", True)}, {"a": b""})
+    with pytest.raises(OSError, match="is a link"):
+        code.write(theirs)
+    with pytest.raises(OSError, match="is a link"):
+        submit("#!/bin/sh\n", theirs)
+    assert not list((tmp_path / "other").iterdir())
+    for name in ("code", "slurm"):
+        (theirs / name).unlink()
+    (theirs / "checkpoints").symlink_to(tmp_path / "other")
+    check_links(theirs)  # this user has moved them to another disk
+    monkeypatch.setattr("runner.records.record_files.os.geteuid", lambda: 54321)
+    with pytest.raises(ValueError, match="checkpoints is a link"):
+        check_links(theirs)
+
+
+def test_a_report_and_an_export_do_not_follow_links(run: Path, mine: Path, here: Callable[..., int]) -> None:
+    before = mine.read_text()
+    names = ("report.md", "report.csv", "learning_curves.png")
+    for name in names:
+        (run / name).symlink_to(mine)
+    assert here("task=report", f"run={run}") == 0
+    assert not any((run / name).is_symlink() for name in names)
+    (mine.parent / "other").mkdir()
+    (run / "export").symlink_to(mine.parent / "other")
+    assert here("task=export", f"run={run}") == 2
+    assert not list((mine.parent / "other").iterdir())
+    (run / "export").unlink()
+    (run / "export").mkdir()
+    (run / "export" / "mlp-step_2.safetensors").symlink_to(mine)
+    (run / "export" / "mlp-step_2.safetensors.json").symlink_to(mine)
+    assert here("task=export", f"run={run}") == 0
+    assert mine.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "logs", "checkpoints/step_3.tmp"])
+def test_a_resumed_run_does_not_write_through_links(
+    name: str, run: Path, mine: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine.parent / "other").mkdir()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(mine if "." in name and "/" not in name else mine.parent / "other")
+    before = mine.read_text()
+    nested = "/" in name
+    assert here(f"resume={run}", "max_steps=3", "profile=true") == (1 if nested else 2)
+    assert mine.read_text() == before and not list((mine.parent / "other").iterdir())
+    reported = capsys.readouterr()
+    if nested:
+        (run / name).unlink()  # otherwise a partial checkpoint would be left behind
+    else:
+        assert len(reported.err.splitlines()) == 1 and f"{name} is a link" in reported.err
