@@ -1,7 +1,8 @@
 """`resume=` and `run=`: the overrides that an earlier run or sweep recorded, merged with those of the command line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
 OF_TRAINING = ("profile", "debug")  # not inherited by tasks that do not train, which reject them
 NOT_RECORDED = ("resume_force", "trust", "code")
+LAST, ANY_NAME = "last", "*"  # resume=last name=* resumes the newest run of all names
 _FLAG = "--config-dir="
 
 
@@ -66,6 +68,11 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     task = str(values.get("task", "train"))
     pointers = (override for override in given if override.key_or_group in ("run", "resume"))
     pointer = next((override for override in pointers if override.value() is not None), None)
+    if pointer and pointer.value() == LAST and values.get("name") == ANY_NAME:
+        kind = "sweep or run" if task == READS_RECORDS else "sweep" if multirun and "resume" in values else "run"
+        path = _find(pointer.key_or_group, values, kind)
+        others = [override for override in overrides if key_of(override) not in ("name", pointer.key_or_group)]
+        return add_recorded([*others, f"{pointer.key_or_group}='{path}'"], config_dirs, multirun)
     if multirun and pointer and pointer.key_or_group == "resume":
         return _resume_sweep(pointer, given, values, config_dirs)
     if task == READS_RECORDS:
@@ -229,10 +236,11 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
 def _find(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
     """Return the directory that the key names; `kind` is a key of `_NEWEST`."""
     value, file = str(values[key]), LEDGER if kind == "sweep" else OVERRIDES
-    if value == "last":
-        parent = Path(str(values.get("outputs", "outputs"))).absolute() / str(values.get("name", "run"))
-        if (path := _NEWEST[kind](parent)) is None:
-            raise InputError(f"{key}=last: there is no {kind} under {parent}; set name=, outputs= or {key}=DIR")
+    if value == LAST:
+        outputs, name = Path(str(values.get("outputs", "outputs"))).absolute(), str(values.get("name", "run"))
+        parents = [path for path in outputs.glob("*") if path.is_dir()] if name == ANY_NAME else [outputs / name]
+        if (path := _NEWEST[kind](parents)) is None:
+            raise InputError(f"{key}=last: there is no {kind} under {outputs / name}; set name=, outputs= or {key}=DIR")
         return path
     path = Path(value).absolute()
     if kind == "sweep or run":
@@ -246,12 +254,12 @@ def _find(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
     return path
 
 
-def _newest_sweep(parent: Path) -> Path | None:
-    return max((path.parent for path in parent.glob(f"sweep-*/{LEDGER}")), default=None)  # the names contain the time
-
-
 # The functions that find the directory of run=last or resume=last, by what the command reads.
-_NEWEST = {"run": newest_training_run, "sweep": _newest_sweep, "sweep or run": newest_record}
+_NEWEST: dict[str, Callable[[list[Path]], Path | None]] = {
+    "run": newest_training_run,
+    "sweep": partial(newest_record, files=(LEDGER,)),
+    "sweep or run": newest_record,
+}
 
 
 def _with_full_key(override: str) -> str:

@@ -7,7 +7,10 @@ the types of the values, because a run directory may belong to another user or m
 import json
 import math
 import os
+import re
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import yaml
 from runner.errors import InputError
 
 METRICS = "metrics.jsonl"
+_WRITTEN = re.compile(rb'(?:\{"step": \d+, "epoch": [^\n]*\n)*')
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
 
@@ -93,12 +97,28 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
         yield parse_metrics(line)
 
 
+def check_metrics(directory: Path) -> None:
+    """Raise InputError as `read_metrics`. Lines as the runner writes them are not parsed."""
+    with suppress(FileNotFoundError):
+        if not _WRITTEN.fullmatch(read_bytes(directory / METRICS)):
+            deque(read_metrics(directory), maxlen=0)
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file. Raises InputError if the file contains anything else."""
     found = _parse(path)
     if not isinstance(found, dict):
         raise InputError(f"{path} must contain a mapping; restore the file")
     return found
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Return the content of a file. Raises OSError. Faster than `Path.read_bytes`, for many small files."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, os.fstat(file).st_size)
+    finally:
+        os.close(file)
 
 
 def read_string_list(path: Path) -> list[str]:
@@ -111,7 +131,7 @@ def read_string_list(path: Path) -> list[str]:
 
 def _parse(path: Path) -> Any:
     try:
-        text = path.read_text()
+        text = read_bytes(path).decode()
         return json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=SAFE_LOADER)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
