@@ -1,4 +1,4 @@
-"""The commands `python -m runner runs ...`, which list and manage runs. They import neither torch nor Hydra."""
+"""The commands `python -m runner runs ...`, which list and manage runs without importing torch."""
 
 import os
 import shutil
