@@ -4,6 +4,7 @@ torch is imported only for a run or a sweep, so that --help, --cfg and completio
 """
 
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ def main() -> int:
         sys.path.append(os.getcwd())  # as `python -m` does for the console script
     init = "env"
     try:
+        if sys.argv[1:2] == ["runs"]:
+            from runner.api.run_commands import run_command
+
+            return run_command(sys.argv[2:])
         args = _read_flags()
         init = _find_init(args.overrides)
         if args.help:
@@ -66,6 +71,11 @@ def _read_flags() -> Namespace:
 
     parser.error = refuse  # type: ignore[method-assign]  # argparse would print the usage in eight lines
     args, unknown = parser.parse_known_intermixed_args()
+    if args.overrides and not args.help and re.fullmatch(r"\w+", args.overrides[0]):
+        from runner.api.run_commands import suggest
+
+        if command := suggest(args.overrides):
+            raise InputError(f"{' '.join(args.overrides)}: not KEY=VALUE; did you mean {command}?")
     if unknown:
         key, _, value = unknown[0].lstrip("-").partition("=")
         raise InputError(f"{unknown[0]}: no such flag; " + (f"type {key}={value}" if value else "--help lists them"))

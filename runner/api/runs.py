@@ -1,6 +1,5 @@
 """Runs on disk: `open_run`, `runs` and `table`. The custom code of a run is imported only to load its model."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,13 @@ from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.config.custom_dirs import fresh_imports
 from runner.errors import InputError, printable
 from runner.records.custom_code import read_code
+from runner.records.labels import read_labels
 from runner.records.monitor import Monitor
 from runner.records.record_files import read_mapping, read_metrics
-from runner.records.records import RunRecord, newest_training_run, read_run, single_run, varied_keys
-from runner.records.result import read_result
+from runner.records.records import RunRecord, find_records, newest_training_run, read_run, single_run, varied_keys
+from runner.records.result import current_state, read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
+from runner.records.start_time import in_order
 from runner.records.tables import as_number
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """running, finished, failed, preempted or pruned. The state of a killed run remains running."""
-        return str(self.result.get("state", "not run"))
+        """running, finished, failed, preempted or pruned; lost if its process was killed while the run was running."""
+        return current_state(self.path, self.result.get("state", "not run"))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -56,6 +57,16 @@ class Run:
     def monitor(self) -> Monitor | None:
         """The metric by which runs are compared: name and direction (min or max); None if it was not measured."""
         return read_run(single_run(self.path)).monitor
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags that `python -m runner runs tag` has added."""
+        return read_labels(self.path).tags
+
+    @property
+    def note(self) -> str:
+        """The note that `python -m runner runs note` has set; empty if there is none."""
+        return read_labels(self.path).note
 
     @property
     def metrics(self) -> dict[str, Column]:
@@ -151,7 +162,7 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
     """
     if str(path) == "last":
         directory = Path("outputs", "run").absolute()
-        newest = newest_training_run(directory)
+        newest = newest_training_run([directory])
         if newest is None:
             raise InputError(f"open_run('last'): there is no training run in {directory}; name the run directory")
         return Run(newest, trust)
@@ -167,8 +178,7 @@ def runs(folder: str | Path = "outputs") -> list[Run]:
     """
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is no directory; name one that contains runs, such as outputs")
-    found = [path.parent for path in Path(folder).rglob(OVERRIDES)]
-    return [Run(path) for path in sorted(found, key=_started)]
+    return [Run(path) for path in in_order(path for path, is_sweep in find_records(folder) if not is_sweep)]
 
 
 def table(chosen: Sequence[Run]) -> dict[str, Column]:
@@ -191,18 +201,11 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
 def _value(record: RunRecord, key: str) -> Any:
     """Return the value in the run's configuration, or else in its overrides; an empty string if neither has it."""
     text = record.value(key)
-    number = as_number(text)
-    return record.settings.get(key, text if number is None else number)
+    number = int(text) if text.isdecimal() else as_number(text)
+    return record.settings.get(key, text) if number is None else number
 
 
 def _as_column(values: list[Any]) -> Column:
     if all(isinstance(value, (int, float)) or value == "" for value in values):
         return np.array([np.nan if value == "" else value for value in values])
     return np.array([str(value) for value in values], dtype=object)
-
-
-def _started(path: Path) -> tuple[list[int], Path]:
-    """Return a sort key: the numbers in the name of the run, or of its sweep and of the job."""
-    is_job = path.parent.name.startswith("sweep-")
-    names = [path.parent.name, path.name.partition("-")[0]] if is_job else [path.name]
-    return [int(number) for name in names for number in re.findall(r"\d+", name)], path

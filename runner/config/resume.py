@@ -1,7 +1,8 @@
 """`resume=`, `fork=` and `run=`: the overrides of an earlier run or sweep, merged with those of the command line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ OF_START = ("fork", "checkpoint.load")  # the checkpoint from which a run starte
 OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do not train, which reject them
 NOT_RECORDED = ("resume_force", "trust", "code")
 POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
+ANY_NAME = "*"  # resume=last name=* resumes the newest run of all names
 _FLAG = "--config-dir="
 
 
@@ -73,6 +75,11 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     if len({override.key_or_group for override in pointers}) > 1:
         raise InputError(f"{' and '.join(str(each.input_line) for each in pointers)} exclude each other; drop one")
     pointer = pointers[0] if pointers else None
+    if pointer and pointer.value() == LAST and values.get("name") == ANY_NAME:
+        kind = "sweep or run" if task == READS_RECORDS else "sweep" if multirun and "resume" in values else "run"
+        path = _find(pointer.key_or_group, values, kind)
+        others = [override for override in overrides if key_of(override) not in ("name", pointer.key_or_group)]
+        return add_recorded([*others, f"{pointer.key_or_group}='{path}'"], config_dirs, multirun)
     if multirun and pointer and pointer.key_or_group == "resume":
         return _resume_sweep(pointer, given, values, config_dirs)
     if task == READS_RECORDS:
@@ -261,10 +268,11 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
 def _find(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
     """Return the directory that the key names; `kind` is a key of `_NEWEST`."""
     value, file = str(values[key]), LEDGER if kind == "sweep" else OVERRIDES
-    if value == "last":
-        parent = Path(str(values.get("outputs", "outputs"))).absolute() / str(values.get("name", "run"))
-        if (path := _NEWEST[kind](parent)) is None:
-            raise InputError(f"{key}=last: there is no {kind} under {parent}; set name=, outputs= or {key}=DIR")
+    if value == LAST:
+        outputs, name = Path(str(values.get("outputs", "outputs"))).absolute(), str(values.get("name", "run"))
+        parents = [path for path in outputs.glob("*") if path.is_dir()] if name == ANY_NAME else [outputs / name]
+        if (path := _NEWEST[kind](parents)) is None:
+            raise InputError(f"{key}=last: there is no {kind} under {outputs / name}; set name=, outputs= or {key}=DIR")
         return path
     path = Path(value).absolute()
     if kind == "sweep or run":
@@ -278,12 +286,12 @@ def _find(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
     return path
 
 
-def _newest_sweep(parent: Path) -> Path | None:
-    return max((path.parent for path in parent.glob(f"sweep-*/{LEDGER}")), default=None)  # the names contain the time
-
-
 # The functions that find the directory of run=last or resume=last, by what the command reads.
-_NEWEST = {"run": newest_training_run, "sweep": _newest_sweep, "sweep or run": newest_record}
+_NEWEST: dict[str, Callable[[list[Path]], Path | None]] = {
+    "run": newest_training_run,
+    "sweep": partial(newest_record, files=(LEDGER,)),
+    "sweep or run": newest_record,
+}
 
 
 def _with_full_key(override: str) -> str:

@@ -18,13 +18,14 @@ from typing import Any
 
 from runner.errors import InputError
 from runner.records.record_files import append_json_lines, check_links, parse_metrics, read_json_lines, without_links
-from runner.records.result import RESULT, read_result
+from runner.records.result import RESULT, RUNNING, current_state, read_result
+from runner.records.run_lock import RunLock, find_owner, lock_directory
 
 LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
 DONE = ("finished", "pruned")
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_locks: dict[Path, int] = {}  # by sweep of this process, the descriptor of its lock file
+_locks: dict[Path, tuple[int, RunLock]] = {}  # by sweep of this process: the descriptor of sweep.lock, and its lock
 
 
 @dataclass
@@ -65,8 +66,10 @@ def read_ledger(directory: Path) -> list[JobRecord]:
     """Return the jobs, sorted by number. Raises OSError if the ledger is missing and InputError if it is damaged.
 
     A run's result.json takes precedence if the run is finished or pruned: the sweep may have been killed before it
-    wrote the line in the ledger, or the job was resumed as a single run.
+    wrote the line in the ledger, or the job was resumed as a single run. The state of a running job is lost if neither
+    its process nor the process of the sweep is alive.
     """
+    sweep_owner = find_owner(directory)  # before the states are read, so that a job that ends meanwhile is not lost
     jobs: dict[int, JobRecord] = {}
     for line in _read_lines(directory):
         if "label" in line:
@@ -83,6 +86,10 @@ def read_ledger(directory: Path) -> list[JobRecord]:
                     job.state, job.error = result["state"], result["error"]
             elif job.error is None:
                 job.error = result["error"]
+        if job.state == RUNNING:
+            # The sweep's process starts the job, which locks its own directory after it has loaded its data.
+            owner = find_owner(job.directory) or sweep_owner
+            job.state = RUNNING if owner and owner.is_alive else current_state(job.directory, RUNNING)
     return sorted(jobs.values(), key=lambda job: job.number)
 
 
@@ -107,6 +114,7 @@ def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
 def lock_sweep(directory: Path) -> None:
     """Lock the sweep for this process until `unlock_sweep`, or until the process exits.
 
+    sweep.lock is a lock of the operating system. The lock file of `lock_directory` shows readers that the sweep runs.
     Raises InputError that names the lock owner if another process has locked it.
     """
     check_links(directory)
@@ -122,13 +130,19 @@ def lock_sweep(directory: Path) -> None:
         pass  # a file system without locks
     os.ftruncate(file, 0)
     os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    _locks[directory] = file
+    try:
+        _locks[directory] = file, lock_directory(directory)
+    except InputError:
+        os.close(file)
+        raise
 
 
 def unlock_sweep(directory: Path) -> None:
     """Release the lock, if this process owns it."""
     if directory in _locks:
-        os.close(_locks.pop(directory))
+        file, lock = _locks.pop(directory)
+        lock.release()
+        os.close(file)
 
 
 def _read_lines(directory: Path) -> Iterator[dict[str, Any]]:

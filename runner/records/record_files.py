@@ -9,8 +9,10 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import stat
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ METRICS = "metrics.jsonl"
 MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole; characters of a line
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 _NOT_REGULAR = "it is a link or another special file, which a run does not use; remove it"
+_WRITTEN = re.compile(rb'(?:\{"step": \d+, "epoch": [^\n]*\n)*')
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
 
@@ -143,7 +146,7 @@ def read_lines(path: Path) -> Iterator[str]:
             yield line
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: str | Path) -> bytes:
     """Return the content of a regular file. Raise OSError, and ValueError if it is larger than MAX_BYTES."""
     with open(path, "rb", opener=without_links) as file:
         content = file.read(MAX_BYTES + 1)
@@ -164,6 +167,18 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
         if type(line.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
         yield parse_metrics(line)
+
+
+def check_metrics(directory: Path) -> None:
+    """Raise InputError as `read_metrics`. Lines as the runner writes them are not parsed."""
+    try:
+        if _WRITTEN.fullmatch(read_bytes(directory / METRICS)):
+            return
+    except FileNotFoundError:
+        return
+    except ValueError:  # a long file
+        pass
+    deque(read_metrics(directory), maxlen=0)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 import functools
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 from runner.errors import InputError
 from runner.records.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 from runner.records.monitor import Monitor, recorded_monitor
-from runner.records.record_files import parse_metrics, read_mapping, read_metrics, read_string_list
-from runner.records.result import RESULT, valid_result
+from runner.records.record_files import check_metrics, parse_metrics, read_mapping, read_metrics
+from runner.records.result import RESULT, current_state, valid_result
 from runner.records.run_directory import CONFIG, OVERRIDES
+from runner.records.settings import Section, read_overrides, read_settings
+from runner.records.start_time import in_order
 
+CELLS = "cells"  # the directory of the runs of task=compare, in the directory of the task
 # Keys that only determine where a job ran or where it was stored.
 LOCATION_KEYS = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
 
@@ -34,16 +38,27 @@ class RunRecord:
 
     directory: Path
     label: str
-    state: str  # as in result.json, or for a job as in the ledger of its sweep
+    state: str  # as in result.json or for a job in the ledger of its sweep, or lost
     overrides: list[str] = field(default_factory=list)
     config_dirs: list[str] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, by dotted key
+    chosen: dict[str, Any] = field(default_factory=dict)  # the options of groups that result.json names
     metrics: dict[str, float] = field(default_factory=dict)
     monitor: Monitor | None = None  # None if the monitored metric was not measured
     world_size: int = 1
-    starts_processes: bool = False  # True if its launcher starts the ranks
+    best: float = math.nan  # the best value of the monitor
+    started: str = ""  # in UTC; empty for runs of earlier versions
     error: str = ""
     code: str = ""  # the hash of its custom modules
+
+    @functools.cached_property
+    def settings(self) -> Section:
+        """The resolved configuration, by dotted key. Raises InputError if the file is damaged."""
+        return read_settings(self.directory / CONFIG, self.chosen)
+
+    @property
+    def starts_processes(self) -> bool:
+        """True if its launcher starts the ranks."""
+        return not str(self.settings.get("launcher._target_", "")).endswith(".Env")
 
     @functools.cached_property
     def overrides_by_key(self) -> dict[str, str]:
@@ -53,7 +68,9 @@ class RunRecord:
         """Return the value of the key as text, from the overrides or the configuration."""
         if key == "world_size":
             return str(self.world_size)
-        return self.overrides_by_key.get(key, to_text(self.settings[key]) if key in self.settings else "")
+        if key in self.overrides_by_key:
+            return self.overrides_by_key[key]
+        return to_text(self.settings[key]) if key in self.settings else ""
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Return the finite values of the metric by step. If a restart has repeated a step, the last value counts."""
@@ -79,8 +96,10 @@ def read_jobs(
     records = []
     for job in read_sweep_jobs(path) if is_sweep(path) else [single_run(path)]:
         try:
-            list(read_metrics(job.directory))
-            records.append(read_run(job))
+            check_metrics(job.directory)
+            record = read_run(job)
+            _ = record.settings  # reads the file
+            records.append(record)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = str(error) if isinstance(error, InputError) else f"{job.directory / RESULT} is damaged ({error})"
             if skipped is None:
@@ -105,27 +124,33 @@ def single_run(path: Path) -> JobRecord:
 def read_run(job: JobRecord) -> RunRecord:
     """Return the run of a job. Raises InputError if its files are damaged."""
     path = job.directory
-    recorded = _read_overrides(path) or job.overrides
+    recorded = read_overrides(path / OVERRIDES) or job.overrides
     config_dirs = [text.removeprefix("--config-dir=") for text in recorded if text.startswith("--config-dir=")]
     overrides = [text for text in recorded if not text.startswith("--")]
-    if not (path / RESULT).exists():  # the job is waiting, or was refused
+    try:
+        result = read_mapping(path / RESULT)
+    except InputError:
+        if (path / RESULT).exists():
+            raise
+        # The job is waiting, or was refused.
         return RunRecord(path, job.label, job.state or "not run", overrides, error=job.error or "")
-    result = valid_result(read_mapping(path / RESULT))
-    settings = dotted(read_mapping(path / CONFIG)) if (path / CONFIG).exists() else {}
+    result = valid_result(result)
     speed = {key: result.get(key) for key in ("samples_per_second", "seconds")}
     measured = {**parse_metrics(result.get("metrics")), **speed}
     metrics = {name: float(value) for name, value in measured.items() if isinstance(value, (int, float))}
+    best = result["best"].get("value") if isinstance(result.get("best"), dict) else None
     return RunRecord(
         directory=path,
         label=job.label,
-        state=job.state or str(result.get("state", "")),
+        state=job.state or current_state(path, result.get("state", "")),
         overrides=overrides,
         config_dirs=config_dirs,
-        settings=settings | {key: result[key] for key in ("model", "data", "parallel") if key in result},
+        chosen={key: result[key] for key in ("model", "data", "parallel") if key in result},
         metrics=metrics,
         monitor=recorded_monitor(result, metrics),
         world_size=int(result.get("world_size", 1)),
-        starts_processes=not str(settings.get("launcher._target_", "")).endswith(".Env"),
+        best=float(best) if isinstance(best, (int, float)) else math.nan,
+        started=str(result.get("started") or ""),
         error=str(job.error or result.get("error") or ""),
         code=str((result.get("code") or {}).get("hash") or ""),
     )
@@ -143,7 +168,7 @@ def varied_keys(jobs: Sequence[RunRecord]) -> list[str]:
 def read_trial(directory: Path) -> Trial:
     """Return the trial of a single run, or of a job in its sweep's directory."""
     if not is_sweep(directory.parent):
-        overrides = _by_key([text for text in _read_overrides(directory) if not text.startswith("--")])
+        overrides = _by_key([text for text in read_overrides(directory / OVERRIDES) if not text.startswith("--")])
         return Trial({key: value for key, value in overrides.items() if _is_experimental(key)}, {})
     jobs = {job.directory: _by_key(job.overrides) for job in read_ledger(directory.parent)}
     overrides, values = jobs.get(directory, {}), defaultdict(set)
@@ -165,31 +190,36 @@ def finished_jobs(jobs: Sequence[RunRecord]) -> list[RunRecord]:
     return [job for job in jobs if job.state == "finished"]
 
 
-def newest_record(parent: Path) -> Path | None:
-    """Return the newest sweep or run in a directory of sweeps and runs."""
-    found = [path for name in (LEDGER, OVERRIDES) for path in parent.glob(f"*/{name}")]
-    return max(found, key=lambda path: path.stat().st_ctime).parent if found else None
+def find_records(directory: Path | str) -> Iterator[tuple[Path, bool]]:
+    """Yield the runs and sweeps at and below a directory, each with True if it is a sweep, which precedes its jobs.
+
+    Links are not followed.
+    """
+    with os.scandir(directory) as found:
+        entries = {entry.name: entry for entry in found}
+    is_run = OVERRIDES in entries
+    if is_run or LEDGER in entries:
+        yield Path(directory), LEDGER in entries
+    for name, entry in entries.items():
+        if (not is_run or name == CELLS) and entry.is_dir(follow_symlinks=False):
+            yield from find_records(entry.path)
 
 
-def newest_training_run(parent: Path) -> Path | None:
-    """Return the newest run with task=train in a directory of runs.
+def newest_record(parents: Iterable[Path], files: Sequence[str] = (LEDGER, OVERRIDES)) -> Path | None:
+    """Return the newest sweep or run in directories of sweeps and runs, or the newest that contains one of `files`."""
+    found = {path.parent for parent in parents for name in files for path in parent.glob(f"*/{name}")}
+    return in_order(found)[-1] if found else None
+
+
+def newest_training_run(parents: Iterable[Path]) -> Path | None:
+    """Return the newest run with task=train in directories of runs.
 
     Raises InputError if the task of a newer run cannot be read, because it may be the newest training run.
     """
-    found = [path.parent for path in parent.glob(f"*/{OVERRIDES}")]
-    for path in sorted(found, key=lambda path: (path.stat().st_ctime, path), reverse=True):
+    for path in reversed(in_order(path.parent for parent in parents for path in parent.glob(f"*/{OVERRIDES}"))):
         if (path / RESULT).exists() and read_mapping(path / RESULT).get("task") == "train":
             return path
     return None
-
-
-def dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings and return the values by dotted key. An empty mapping counts as a value."""
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        is_nested = isinstance(value, Mapping) and value
-        flat |= dotted(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
-    return flat
 
 
 def _is_experimental(key: str) -> bool:
@@ -199,10 +229,6 @@ def _is_experimental(key: str) -> bool:
 def _by_key(overrides: list[str]) -> dict[str, str]:
     parts = (text.partition("=") for text in overrides)
     return {key.lstrip("+"): value for key, equals, value in parts if equals}
-
-
-def _read_overrides(path: Path) -> list[str]:
-    return read_string_list(path / OVERRIDES) if (path / OVERRIDES).exists() else []
 
 
 def to_text(value: Any) -> str:

@@ -10,15 +10,17 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from runner.records.console import LOG
 from runner.records.record_files import dumps, parse_json, parse_metrics, read_bytes, without_links, write_atomically
+from runner.records.run_lock import find_owner
 
 RESULT = "result.json"
+RUNNING, LOST = "running", "lost"
 
 
 @dataclass
 class Result:
     """The content of result.json. `state` is running, finished, failed, preempted or pruned."""
 
-    state: str = "running"
+    state: str = RUNNING
     task: str = "train"
     metrics: dict[str, float] = field(default_factory=dict)
     monitor: dict[str, str] | None = None  # the fields of runner.records.monitor.Monitor
@@ -40,6 +42,7 @@ class Result:
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     code: dict[str, Any] | None = None  # of custom code: hash, repositories, and the time at which it was frozen
+    started: str = ""  # when the first attempt started, in UTC
     command: list[str] = field(default_factory=list)
     error: str | None = None
 
@@ -72,6 +75,17 @@ def valid_result(result: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": "running", "error": None, **valid, "metrics": parse_metrics(result.get("metrics"))}
 
 
+def current_state(directory: Path, recorded: object) -> str:
+    """Return the state that result.json has recorded, or "lost" if it is running but the process has died.
+
+    The process is dead if the lock of the directory has no owner, or if its owner no longer touches its lock file.
+    """
+    if recorded != RUNNING or ((owner := find_owner(directory)) and owner.is_alive):
+        return str(recorded)
+    result = read_result(directory) or {}  # again: the run may have ended after `recorded` was read
+    return LOST if result.get("state", RUNNING) == RUNNING else str(result["state"])
+
+
 def write_result(directory: Path, result: Mapping[str, Any]) -> None:
     """Write result.json atomically."""
     write_atomically(directory / RESULT, dumps(result, indent=1) + "\n")
@@ -90,7 +104,7 @@ def watch_outcome(directory: Path) -> Callable[[], bool]:
 
     def is_recorded() -> bool:
         result = read_result(directory)
-        return result is not None and result.get("state") != "running" and result_mtime_ns(directory) != before
+        return result is not None and result.get("state") != RUNNING and result_mtime_ns(directory) != before
 
     return is_recorded
 
@@ -103,7 +117,7 @@ def report_failure(directory: Path, text: str) -> None:
     with suppress(OSError):  # stderr may be closed
         print(f"error: {text.rstrip()}", file=sys.stderr, flush=True)
     result = read_result(directory)
-    if result is None or result["state"] != "running":
+    if result is None or result["state"] != RUNNING:
         return
     # The disk may be full; the exit status reports the failure too.
     with suppress(OSError), open(directory / LOG, "a", opener=without_links) as file:

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from runner.records.provenance import (
 from runner.records.record_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
 from runner.records.run_lock import RunLock, lock_directory
+from runner.records.start_time import STAMP, started_at
 
 CONFIG, OVERRIDES, CHECKPOINTS = "config.yaml", "overrides.yaml", "checkpoints"
 
@@ -101,7 +103,9 @@ class RunDirectory:
         self.pruner, self.result = request.pruner, Result(**facts)
         if not self.writes:
             return
-        self.result = Result(command=list(request.command), **origin(), **facts)
+        previous = started_at(self.path) if (self.path / RESULT).exists() else None
+        started = datetime.fromtimestamp(previous or time.time(), UTC).isoformat(timespec="milliseconds")
+        self.result = Result(started=started, command=list(request.command), **origin(), **facts)
         values, directories = asdict(config), [original_path(directory) for directory in request.config_dirs]
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
@@ -216,7 +220,7 @@ def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
     """Create outputs/name/<prefix><stamp>. If it exists, as for two runs in one second, append a number."""
     parent = Path(outputs).absolute() / name
     parent.mkdir(parents=True, exist_ok=True)
-    stamp = prefix + time.strftime("%Y%m%d-%H%M%S")
+    stamp = prefix + time.strftime(STAMP)
     path, number = parent / stamp, 0
     while True:
         try:

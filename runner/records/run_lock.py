@@ -11,8 +11,9 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ class RunLock:
         self._touched = time.monotonic()
 
 
+@dataclass(frozen=True)
+class LockOwner:
+    """The process that has locked a directory.
+
+    Attributes:
+        is_here: True if it is, or was, on this machine.
+        is_owner: True if it belongs to the user who wrote the lock file; only then may it be signaled.
+    """
+
+    is_alive: bool
+    is_here: bool
+    is_owner: bool
+    pid: int | None
+    host: str
+
+
 def lock_directory(directory: Path, previous: int | None = None, **fields: Any) -> RunLock:
     """Lock the directory for a new attempt, and record the attempt of an owner that has died.
 
@@ -107,10 +124,35 @@ def _record_killed(directory: Path, path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def find_owner(directory: Path) -> LockOwner | None:
+    """Return the owner of the newest lock file, or None if there is no lock file. Nothing is written.
+
+    The age of a lock file of another machine is measured by this machine's clock, so `is_alive` may be wrong if the
+    clocks differ by almost a minute. `lock_directory` does not depend on clocks.
+    """
+    if not (files := _lock_files(directory)):
+        return None
+    path = files[max(files)]
+    facts, touched = _read(path), _mtime(path)
+    is_alive = _is_running_here(facts) if (is_here := _is_here(facts)) else time.time() - touched <= DEAD_AFTER_S
+    pid, is_owner = facts.get("pid"), False
+    with suppress(OSError):
+        is_owner = path.stat().st_uid == Path(f"/proc/{pid}").stat().st_uid
+    return LockOwner(is_alive, is_here, is_owner, pid if type(pid) is int else None, str(facts.get("host")))
+
+
+def _is_here(facts: Mapping[str, Any]) -> bool:
+    return facts.get("machine") == _machine() and type(facts.get("pid")) is int
+
+
+def _is_running_here(facts: Mapping[str, Any]) -> bool:
+    return _process_start(facts["pid"]) == facts.get("process_start") is not None
+
+
 def _is_alive(path: Path) -> bool:
     facts, touched = _read(path), _mtime(path)
-    if facts.get("machine") == _machine() and isinstance(facts.get("pid"), int):
-        return _process_start(facts["pid"]) == facts.get("process_start") is not None
+    if _is_here(facts):
+        return _is_running_here(facts)
     with tempfile.TemporaryFile(dir=path.parent) as file:
         now = os.fstat(file.fileno()).st_mtime  # by the file system's clock, which may differ from this machine's
     if now - touched > DEAD_AFTER_S:

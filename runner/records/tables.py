@@ -11,6 +11,7 @@ from rich.table import Table
 from runner.errors import printable
 from runner.records.console import is_terminal
 
+MAX_FOLDED = 500
 WIDTH = 200  # of a table that is not printed to a terminal, in characters
 
 Cells = list[list[str]]
@@ -19,12 +20,17 @@ Cells = list[list[str]]
 def text_table(cells: Sequence[Sequence[str]], for_log: bool = False) -> str:
     """Return the table as text, as wide as the terminal; `WIDTH` characters with `for_log` or without a terminal.
 
+    The lines of a table with more than `MAX_FOLDED` rows are not folded, because rich needs a millisecond per row.
     Columns of numbers are right-aligned. Cells are not parsed as markup, because errors may contain brackets.
     """
     table = Table(box=None, pad_edge=False)
+    formats = []
     for name, *column in zip(*cells, strict=True):
         numeric = name and all(as_number(text.split(" ")[0].replace(",", "")) is not None for text in column if text)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        formats.append(f"{{:{'>' if numeric else '<'}{max(map(len, [name, *column]))}}}")
+    if len(cells) > MAX_FOLDED:
+        return "\n".join("  ".join(formats).format(*row).rstrip() for row in cells)
     for row in cells[1:]:
         table.add_row(*map(printable, row))
     width = WIDTH if for_log or not is_terminal() else None

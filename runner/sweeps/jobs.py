@@ -21,7 +21,7 @@ from runner.config.resume import add_recorded
 from runner.config.schema import Config
 from runner.errors import InputError, did_you_mean
 from runner.records.ledger import JobRecord
-from runner.records.records import dotted
+from runner.records.settings import dotted
 
 MAX_LABEL_LENGTH = 64
 UNCOMPARED_KEYS = ("resume", "outputs")  # jobs that differ only in their location are the same job

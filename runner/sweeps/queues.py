@@ -14,10 +14,11 @@ from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.protocol import Queue
 from runner.paths import CONF
 from runner.records.ledger import DONE, JobRecord, read_ledger
+from runner.records.result import LOST, RUNNING
 from runner.records.run_directory import Request
 from runner.sweeps.jobs import Job
 
-UNDECIDED = ("queued", "running")
+UNDECIDED = ("queued", RUNNING, LOST)
 
 
 def check_launchers(

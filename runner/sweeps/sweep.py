@@ -1,6 +1,7 @@
 """A sweep: the checks of its jobs, its new or resumed directory, and the execution of each job."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,7 +120,7 @@ class Sweep:
                 prepare(path)
             added = number_jobs([] if prepare else jobs, recorded, composer)
             self.jobs = [*find_unfinished(path, recorded, len(added)), *added]
-            write_lines(path, {"sweep": asdict(self.record)}, *map(asdict, added))
+            write_lines(path, {"sweep": asdict(self.record), "at": round(time.time(), 3)}, *map(asdict, added))
             return json.dumps([self.directory, [asdict(job) for job in self.jobs]])
 
         self.directory, planned = json.loads(self.broadcast("sweep", plan))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, did_you_mean
 from runner.jobs.task import LaunchingTask
 from runner.records.console import logging_to
+from runner.records.records import CELLS
 from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
 from runner.records.tables import csv_table, markdown_table, text_table
 
@@ -83,7 +85,10 @@ class Compare(LaunchingTask):
         world.begin_job(as_backend(config.backend))
         path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.outputs, config.name))))
         directory = RunDirectory(path, writes=rank_info.rank == 0)
-        with logging_to(rank_info.rank, path):
+        if directory.writes:
+            directory.lock()
+        with logging_to(rank_info.rank, path), ExitStack() as at_end:
+            at_end.callback(directory.release)
             directory.prepare(config, request, task="compare", model=request.choices["model"], seed=config.seed)
             directory.commit()
             log.info("comparing %d cells of %s on %s", len(cells), request.choices["model"], request.choices["data"])
@@ -140,7 +145,7 @@ def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> N
     try:
         cfg = compose(overrides)
         config = checked(cfg, overrides)
-        directory = str(path / "cells" / cell.name)
+        directory = str(path / CELLS / cell.name)
         choices = dict(cfg.hydra.runtime.choices)
         cell_request = Request(tuple(overrides), request.config_dirs, request.command, directory, choices)
         cell.metrics = launch(config, cell_request, rank_info)
@@ -172,7 +177,7 @@ def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info:
 
 
 def _weights(cell: Cell, path: Path) -> Mapping[str, torch.Tensor]:
-    (newest,) = list_checkpoints(path / "cells" / cell.name / CHECKPOINTS)
+    (newest,) = list_checkpoints(path / CELLS / cell.name / CHECKPOINTS)
     return open_checkpoint(newest).model()
 
 

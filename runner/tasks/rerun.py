@@ -15,9 +15,10 @@ from runner.jobs.task import JobTask
 from runner.records.custom_code import read_code
 from runner.records.provenance import DIFF
 from runner.records.record_files import read_bytes, read_mapping
-from runner.records.records import LOCATION_KEYS, dotted
+from runner.records.records import LOCATION_KEYS
 from runner.records.result import read_result
 from runner.records.run_directory import CONFIG, RunDirectory
+from runner.records.settings import dotted
 from runner.tasks.train import Train
 from runner.training.build import Experiment
 

@@ -15,7 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 from runner.config.custom_dirs import option_file
 from runner.config.schema import GROUPS, KEYS
 from runner.errors import nearest
-from runner.records.records import dotted
+from runner.records.settings import dotted
 
 
 def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) -> str | None:

@@ -22,6 +22,7 @@ usage: python -m runner [GROUP=OPTION ...] [GROUP.KEY=VALUE ...] [KEY=VALUE ...]
   python -m runner --config-dir DIR model=mine                      a custom option, DIR/model/mine.yaml
   python -m runner --cfg job                                        print the configuration, run nothing
   python -m runner resume=last                                      resume the newest run
+  python -m runner runs list                                        list runs; see runs --help
 
 TOPICS: every name below is a topic of --help
 

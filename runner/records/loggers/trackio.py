@@ -8,7 +8,8 @@ from pathlib import Path
 from runner.errors import require_packages
 from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.dashboard import History, ProjectRun, RunFacts, read_ids, save_id
-from runner.records.records import Trial, dotted
+from runner.records.records import Trial
+from runner.records.settings import dotted
 
 log = logging.getLogger(__name__)
 

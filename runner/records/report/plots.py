@@ -48,9 +48,8 @@ def _metric_by_key(report: Summary) -> Any:
             value = as_number(row.values[key]) if is_numeric else row.values[key]
             by_value.setdefault(value, []).append(row.means[report.metric])
         by_value = dict(sorted(by_value.items()))
-        for value, means in by_value.items():
-            heights, deviations = [mean.value for mean in means], [mean.deviation or 0.0 for mean in means]
-            panel.errorbar([value] * len(means), heights, deviations, fmt="oC0", alpha=0.5, capsize=3)
+        points = [(value, mean.value, mean.deviation or 0.0) for value, means in by_value.items() for mean in means]
+        panel.errorbar(*zip(*points, strict=True), fmt="oC0", alpha=0.5, capsize=3)
         averages = [statistics.fmean(mean.value for mean in means) for means in by_value.values()]
         panel.plot([*by_value], averages, "-k", linewidth=1, label="mean")
         panel.set(xlabel=key, ylabel=report.metric)

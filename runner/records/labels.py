@@ -1,0 +1,47 @@
+"""What a user has noted about a run or a sweep: tags, a note, and if it is archived. labels.json of its directory."""
+
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from runner.errors import InputError
+from runner.records.record_files import dumps, read_mapping, write_atomically
+
+LABELS = "labels.json"
+_TAG = re.compile(r"[\w.:/+-]+")
+
+
+@dataclass
+class Labels:
+    tags: list[str] = field(default_factory=list)
+    note: str = ""  # one line
+    archived: bool = False  # not listed by default
+
+
+def read_labels(directory: Path) -> Labels:
+    """Return the labels of a run or sweep. Raises InputError if the file is damaged."""
+    if not os.path.exists(f"{directory}/{LABELS}"):
+        return Labels()
+    path = directory / LABELS
+    match read_mapping(path):
+        case {"tags": list(tags), "note": str(note), "archived": bool(archived)} if note.isprintable():
+            if all(isinstance(tag, str) and _TAG.fullmatch(tag) for tag in tags):
+                return Labels(tags, note, archived)
+    raise InputError(f"{path} must contain tags, note and archived; restore the file, or remove it")
+
+
+def write_labels(directory: Path, labels: Labels) -> None:
+    """Write the labels, or remove the file if there are none. Raises InputError if they are invalid."""
+    for tag in labels.tags:
+        if not _TAG.fullmatch(tag):
+            raise InputError(f"tag {tag!r} must consist of letters, digits and _ . : / + -")
+    if not labels.note.isprintable():
+        raise InputError("a note must be one line of printable characters")
+    try:
+        if labels == Labels():
+            (directory / LABELS).unlink(missing_ok=True)
+        else:
+            write_atomically(directory / LABELS, dumps(asdict(labels)) + "\n")
+    except OSError as error:
+        raise InputError(f"{directory / LABELS} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,70 @@
+"""The recorded configuration of many runs. The runs of an experiment have most sections in common: each is parsed once.
+
+A section is a top-level key of config.yaml with its value.
+"""
+
+import functools
+import re
+from collections import ChainMap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from runner.records.record_files import SAFE_LOADER, read_bytes, read_mapping, read_string_list
+
+_SECTION = re.compile(r"\n(?=[^\s-])")
+_OVERRIDE = re.compile(r"- ([A-Za-z][\w./]*=[\w./+-]+)")  # YAML reads such a line as a string
+
+Section = Mapping[str, Any]  # values by dotted key; several runs may have the same object
+
+
+def read_settings(path: Path, chosen: Section) -> Section:
+    """Return the values in a config.yaml by dotted key, and those of `chosen`, which take precedence.
+
+    The file may be missing. Raises InputError if it is damaged.
+    """
+    try:
+        text = read_bytes(path).decode()
+    except FileNotFoundError:
+        return chosen
+    except (OSError, ValueError):
+        text = ""
+    sections = [_parse_section(part) for part in _SECTION.split(text)]
+    if not all(sections):  # not as the runner writes it
+        return {**dotted(read_mapping(path)), **chosen}
+    return ChainMap(cast(dict[str, Any], chosen), *cast(list[dict[str, Any]], sections))
+
+
+def read_overrides(path: Path) -> list[str]:
+    """Return the list of strings in an overrides.yaml; empty if the file is missing. Raises InputError."""
+    try:
+        lines = [_OVERRIDE.fullmatch(line) for line in read_bytes(path).decode().splitlines()]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError):
+        lines = []
+    plain = [line[1] for line in lines if line]
+    return plain if plain and len(plain) == len(lines) else read_string_list(path)
+
+
+def dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings and return the values by dotted key. An empty mapping counts as a value."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        is_nested = isinstance(value, Mapping) and value
+        flat |= dotted(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return flat
+
+
+@functools.lru_cache(maxsize=2**14)
+def _parse_section(text: str) -> dict[str, Any]:
+    """Return the values of the section, or an empty dict if the text is not one key with its value."""
+    if "*" in text:  # possibly an alias, of which read_mapping limits the number
+        return {}
+    try:
+        found = yaml.load(text, Loader=SAFE_LOADER)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return dotted(found) if isinstance(found, dict) and len(found) == 1 else {}

@@ -1,0 +1,60 @@
+"""The time at which a run or a sweep was started, as recorded in UTC, and their order by it."""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from runner.errors import InputError
+from runner.records.attempts import read_attempts
+from runner.records.ledger import LEDGER
+from runner.records.record_files import read_bytes, read_json_lines
+from runner.records.result import RESULT
+
+STAMP = "%Y%m%d-%H%M%S"  # in the name of a directory, in local time
+_STARTED = re.compile(rb'"started": "([^"]*)"')  # in result.json, which is not parsed: there may be many runs
+_FILES = ("overrides.yaml", LEDGER)
+
+
+def started_at(directory: Path, recorded: str = "") -> float | None:
+    """Return the first start of a run or a sweep in seconds since 1970, or None if the directory is new.
+
+    recorded: the time in result.json, if the caller has read it. If a directory has no recorded time, the local time
+    in its name counts, or else the time of its files.
+    """
+    for time in chain([recorded], _recorded_times(directory)):
+        if isinstance(time, (int, float)):
+            return float(time)
+        try:
+            return datetime.fromisoformat(time).timestamp()
+        except (TypeError, ValueError):
+            continue
+    return None
+
+
+def in_order(directories: Iterable[Path]) -> list[Path]:
+    """Return the runs and sweeps in the order in which they were started. A job follows its sweep."""
+    times = {path: started_at(path) or 0.0 for path in directories}
+
+    def key(path: Path) -> tuple[float, list[tuple[int, str]]]:
+        parts = re.findall(r"(\d+)|(\D+)", str(path))  # job 9 precedes job 10
+        return times[path], [(int(number or 0), text) for number, text in parts]
+
+    return sorted(times, key=key)
+
+
+def _recorded_times(directory: Path) -> Iterator[Any]:
+    with suppress(OSError, ValueError):
+        if found := _STARTED.search(read_bytes(f"{directory}/{RESULT}")):
+            yield found[1].decode(errors="replace")
+    try:
+        yield next((line["at"] for line in read_json_lines(directory / LEDGER) if "at" in line), None)
+    except (OSError, InputError):
+        yield from (attempt.started for attempt in read_attempts(directory))
+    for stamp in reversed(re.findall(r"\d{8}-\d{6}", f"{directory.parent.name}/{directory.name}")):
+        with suppress(ValueError):
+            yield datetime.strptime(stamp, STAMP).timestamp()
+    yield from ((directory / name).stat().st_mtime for name in _FILES if (directory / name).exists())
