@@ -1,12 +1,13 @@
 """`resume=` and `run=`: the overrides that an earlier run or sweep recorded, merged with those of the command line."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from runner.config.custom_dirs import absolute_dirs
@@ -24,6 +25,7 @@ from runner.records.run_directory import OVERRIDES
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
 OF_TRAINING = ("profile", "debug")  # not inherited by tasks that do not train, which reject them
+LOCATIONS = ("run", "resume", "outputs", "name")
 NOT_RECORDED = ("resume_force", "trust", "code")
 _FLAG = "--config-dir="
 
@@ -62,6 +64,11 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         given = OverridesParser.create().parse_overrides(overrides)
     except HydraException:
         return unchanged  # composing reports the syntax error
+    for override in given:
+        if not multirun and override.key_or_group in LOCATIONS and override.is_sweep_override():
+            key, _, value = str(override.input_line).partition("=")
+            quoted = shlex.quote(f"{key}={_quote(value)}")
+            raise InputError(f"{override.input_line}: a path with a comma must be quoted; type {quoted}")
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
     pointers = (override for override in given if override.key_or_group in ("run", "resume"))
@@ -94,12 +101,23 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     code_of = _code_of(named, path, values) if key == "run" else None
     if is_rerun:
         return _rerun(merged, path, directories, code_of)
-    pointing = f"{key}='{path}'"
+    pointing = pointer_to(path, key)
     lasting = _recordable(merged)
     if key == "resume":
         return Arguments([*merged, pointing], lasting, directories, str(path))
     launched = [*merged, pointing] if lasting != merged else []
     return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
+
+
+def pointer_to(path: Path, key: str) -> str:
+    """Return the override by which `key` names the path. Raise InputError if the path cannot be part of an override."""
+    if "${" in str(path):
+        raise InputError(f"{key}={path}: the path must not contain ${{, which is interpolated; use a link to it")
+    return f"{key}={_quote(str(path))}"
+
+
+def _quote(value: str) -> str:
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
@@ -141,7 +159,7 @@ def _rerun(merged: list[str], path: Path, config_dirs: list[str], code_of: str |
     threads = (read_result(path) or {}).get("machine", {}).get("threads")
     if threads and not any(override.startswith("threads=") for override in merged):
         training.append(f"threads={threads}")  # the environment may imply another number now
-    overrides = [*training, "task=rerun", f"run='{path}'"]
+    overrides = [*training, "task=rerun", pointer_to(path, "run")]
     return Arguments(overrides, _recordable(training), config_dirs, None, overrides, code_of)
 
 
@@ -222,7 +240,10 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
     if values.get("run") is None:
         return unchanged
     path = _find("run", values, "sweep or run")
-    overrides = [*_merge([], [override for override in given if override.key_or_group != "run"]), f"run='{path}'"]
+    overrides = [
+        *_merge([], [override for override in given if override.key_or_group != "run"]),
+        pointer_to(path, "run"),
+    ]
     return Arguments(overrides, overrides, unchanged.config_dirs)
 
 
