@@ -61,6 +61,12 @@ def main() -> int:
 
 def _read_flags() -> Namespace:
     """Return the flags and overrides of sys.argv. Raise InputError for flags that do not exist or have no effect."""
+    for word in (*sys.argv[1:], os.getcwd()):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            text = f"{ascii(word)[1:-1]}: a path must be valid UTF-8, because the records contain it; rename it"
+            raise InputError(text) from None
     # Hydra's own --config-dir accepts one directory, which hides nothing: see runner.config.custom_dirs.
     parser = ArgumentParser(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
     parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")

@@ -28,6 +28,7 @@ LAYERS = (
     "runner/records",
     "runner/distributed",
     "runner/errors.py",
+    "runner/standard_streams.py",
     "runner/shipped.py",
     "runner/paths.py",
 )

@@ -1,5 +1,6 @@
 """`resume=`, `fork=` and `run=`: the overrides of an earlier run or sweep, merged with those of the command line."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from runner.checkpoints.layout import LAST, find_checkpoint
@@ -27,6 +28,7 @@ ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
 OF_START = ("fork", "checkpoint.load")  # the checkpoint from which a run started; other runs do not inherit it
 OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do not train, which reject them
+LOCATIONS = ("run", "resume", "fork", "outputs", "name")
 NOT_RECORDED = ("resume_force", "trust", "code")
 POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
 ANY_NAME = "*"  # resume=last name=* resumes the newest run of all names
@@ -69,6 +71,11 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         given = OverridesParser.create().parse_overrides(overrides)
     except HydraException:
         return unchanged  # composing reports the syntax error
+    for override in given:
+        if not multirun and override.key_or_group in LOCATIONS and override.is_sweep_override():
+            key, _, value = str(override.input_line).partition("=")
+            quoted = shlex.quote(f"{key}={_quote(value)}")
+            raise InputError(f"{override.input_line}: a path with a comma must be quoted; type {quoted}")
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
     pointers = [override for override in given if override.key_or_group in POINTERS and override.value() is not None]
@@ -79,7 +86,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         kind = "sweep or run" if task == READS_RECORDS else "sweep" if multirun and "resume" in values else "run"
         path = _find(pointer.key_or_group, values, kind)
         others = [override for override in overrides if key_of(override) not in ("name", pointer.key_or_group)]
-        return add_recorded([*others, f"{pointer.key_or_group}='{path}'"], config_dirs, multirun)
+        return add_recorded([*others, pointer_to(path, pointer.key_or_group)], config_dirs, multirun)
     if multirun and pointer and pointer.key_or_group == "resume":
         return _resume_sweep(pointer, given, values, config_dirs)
     if task == READS_RECORDS:
@@ -109,7 +116,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     code_of = _code_of(named, path, values) if key == "run" else None
     if is_rerun:
         return _rerun(merged, path, directories, code_of)
-    pointing = f"{key}='{path}'"
+    pointing = pointer_to(path, key)
     if key == "fork":
         merged = _pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
     lasting = _recordable(merged)
@@ -127,6 +134,17 @@ def _pin_checkpoint(overrides: list[str], run: Path, name: str) -> list[str]:
     except ValueError:
         return overrides  # check_resumable reports it
     return [*(each for each in overrides if key_of(each) != "checkpoint.load"), f"checkpoint.load={name}"]
+
+
+def pointer_to(path: Path, key: str) -> str:
+    """Return the override by which `key` names the path. Raise InputError if the path cannot be part of an override."""
+    if "${" in str(path):
+        raise InputError(f"{key}={path}: the path must not contain ${{, which is interpolated; use a link to it")
+    return f"{key}={_quote(str(path))}"
+
+
+def _quote(value: str) -> str:
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
@@ -168,7 +186,7 @@ def _rerun(merged: list[str], path: Path, config_dirs: list[str], code_of: str |
     threads = machine.get("threads") if isinstance(machine, dict) else None
     if type(threads) is int and not any(override.startswith("threads=") for override in merged):
         training.append(f"threads={threads}")  # the environment may imply another number now
-    overrides = [*training, "task=rerun", f"run='{path}'"]
+    overrides = [*training, "task=rerun", pointer_to(path, "run")]
     return Arguments(overrides, _recordable(training), config_dirs, None, overrides, code_of)
 
 
@@ -261,7 +279,10 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
     if values.get("run") is None:
         return unchanged
     path = _find("run", values, "sweep or run")
-    overrides = [*_merge([], [override for override in given if override.key_or_group != "run"]), f"run='{path}'"]
+    overrides = [
+        *_merge([], [override for override in given if override.key_or_group != "run"]),
+        pointer_to(path, "run"),
+    ]
     return Arguments(overrides, overrides, unchanged.config_dirs)
 
 

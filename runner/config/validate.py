@@ -86,8 +86,9 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
     loader = config.loader  # a custom loader need not have these options
     if loader.get("pin_memory") and device_type == "cpu":
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
-    if loader.get("prefetch") is not None and "num_workers" in loader and not loader["num_workers"]:
-        messages.append(f"loader.prefetch={loader['prefetch']} needs worker processes; try loader.num_workers=2")
+    for key in ("prefetch", "timeout_s"):
+        if loader.get(key) is not None and "num_workers" in loader and not loader["num_workers"]:
+            messages.append(f"loader.{key}={loader[key]} needs worker processes; try loader.num_workers=2")
     if config.compile and config.activation_checkpointing != "none":
         messages.append(
             f"activation_checkpointing={config.activation_checkpointing}: compile=true decides by itself what is "

@@ -1,6 +1,5 @@
 """Consensus of the ranks through their store, without a process group."""
 
-import contextlib
 import json
 import socket
 import time
@@ -44,12 +43,6 @@ class StoreConsensus:
         if isinstance(result, str):
             raise RanksMissing(result, is_reporter=rank == 0)
         return result
-
-    def wait_for_all(self, topic: str) -> None:
-        """Return once all ranks have called it, after the timeout, or if the store is unreachable."""
-        if self._store.is_reachable():
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                self.first_error(topic, [])
 
     def broadcast(self, topic: str, make: Callable[[], str]) -> str:
         """Return what `make` returns on rank 0, on every rank. All ranks must call it.

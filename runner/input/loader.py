@@ -1,10 +1,12 @@
 """Batches of a dataset on this rank's device, step by step."""
 
 import itertools
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from runner.input.source import Request, Source
 
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
+EXIT_S = 1.0  # from the loss of the connection to a worker until its exit
 
 
 class Loader:
@@ -43,12 +46,15 @@ class Loader:
         shuffle: bool = True,
         prefetch: int | None = None,
         weights: str | None = None,
+        timeout_s: float | None = None,
         allow_empty: bool = False,
     ):
         if num_workers < 0:
             raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
         if prefetch is not None and prefetch < 1:
             raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
+        if timeout_s is not None and timeout_s <= 0:
+            raise ValueError(f"loader.timeout_s={timeout_s:g} must be above 0 seconds, or null")
         if weights is not None and not shuffle:
             raise ValueError(f"loader.shuffle=false has no effect with loader.weights={weights}; leave one of them out")
         self.dataset = source = dataset if isinstance(dataset, Source) else Source.of(dataset)
@@ -70,6 +76,7 @@ class Loader:
         self._requested: deque[list[list[int]]] = deque()
         self._reads_ahead = num_workers == 0 and source.reads_ahead
         self._at_once: int | None = None  # local micro-batches; determined from the size of the first one
+        self._timeout_s = timeout_s
         self._loader: DataLoader[Any] | None = DataLoader(
             source,
             batch_sampler=self,  # any iterable is permitted
@@ -78,6 +85,7 @@ class Loader:
             pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
             prefetch_factor=prefetch or 2 if num_workers else None,
             persistent_workers=num_workers > 0,
+            timeout=timeout_s or 0.0 if num_workers else 0.0,
             worker_init_fn=_start_worker,
             # DataLoader draws the base seed of its workers from here: the global stream is reserved for the model.
             generator=torch.Generator().manual_seed(sampler.seed),
@@ -88,7 +96,7 @@ class Loader:
         assert self._loader is not None, "closed"
         self._position = (epoch, first_step)
         self._requested.clear()
-        micro_batches = self._read(iter(self._loader))
+        micro_batches = self._read(self._naming_workers(iter(self._loader)))
         for step in range(first_step, self.sampler.steps_per_epoch):
             start = time.perf_counter()
             of_step = list(itertools.islice(micro_batches, self.sampler.num_micro_batches(step)))
@@ -104,7 +112,30 @@ class Loader:
         # collector might close its queues before it notifies the workers.
         if self._loader is not None and (iterator := getattr(self._loader, "_iterator", None)) is not None:
             iterator._shutdown_workers()
+            for worker in getattr(iterator, "_workers", ()):
+                worker.kill()  # if it hangs
         self._loader = None
+
+    def _naming_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches. Raise RuntimeError that names the workers that have exited or hang."""
+        try:
+            yield from batches
+        except (
+            RuntimeError,
+            OSError,
+            EOFError,
+        ) as error:  # an OSError if a tensor of an exited worker cannot be received
+            workers = getattr(batches, "_workers", ())
+            if isinstance(error, (OSError, EOFError)):
+                exiting = wait([each.sentinel for each in workers], EXIT_S)
+                for worker in (each for each in workers if each.sentinel in exiting):
+                    worker.join(EXIT_S)
+            exited = [each for each in workers if each.exitcode is not None]
+            states = [f"DataLoader worker (pid {each.pid}) {_describe_exit(each.exitcode)}" for each in exited]
+            if not states and "DataLoader timed out" not in str(error):
+                raise
+            late = f"the DataLoader workers returned no batch within loader.timeout_s={self._timeout_s} s"
+            raise RuntimeError("; ".join(states) or late) from error
 
     def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
         """Yield local micro-batches on the device. Raise ValueError if a batch that was read ahead cannot be split."""
@@ -143,6 +174,12 @@ class Loader:
 def _share_in_worker(batch: Any) -> Any:
     """In a worker, move the batch to shared memory. An error of the move would be lost in the thread that sends it."""
     return batch if get_worker_info() is None else map_tensors(torch.Tensor.share_memory_, batch)
+
+
+def _describe_exit(status: int) -> str:
+    if status < 0:
+        return f"is killed by signal {signal.Signals(-status).name}"
+    return f"exited unexpectedly with status {status}"
 
 
 def _start_worker(worker: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from runner.input.pytree import collate, describe, map_tensors, tensors
 from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated, seeded
@@ -104,8 +104,13 @@ class Source(Dataset[Any]):
         return map_tensors(lambda tensor: tensor[:0] if allow_empty else _without_nan(tensor), batch)
 
     def __getitems__(self, request: Request) -> Any:
-        """Return a batch, for DataLoader."""
-        return self.read(*request)
+        """Return a batch, for DataLoader. In a worker, an exception that would end it silently is a RuntimeError."""
+        try:
+            return self.read(*request)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if get_worker_info() is None:
+                raise
+            raise RuntimeError(f"the dataset raised {error!r}") from error
 
     def _read(self, indices: Sequence[int], epoch: int, seed: int) -> Any:
         dataset = self._in_epoch(epoch, seed)

@@ -109,6 +109,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
                     experiment.share_samples()
             with interruptible():
                 metrics = task.run(config, experiment, world, directory, console)
+            world.shutdown.wait_for_all()  # returns immediately after a training, which has waited itself
             directory.result.metrics = metrics
             if directory.pruned:
                 end.state = "pruned"

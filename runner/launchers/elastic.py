@@ -13,10 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler
 
 from runner.checkpoints.layout import list_checkpoints, step_of
@@ -25,7 +25,7 @@ from runner.distributed.failures.signals import PREEMPTED
 from runner.errors import JobFailed, Preempted, print_messages
 from runner.launchers.node_rendezvous import Rendezvous
 from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
-from runner.records.result import read_result, result_mtime_ns
+from runner.records.result import read_result, report_failure, result_mtime_ns
 from runner.records.run_directory import CHECKPOINTS, Request
 
 UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates all ranks at its signals, and needs at least one
@@ -39,6 +39,24 @@ class Ranks:
     entrypoint: Callable[..., Any] | str
     args: Sequence[Any]
     signals: str = UNUSED_SIGNAL  # at which the agent terminates the ranks and raises SignalException
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, except that a rank that exits with status 0 before its function returns has failed.
+
+    torch would wait for the return value of the rank forever.
+    """
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        context = self._pcontext
+        if result.state == WorkerState.HEALTHY and isinstance(context, MultiprocessContext) and context._pc is not None:
+            # A rank whose function has returned waits in its process until all ranks of this machine have returned.
+            for local_rank, process in enumerate(context._pc.processes):
+                if process.exitcode == 0:
+                    failure = ProcessFailure(local_rank, process.pid, 0, error_file="")
+                    return RunResult(WorkerState.FAILED, {}, {worker_group.workers[local_rank].global_rank: failure})
+        return result
 
 
 class RankDied(JobFailed):
@@ -81,8 +99,10 @@ def run_worlds(
                     print_messages([reason or f"{_summary(failures[-1])}: restarted from {_describe_step(reached)}"])
                 if reason is None:
                     continue
-            if died:
-                print(outcome, file=sys.stderr, flush=True)
+            if died and (directory := run_directory(request)):
+                report_failure(Path(directory), str(outcome))  # the ranks may not have been able to record it
+            elif died:
+                print_messages([str(outcome)])
             raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
     finally:
         # After a signal the ranks save and exit; the other machines must not mistake a closed rendezvous for a failure.
@@ -108,7 +128,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
         max_restarts=0,
         monitor_interval=0.05,
     )
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
+    agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
     result = agent.run()
     if result is None:  # the other machines have finished without this machine
         raise RendezvousClosedError

@@ -30,6 +30,7 @@ from runner.errors import InputError, JobFailed, Preempted
 from runner.jobs.job import run_job
 from runner.jobs.process_tuning import tune_process
 from runner.records.run_directory import Request
+from runner.standard_streams import open_streams
 
 Outcome = dict[str, float] | BaseException  # the metrics, or what the job has raised
 FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; sysexits.h's EX_TEMPFAIL
@@ -40,6 +41,7 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
     # From here on the process receives signals, and forks its loader workers itself: a fork server for them would
     # outlive it.
     install_rank_handlers()
+    open_streams()
     tune_process()
     multiprocessing.set_start_method(None, force=True)
     rank_info = replace(find_rank_info(), source=source, restart=0, restart_file=f"{request.directory_file}-restart")

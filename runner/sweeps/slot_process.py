@@ -10,6 +10,7 @@ from runner.config.custom_dirs import add_to_path
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import install_handlers
 from runner.jobs.process_tuning import begin_imports, tune_process
+from runner.standard_streams import open_streams
 
 
 def main() -> int:
@@ -46,6 +47,7 @@ def _die_with_sweep() -> None:
 
 
 if __name__ == "__main__":
+    open_streams()
     install_handlers()
     begin_imports()
     sys.exit(main())

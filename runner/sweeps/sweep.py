@@ -13,6 +13,7 @@ from omegaconf import DictConfig, open_dict
 
 from runner.config.custom_dirs import add_to_path
 from runner.config.recorded_code import importing_code_of
+from runner.config.resume import pointer_to
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -126,7 +127,10 @@ class Sweep:
         self.directory, planned = json.loads(self.broadcast("sweep", plan))
         self.jobs = [Job(**job) for job in planned]
         with open_dict(master):  # Hydra's launchers create the directory that these two keys name
-            master.hydra.overrides.hydra += [f"hydra.sweep.dir='{self.directory}'", "hydra.sweep.subdir=."]
+            master.hydra.overrides.hydra += [
+                pointer_to(Path(str(self.directory)), "hydra.sweep.dir"),
+                "hydra.sweep.subdir=.",
+            ]
             master.hydra.sweep.dir = self.directory
 
     def join(self) -> "World":

@@ -66,9 +66,11 @@ class Trainer:
                 outcome = "preempted"
                 raise
             finally:
+                if outcome != "failed":
+                    self.world.heartbeat.record("on_end of the callbacks")
                 self.callbacks.on_end(Progress(self.state), outcome)
-                if outcome == "preempted":  # a launcher terminates all ranks when the first one has exited
-                    self.world.consensus.wait_for_all("saved")
+                if outcome != "failed":  # a launcher terminates all ranks when the first one has exited
+                    self.world.shutdown.wait_for_all()
         return metrics
 
     def _train(self) -> dict[str, float]:

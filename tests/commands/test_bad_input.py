@@ -97,6 +97,8 @@ TABLE = {
     "sync_batchnorm=true model=mlp": "has no effect on a model without BatchNorm, or ... try sync_batchnorm=auto",
     "precision=fp16 backend=gloo": "precision=fp16 needs a GPU ... try precision=bf16",
     "loader.prefetch=2": "loader.prefetch=2 needs worker processes; try loader.num_workers=2",
+    "loader.timeout_s=9": "loader.timeout_s=9 needs worker processes; try loader.num_workers=2",
+    "loader.timeout_s=0 loader.num_workers=1": "loader.timeout_s=0 must be above 0 seconds, or null",
     "loader.drop_last=true batch_size=9999": "leaves no step of the data's 1437 samples; try batch_size=1437",
     # directories of runs
     "outputs=file": "outputs=file must be writable, but ... is no writable directory",

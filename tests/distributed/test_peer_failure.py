@@ -30,6 +30,7 @@ from runner.errors import JobFailed
 from runner.jobs import job
 from runner.jobs.job import run_job
 from runner.tasks.collectives import Collectives
+from runner.training.callbacks.contract import Callbacks
 from runner.training.trainer import Trainer
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
@@ -72,18 +73,22 @@ def train(
     """Return the ranks' exit statuses if one dies in the second epoch; None for a rank that still runs."""
     overrides = (*TINY, *SELDOM, *NORMALISED.get(mode, ()), f"parallel={mode}", f"backend.timeout_s={timeout_s}")
     config, request = configure(*overrides, f"outputs={folder}")
-    method = getattr(Trainer, where)
+    owner = Callbacks if where == "on_end" else Trainer
+    method = getattr(owner, where)
 
     def rank_of(rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
 
-        def act_or_die(self: Trainer, *args: Any) -> dict[str, float]:
-            if rank == victim and self.state.step > 8:
+        def act_or_die(self: Any, *args: Any) -> dict[str, float]:
+            if rank == victim and where != "on_end" and self.state.step > 8:
                 die()
-            return method(self, *args)
+            result = method(self, *args)
+            if rank == victim and where == "on_end":
+                die()
+            return result
 
-        setattr(Trainer, where, act_or_die)  # in this process alone
+        setattr(owner, where, act_or_die)  # in this process alone
         if timeout_s == TIMEOUT_S:  # ends a loop that waits for a failed rank long before the timeout
             watchdog.QUIET_S, shutdown.PATIENCE_S = 1.0, min(shutdown.PATIENCE_S, 1.5)
         rank_info = RankInfo(rank, rank, world_size, world_size)
@@ -144,6 +149,35 @@ def test_all_ranks_exit_when_one_dies(
     else:
         assert result["error"].startswith(f"rank {victim} on")
         assert reported.count(MESSAGE) == 1
+
+
+@pytest.mark.fault("a rank fails, dies or hangs after the last step", outcome="refused")
+@pytest.mark.parametrize(
+    ("mode", "victim", "die", "cause"),
+    [
+        ("ddp", 1, fail, MESSAGE),
+        ("ddp", 1, sleep_too_long, "in on_end of the callbacks for"),
+        pytest.param("ddp", 0, sleep_too_long, "in on_end of the callbacks for", marks=pytest.mark.thorough),
+        pytest.param("ps", 1, kill, "no response from rank 1 on", marks=pytest.mark.thorough),
+    ],
+)
+def test_run_ends_when_all_ranks_have_ended_well(
+    mode: str,
+    victim: int,
+    die: Callable[[], None],
+    cause: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runner.distributed.failures.peer_failure.PEERS_TIMEOUT_S", 1.0)
+    statuses = train(tmp_path, mode, 3, victim, "on_end", die, HANG_TIMEOUT_S if die is sleep_too_long else TIMEOUT_S)
+    assert statuses == [(1 if die is fail else -signal.SIGKILL) if rank == victim else 1 for rank in range(3)]
+    (path,) = (tmp_path / "run").iterdir()
+    result = json.loads((path / "result.json").read_text())
+    assert result["state"] == "failed" and cause in result["error"]
+    reported = "".join(capfd.readouterr())
+    assert reported.count(cause) == (path / "log.txt").read_text().count(cause) == 1, reported
 
 
 HANGS = [("ddp", 3, 1, stop), ("ddp", 3, 0, sleep_too_long), ("pipeline", 2, 1, stop), ("ps", 3, 1, sleep_too_long)]

@@ -3,10 +3,14 @@
 import itertools
 import os
 import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from runner.input.loader import Loader
 from runner.input.sampler import Sampler
@@ -119,5 +123,67 @@ def test_a_killed_worker_is_named() -> None:
             os.kill(worker.pid, signal.SIGKILL)
             worker.join(60)
             list(steps)
+    finally:
+        loader.close()
+
+
+class Odd(Dataset[torch.Tensor]):
+    """Each worker first sends a batch and then fails, while the tensors of that batch may still be in transit."""
+
+    def __init__(self, fail: Callable[[], object]):
+        self.fail = fail
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index > 3:
+            self.fail()
+        return torch.zeros(3)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        (sys.exit, r"(?s)in DataLoader worker process \d.*RuntimeError: the dataset raised SystemExit\(\)"),
+        (interrupt, r"(?s)in DataLoader worker process \d.*RuntimeError: the dataset raised KeyboardInterrupt\(\)"),
+        (partial(os._exit, 0), r"DataLoader worker \(pid \d+\) exited unexpectedly with status 0"),
+        (partial(time.sleep, 600), "DataLoader workers returned no batch within loader.timeout_s=2.0 s"),
+    ],
+    ids=["exit", "interrupt", "_exit", "hang"],
+)
+@pytest.mark.fault("a loader worker that exits, is interrupted or hangs", outcome="refused")
+def test_a_failed_worker_and_the_reason_are_named(fail: Callable[[], object], message: str) -> None:
+    options = {"num_workers": 2, "shuffle": False, "timeout_s": 2.0 if isinstance(fail, partial) else None}
+    loader = Loader(Odd(fail), Sampler(NUM_SAMPLES, batch_size=1), torch.float32, CPU, **options)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(RuntimeError, match=message):
+            list(loader.steps(epoch=0))
+    finally:
+        loader.close()
+
+
+def test_lost_connection_to_an_exited_worker_names_the_worker() -> None:
+    loader = make(Sampler(NUM_SAMPLES, batch_size=1), num_workers=1)
+    try:
+        next(loader.steps(epoch=0))
+        (worker,) = loader._loader._iterator._workers  # type: ignore[union-attr]
+
+        class Batches:
+            """As the iterator of DataLoader, if the worker exits while a tensor is received from it."""
+
+            _workers = (worker,)
+
+            def __iter__(self) -> Iterator[None]:
+                os.kill(worker.pid, signal.SIGKILL)
+                raise FileNotFoundError
+                yield
+
+        with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {worker.pid}\) is killed by signal SIGKILL"):
+            list(loader._naming_workers(Batches()))  # type: ignore[arg-type]
     finally:
         loader.close()

@@ -1,13 +1,15 @@
 """Restarts by torch's elastic agent, on one machine and two, with ranks that only reach a checkpoint and die."""
 
 import json
+import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import free_port
@@ -20,7 +22,7 @@ from runner.launchers import node_rendezvous
 from runner.launchers.elastic import Ranks, refusal, reported_failure, run_worlds
 from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import FAILURE_REPORTED
-from runner.records.result import result_mtime_ns
+from runner.records.result import read_result, result_mtime_ns, write_result
 from runner.records.run_directory import Request
 
 HOST = socket.gethostname()
@@ -104,6 +106,24 @@ def test_restarts_are_counted_from_each_checkpoint(
     assert [line for line in capfd.readouterr().err.splitlines() if "restarted" in line][-1] == last_line
 
 
+@pytest.mark.fault("a rank that calls os._exit(0)", outcome="refused")
+def test_rank_that_exits_with_status_0_has_failed_and_the_failure_is_recorded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_result(tmp_path, {"state": "running"})
+    try:
+        with pytest.raises(JobFailed, match=f"rank 0 on {HOST} died: exit status 0"):
+            run_worlds(OneMachine(60), Ranks(1, os._exit, (0,)), Request(directory=str(tmp_path)), 0, [])
+    finally:
+        server: Any = forkserver._forkserver
+        os.kill(server._forkserver_pid, SIGKILL)
+        server._stop()
+    line = f"rank 0 on {HOST} died: exit status 0"
+    assert f"error: {line}\n" in capfd.readouterr().err
+    result = read_result(tmp_path)
+    assert result is not None and (result["state"], result["error"]) == ("failed", line)
+
+
 def test_two_agents_restart_and_give_up_together(tmp_path: Path) -> None:
     assert launch_on_two(tmp_path, [(3, SIGKILL)] * 4, 3) == [3, 3]
     assert len(list(tmp_path.glob("start_0_*"))) == 2
@@ -154,7 +174,7 @@ def test_the_reported_failure_is_the_cause_unless_the_rank_died(
     with pytest.raises(JobFailed) as raised:
         run_and_report(tmp_path, status, report)
     assert str(raised.value) == error
-    assert capfd.readouterr().err == (f"{error}\n" if "died" in error else "")
+    assert capfd.readouterr().err == (f"error: {error}\n" if "died" in error else "")
 
 
 def test_a_stopped_rank_has_not_failed(tmp_path: Path) -> None:

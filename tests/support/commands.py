@@ -70,13 +70,17 @@ class Commands:
         return self.finish(self.start("-m", "runner", *arguments, env=env))
 
     def forked(
-        self, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 300
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 300,
+        prepare: Callable[[], object] = int,
     ) -> CompletedProcess[str]:
         """Run `runner ARGUMENTS` in a fork of the tests' process, which saves the start of Python and torch.
 
-        Warnings are errors in it.
+        Warnings are errors in it. prepare: called in the fork, before the command.
         """
-        (done,) = self._forked([env or {}], arguments, timeout_s)
+        (done,) = self._forked([env or {}], arguments, timeout_s, prepare)
         return done
 
     def forked_world(self, num_ranks: int, *arguments: str) -> list[CompletedProcess[str]]:
@@ -88,14 +92,18 @@ class Commands:
         return self._forked(ranks, arguments, timeout_s=300)
 
     def _forked(
-        self, environments: Sequence[Mapping[str, str]], arguments: Sequence[str], timeout_s: float
+        self,
+        environments: Sequence[Mapping[str, str]],
+        arguments: Sequence[str],
+        timeout_s: float,
+        prepare: Callable[[], object] = int,
     ) -> list[CompletedProcess[str]]:
         deadline = time.monotonic() + timeout_s
         started = []
         for env in environments:
             files = [self.folder / f"{name}-{uuid.uuid4().hex}" for name in ("out", "err")]
             process = multiprocessing.get_context("fork").Process(
-                target=_enter, args=(self.folder, arguments, env, *files)
+                target=_enter, args=(self.folder, arguments, env, *files, prepare)
             )
             with warnings.catch_warnings():  # as in ranks.py
                 warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
@@ -145,7 +153,9 @@ class Commands:
         process.wait(timeout=60)
 
 
-def _enter(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> None:
+def _enter(
+    folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: Path, err: Path, prepare: Callable[[], object]
+) -> None:
     import torch
 
     from runner.cli import main
@@ -163,6 +173,7 @@ def _enter(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: 
     sys.orig_argv = [sys.executable, "-m", "runner", *arguments]
     status = 1
     try:
+        prepare()
         status = main()
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1

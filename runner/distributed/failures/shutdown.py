@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from runner.distributed.failures.signals import PARENT_EXITED, received
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world_store import STOPPED, WorldStore
+from runner.errors import JobFailed
 
 PATIENCE_S = 5.0  # in which a loop that waits for a failed rank may raise an error by itself
 
@@ -93,6 +95,35 @@ class Shutdown:
         self.failed = True
         if (root := self._store.root) is not None:
             self._store.call(lambda _: root.set(STOPPED, reason))
+
+    def wait_for_all(self) -> None:
+        """Wait until this job has ended well on all ranks. All ranks must call it, and no rank ends before.
+
+        Raise JobFailed if another rank fails, stops or exits instead, or does not call it within the timeout.
+        """
+        store, failure = self._store.job, ""
+        if store is None or not self._store.is_reachable():  # the store may have exited with the launcher
+            return
+        keys = [f"ended/{rank}" for rank in range(self._rank_info.world_size)]
+        deadline, pause_s, exited = time.monotonic() + self.timeout_s, 0.001, list[int]()
+        with suppress(RuntimeError):  # the process of the store has exited
+            store.set(keys[self._rank_info.rank], "")
+            while not failure:
+                exited = (
+                    self._local_ranks.exited()
+                )  # before the check, because a rank may exit right after the last key
+                if store.check(keys):
+                    return
+                if exited or store.check(["failure"]) or store.check(["late"]) or self._store.stop_reason():
+                    failure = "another rank did not end well"
+                elif time.monotonic() > deadline:
+                    store.set("late", "")  # the other ranks that wait must not be examined
+                    late = ", ".join(key.removeprefix("ended/") for key in keys if not store.check([key]))
+                    failure = f"rank {late} did not end within backend.timeout_s={self.timeout_s:g} s after this rank"
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.02)
+        if failure or exited:
+            raise JobFailed(failure or "another rank has exited", follows=True)
 
     def stop_reason(self) -> str | None:
         """Return why a missing rank has stopped; None if no signal has stopped it."""
