@@ -115,7 +115,7 @@ class Trainer:
             else:
                 stepper.skip()
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
-        self.state = replace(self.state.after_step(self.steps_per_epoch), skipped_steps=skipped_steps)
+        self.state = replace(self.state.after_step(batch.ends_epoch), skipped_steps=skipped_steps)
 
         objective = self.experiment.objective
         logged = objective.take_logged(self.world.device)
