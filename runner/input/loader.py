@@ -16,7 +16,7 @@ from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Request, Source
-from runner.input.stream import Position, StepReader, StepRequest, StepSamples, Stream, step_requests
+from runner.input.stream import Position, StepReader, StepSamples, Stream, step_requests
 
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
@@ -77,8 +77,9 @@ class Loader:
         self._requested: deque[list[list[int]]] = deque()
         self._reads_ahead = num_workers == 0 and source.reads_ahead
         self._at_once: int | None = None  # local micro-batches; determined from the size of the first one
+        reader: Any = StepReader(source) if self.is_stream else source
         self._loader: DataLoader[Any] | None = DataLoader(
-            StepReader(source) if self.is_stream else source,
+            reader,
             batch_sampler=self,  # any iterable is permitted
             num_workers=num_workers,
             collate_fn=_share_in_worker,
@@ -149,7 +150,7 @@ class Loader:
             for part, indices in zip(split(batch, [len(each) for each in requested]), requested, strict=True):
                 yield MicroBatch(part, indices)
 
-    def __iter__(self) -> Iterator[Request | StepRequest]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield each request, starting at the current position. DataLoader iterates over the requests once per epoch.
 
         DataLoader requests batches before they are needed, and returns them in the order of the requests.
