@@ -116,6 +116,23 @@ def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> Metri
     return MetricSums(metrics, outputs, targets)
 
 
+def check_train_metrics(
+    choices: Mapping[str, str], parallel: Parallel, objective: Objective, metrics: MetricSums
+) -> None:
+    """Raise InputError unless the outputs of a step can be measured."""
+    if not isinstance(objective, Supervised):
+        raise InputError(
+            f"train_metrics=true needs the outputs of a step, which objective={choices['objective']} does not return; "
+            "use Objective.log instead"
+        )
+    if parallel.supported_objectives == "supervised":
+        raise InputError(
+            f"train_metrics=true: parallel={choices['parallel']} has no outputs of a step; try parallel=ddp"
+        )
+    if not metrics.names:
+        raise InputError("train_metrics=true has no effect without metrics; try metrics=auto")
+
+
 def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
     """Return the possible monitors, without loading the data.
 
