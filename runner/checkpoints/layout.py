@@ -32,11 +32,10 @@ class TrainState:
     skipped_steps: int = 0  # steps done without an update: see on_nonfinite
     logged: dict[str, float] = field(default_factory=dict)  # the losses of the last step whose losses were logged
 
-    def after_step(self, steps_per_epoch: int) -> "TrainState":
+    def after_step(self, ends_epoch: bool) -> "TrainState":
         """Return the position after one more optimizer step."""
-        in_epoch = self.step_in_epoch + 1
-        epoch = self.epoch + in_epoch // steps_per_epoch
-        return replace(self, step=self.step + 1, epoch=epoch, step_in_epoch=in_epoch % steps_per_epoch)
+        in_epoch = 0 if ends_epoch else self.step_in_epoch + 1
+        return replace(self, step=self.step + 1, epoch=self.epoch + ends_epoch, step_in_epoch=in_epoch)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ class Config:
     monitor_direction: str | None = None
     threads: int | None = None
     log_every: int = 1
+    train_metrics: bool = False
     eval_every: int = 1
     eval_every_steps: int | None = None
     eval_batches: int | None = None

@@ -37,7 +37,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "code": (None, "recorded", "current"),
     "split": SPLITS,
     "export.format": ("safetensors", "torch_export", "onnx"),
-    "predict.format": ("csv", "parquet", "npy"),
+    "predict.format": ("csv", "parquet", "npy", "jsonl"),
 }
 # Exclusive limits of a value, and an example.
 _BETWEEN = {

@@ -53,3 +53,4 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     num_samples: int  # of the whole step, over all ranks and micro-batches
     wait_s: float  # time that the step waited for its data
+    ends_epoch: bool = False

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
+from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import accepts, literals, split_option
 from runner.config.instantiate import make_group
 from runner.config.schema import SPLITS, Config
@@ -18,6 +19,7 @@ from runner.input.augmentation import augment
 from runner.input.rng import make_generator
 from runner.input.sample_cache import CannotCache
 from runner.input.source import Source
+from runner.input.stream import UNKNOWN_LENGTH, Stream, decode_state, encode_state
 
 T = TypeVar("T")
 _SPLIT_KEY = 2**63  # of the stream that draws the validation samples; no epoch has this number
@@ -41,6 +43,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
 
     train, evaluated = _load_or_download(config, world, load)
     try:
+        _check_streams(config, choices, train, evaluated)
         for source in dict.fromkeys((train, evaluated)) if config.keep_samples else ():
             source.cache_samples()
         return augment(config, train), evaluated
@@ -50,6 +53,36 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
         raise InputError(str(error)) from None
     except Exception as error:  # of the dataset
         raise InputError(f"data: its first sample cannot be read{failed_with(error)}") from None
+
+
+def _check_streams(config: Config, choices: Mapping[str, str], train: Source, evaluated: Source) -> None:
+    """Raise InputError if a split is a stream that has no samples, or that the configuration does not support."""
+    for source in dict.fromkeys((train, evaluated)):
+        stream, data = source.dataset, f"data={choices.get('data', config.data['_target_'])}"
+        if not isinstance(stream, Stream):
+            continue
+        if config.keep_samples:
+            raise InputError(f"keep_samples=true needs map-style datasets, and {data} is a stream; leave it out")
+        task = locate(config.task["_target_"])
+        if source is evaluated and task.section == "predict":
+            raise InputError(f"task=predict: {data} is a stream, whose samples have no index; use a map-style dataset")
+        if source is train and task.trains and not stream.has_length:
+            if config.max_steps is None:
+                raise InputError(f"max_steps=null: {data} is a stream without a length; try max_steps=1000")
+            if "every_epochs" in config.scheduler:
+                raise InputError(
+                    f"scheduler={choices['scheduler']} counts epochs, and {data} is a stream without a length; try "
+                    "scheduler=cosine"
+                )
+        found, state, _ = stream.load(0, 1)
+        if not found:
+            raise InputError(f"{data}: its {'train' if source is train else config.split} split has no samples")
+        try:
+            decode_state(encode_state(state))
+        except Exception:  # torch does not load classes that could run code
+            raise InputError(
+                f"{data}: its state_dict cannot be stored; use only tensors, numbers, text, lists, tuples and dicts"
+            ) from None
 
 
 def load_split(config: Config, choices: Mapping[str, str], world: World, split: str) -> Source:
@@ -128,14 +161,21 @@ class _Splits:
             if self._option == "split" and split != "train" and refuses:
                 raise no_split from None
             raise
-        missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-        if isinstance(dataset, IterableDataset) or missing:
+        iterates_only = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+        if isinstance(dataset, IterableDataset) or iterates_only:
+            dataset = Stream(dataset)
+        if missing := [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]:
             raise InputError(
-                f"{self._data}: {type(dataset).__name__} is not a map-style dataset, with __len__ and __getitem__, "
-                "which selects the samples of a step by their index"
+                f"{self._data}: {type(dataset).__name__} lacks {' and '.join(missing)}, by which a map-style dataset "
+                "selects the samples of a step; an IterableDataset needs neither"
             )
         if len(dataset) == 0:
             raise InputError(f"{self._data}: its {split} split has no samples; at least one is required")
+        if len(dataset) > UNKNOWN_LENGTH or (len(dataset) == UNKNOWN_LENGTH and not isinstance(dataset, Stream)):
+            raise InputError(
+                f"{self._data}: {type(dataset).__name__} has {len(dataset):,} samples, and an order supports "
+                "fewer than 2^62; if it has no end, derive it from IterableDataset and set max_steps"
+            )
         return Source.of(dataset)
 
     def _split_off(self, split: str, fraction: float) -> Source:
@@ -146,6 +186,11 @@ class _Splits:
                     f"val_fraction={fraction} has no effect, because {self._data} has a validation split; leave it out"
                 )
             self._whole = self._existing("train")
+            if isinstance(self._whole.dataset, Stream):
+                raise NoSplit(
+                    f"val_fraction={fraction}: {self._data} is a stream, which cannot be split; give it a validation "
+                    "split, which may be map-style"
+                )
         num_samples = len(self._whole)
         num_val = round(num_samples * fraction)
         if not 0 < num_val < num_samples:

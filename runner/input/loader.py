@@ -18,6 +18,7 @@ from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Request, Source
+from runner.input.stream import Position, StepReader, StepSamples, Stream, step_requests
 
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
@@ -58,9 +59,14 @@ class Loader:
         if weights is not None and not shuffle:
             raise ValueError(f"loader.shuffle=false has no effect with loader.weights={weights}; leave one of them out")
         self.dataset = source = dataset if isinstance(dataset, Source) else Source.of(dataset)
+        self.is_stream = isinstance(source.dataset, Stream)
+        if self.is_stream and weights is not None:
+            raise ValueError(f"loader.weights={weights} needs a map-style dataset, and the data is a stream")
+        if self.is_stream and drop_last and not source.has_length:
+            raise ValueError("loader.drop_last=true needs a stream with a length; define __len__, or leave it out")
         sampler = replace(
             sampler,
-            shuffle=shuffle,
+            shuffle=shuffle and not self.is_stream,
             drop_last=drop_last,
             weights=None if weights is None else read_weights(weights, source),
         )
@@ -72,13 +78,15 @@ class Loader:
         self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
         self.allow_empty, self.seed = allow_empty, sampler.seed
         self._position = (0, 0)
+        self.stream_position = Position()  # after the last step; a resumed run sets the position where it starts
         # For each batch that is requested and not yet read: the indices of its local micro-batches.
         self._requested: deque[list[list[int]]] = deque()
         self._reads_ahead = num_workers == 0 and source.reads_ahead
         self._at_once: int | None = None  # local micro-batches; determined from the size of the first one
         self._timeout_s = timeout_s
+        reader: Any = StepReader(source) if self.is_stream else source
         self._loader: DataLoader[Any] | None = DataLoader(
-            source,
+            reader,
             batch_sampler=self,  # any iterable is permitted
             num_workers=num_workers,
             collate_fn=_share_in_worker,
@@ -96,11 +104,32 @@ class Loader:
         assert self._loader is not None, "closed"
         self._position = (epoch, first_step)
         self._requested.clear()
+        if self.is_stream:
+            yield from self._read_stream(epoch, first_step)
+            return
         micro_batches = self._read(self._naming_workers(iter(self._loader)))
         for step in range(first_step, self.sampler.steps_per_epoch):
             start = time.perf_counter()
             of_step = list(itertools.islice(micro_batches, self.sampler.num_micro_batches(step)))
-            yield StepBatch(of_step, self.sampler.step_size(step), time.perf_counter() - start)
+            is_last = step + 1 == self.sampler.steps_per_epoch
+            yield StepBatch(of_step, self.sampler.step_size(step), time.perf_counter() - start, is_last)
+
+    def _read_stream(self, epoch: int, first_step: int) -> Iterator[StepBatch]:
+        """Yield the steps of an epoch of a stream. Raise ValueError if there is none."""
+        assert self._loader is not None
+        read: Iterator[StepSamples] = iter(self._loader)
+        for step in range(first_step, self.sampler.steps_per_epoch):
+            start = time.perf_counter()
+            samples = next(read)
+            if samples.num_samples == 0:
+                raise ValueError(f"epoch {epoch + 1} of the stream has no samples after step {step}")
+            parts = zip(samples.batches, samples.indices, strict=True)
+            of_step = [MicroBatch(map_tensors(self._to_device, batch), indices) for batch, indices in parts]
+            is_last = samples.is_last or step + 1 == self.sampler.steps_per_epoch
+            self.stream_position = samples.position
+            yield StepBatch(of_step, samples.num_samples, time.perf_counter() - start, is_last)
+            if is_last:
+                return
 
     def use_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler for all further calls of `steps`."""
@@ -153,11 +182,15 @@ class Loader:
                 yield MicroBatch(part, indices)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield each Request, starting at the current position. DataLoader iterates over the requests once per epoch.
+        """Yield each request, starting at the current position. DataLoader iterates over the requests once per epoch.
 
         DataLoader requests batches before they are needed, and returns them in the order of the requests.
         """
         epoch, first_step = self._position
+        if self.is_stream:
+            start = self.stream_position if first_step else None
+            yield from step_requests(self.sampler, epoch, first_step, self.allow_empty, start)
+            return
         local_batches = self.sampler.local_batches(epoch, first_step)
         for first in local_batches:
             together = [first, *itertools.islice(local_batches, (self._at_once or 1) - 1)]

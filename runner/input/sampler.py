@@ -65,13 +65,13 @@ class Sampler:
         num_steps = max(1, AT_ONCE * self.data_ranks // self.batch_size)
         for first in range(first_step, self.steps_per_epoch, num_steps):
             steps = range(first, min(first + num_steps, self.steps_per_epoch))
-            local = [positions for step in steps for positions in self._positions(step)]
+            local = [positions for step in steps for positions in self.positions(step)]
             at = np.concatenate([np.arange(each.start, each.stop, dtype=np.uint64) for each in local])
             indices = iter(indices_at(at).tolist())
             for positions in local:
                 yield list(itertools.islice(indices, len(positions)))
 
-    def _positions(self, step: int) -> list[range]:
+    def positions(self, step: int) -> list[range]:
         """Return the positions in the epoch of each local micro-batch of a step."""
         start, number = step * self.batch_size, self.num_micro_batches(step)
         if self.data_rank is None:
@@ -102,7 +102,7 @@ class BlockSampler(Sampler):
     is one block on each data rank, `batch_size` samples in total; in the last step, some ranks may get no samples.
     """
 
-    def _positions(self, step: int) -> list[range]:
+    def positions(self, step: int) -> list[range]:
         if self.data_rank is None:
             return [range(0)]
         size = self.batch_size // self.data_ranks

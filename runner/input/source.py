@@ -92,13 +92,15 @@ class Source(Dataset[Any]):
         unpack = self.dataset.unpacked if hasattr(self.dataset, "packed") else None
         self.cache = SampleCache(self._read_packed, len(self), unpack)
 
-    def read(self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False) -> Any:
+    def read(
+        self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False, stand_in: int = 0
+    ) -> Any:
         """Return a batch of the samples. Random numbers that reading a sample draws follow from seed, epoch and index.
 
-        If there are no indices, return a batch without rows if `allow_empty`, else a batch of the first sample without
-        NaN, which would reach the gradients of other samples: 0 * NaN is NaN.
+        If there are no indices, return a batch without rows if `allow_empty`, else a batch of the sample `stand_in`
+        without NaN, which would reach the gradients of other samples: 0 * NaN is NaN.
         """
-        batch = self._read(indices or [0], epoch, seed)
+        batch = self._read(indices or [stand_in], epoch, seed)
         if indices:
             return batch
         return map_tensors(lambda tensor: tensor[:0] if allow_empty else _without_nan(tensor), batch)

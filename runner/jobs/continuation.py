@@ -14,6 +14,7 @@ from runner.config.recorded import changed_since
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError
+from runner.input.stream import UNKNOWN_LENGTH
 from runner.records.loggers.dashboard import IDS
 from runner.records.monitor import Monitor
 from runner.records.record_files import METRICS, check_links, read_mapping, read_metrics
@@ -24,11 +25,12 @@ from runner.training.build import Experiment
 
 
 def count_samples(experiment: Experiment | None) -> dict[str, int]:
-    """Return the number of samples of each split; empty without an experiment."""
+    """Return the number of samples of each split whose length is known; empty without an experiment."""
     if experiment is None:
         return {}
     loaders = {"train": experiment.train_loader, "val": experiment.val_loader}
-    return {split: loader.sampler.num_samples for split, loader in loaders.items()}
+    counts = {split: loader.sampler.num_samples for split, loader in loaders.items()}
+    return {split: count for split, count in counts.items() if count < UNKNOWN_LENGTH}
 
 
 def check_directory(directory: str | None, config: Config, experiment: Experiment | None) -> list[str]:

@@ -63,6 +63,7 @@ class Objective:
     gathers: bool = False
     weighted_by_samples: bool = False
     is_distributed = False  # set to True before training if the world has several ranks
+    observed: list[tuple[Any, Any, Sequence[int]]] | None = None  # outputs, targets, indices of a step, if measured
     _counts_rows = True  # False while the loss of an uncounted sample is computed
     _sums: dict[str, torch.Tensor] | None = None  # by name of a term or logged value: sum and weight, (2,) in float64
 

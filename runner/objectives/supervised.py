@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from runner.input.batch import MicroBatch
-from runner.input.pytree import num_rows
+from runner.input.pytree import map_tensors, num_rows
 from runner.objectives.losses import (
     CLASSES,
     ELEMENTWISE,
@@ -58,7 +58,11 @@ class Supervised(Objective):
         return result.sum, result.weight
 
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
-        return self.local_loss(call_model(model, micro_batch.inputs), micro_batch)
+        outputs = call_model(model, micro_batch.inputs)
+        if self.observed is not None and micro_batch.num_samples:
+            detached = map_tensors(torch.Tensor.detach, outputs)
+            self.observed.append((detached, micro_batch.targets, micro_batch.indices))
+        return self.local_loss(outputs, micro_batch)
 
     def evaluate(self, model: Any, micro_batch: MicroBatch) -> Prediction:
         return self.prediction(call_model(model, micro_batch.inputs), micro_batch)

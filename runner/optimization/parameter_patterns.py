@@ -65,15 +65,20 @@ def freeze(patterns: Sequence[str], module: nn.Module) -> list[str]:
         layer for layer, keys in keys_of.items() if all(first_match(patterns, [key]) is not None for key in keys)
     ]
     for layer in frozen_layers:
-        # An attribute of the instance survives a change of its class, as by fully_shard and SyncBatchNorm. A partial
-        # is copied with its layer, unlike a closure.
-        layer.train = functools.partial(_stay_in_evaluation_mode, layer)  # type: ignore[method-assign, assignment]
-        layer.train()
+        keep_in_evaluation_mode(layer)
     if not frozen:
         return []
     statistics = f" and the statistics of {len(frozen_layers)} normalization layers" if frozen_layers else ""
     listed = counted([aliases[0] for aliases in frozen.values()], 8)
     return [f"frozen   {len(frozen):,} of {len(names):,} parameters{statistics}: {listed}"]
+
+
+def keep_in_evaluation_mode(module: nn.Module) -> None:
+    """Switch the module to evaluation mode, and let it ignore `train()` from now on."""
+    # An attribute of the instance survives a change of its class, as by fully_shard and SyncBatchNorm. A partial is
+    # copied with its module, unlike a closure.
+    module.train = functools.partial(_stay_in_evaluation_mode, module)  # type: ignore[method-assign, assignment]
+    module.train()
 
 
 def _stay_in_evaluation_mode(layer: nn.Module, mode: bool = True) -> nn.Module:

@@ -71,7 +71,7 @@ class Predict(JobTask):
         num_samples = experiment.val_loader.sampler.num_samples
         file = writing(config.predict.format, path, num_samples) if directory.writes else contextlib.nullcontext()
         with file as writer:
-            names = _predict(experiment, parallel_model, world, config.predict.batch_size, writer)
+            names = _predict(experiment, parallel_model, world, config, writer)
         log.info("%s after step %d, %s split: %d samples", config.run, progress.step, config.split, num_samples)
         log.info("columns  %s%s", ", ".join(names), name_classes(experiment.train_loader.dataset))
         log.info("written  %s", path)
@@ -79,12 +79,16 @@ class Predict(JobTask):
         return {}
 
 
-def _predict(experiment: Experiment, parallel_model: ParallelModel, world: World, size: int, writer: Any) -> list[str]:
+def _predict(
+    experiment: Experiment, parallel_model: ParallelModel, world: World, config: Config, writer: Any
+) -> list[str]:
     """Compute, collect and write the predictions, and return the names of the columns. All ranks must call it.
 
-    A rank keeps at most ROUND pieces of `size` samples; rank 0, which has the writer, keeps those of all ranks.
+    A rank keeps at most ROUND pieces of `predict.batch_size` samples; rank 0, which has the writer, keeps those of all
+    ranks.
     """
     loader, axes = experiment.val_loader, experiment.axes
+    size, by_sample = config.predict.batch_size, config.predict.format == "jsonl"
     num_samples, step_size, own = loader.sampler.num_samples, size * axes.data_ranks, axes.data_rank(world.rank)
     loader.use_sampler(BlockSampler(num_samples, step_size, data_rank=own, data_ranks=axes.data_ranks, shuffle=False))
     counts, names = axes.counts(world.rank), list[str]()
@@ -95,7 +99,7 @@ def _predict(experiment: Experiment, parallel_model: ParallelModel, world: World
             (micro_batch,) = batch.micro_batches
             prediction = parallel_model.predict(micro_batch)  # all ranks must make the same number of calls
             if prediction is not None and counts and micro_batch.num_samples:
-                columns = columns_of(prediction.outputs, prediction.targets, micro_batch.indices)
+                columns = columns_of(prediction.outputs, prediction.targets, micro_batch.indices, by_sample)
                 pieces.append((micro_batch.indices[0], columns))
         collected = world.collectives.gather_objects(pieces)
         if writer is None or collected is None:

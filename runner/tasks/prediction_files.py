@@ -12,24 +12,30 @@ import torch
 from torch import Tensor
 
 from runner.errors import JobFailed
-from runner.input.pytree import named_tensors
+from runner.input.pytree import map_tensors, named_tensors
 from runner.objectives.supervised import resolve_class_dim
+from runner.records.record_files import dumps
 
 Columns = dict[str, np.ndarray[Any, Any]]  # arrays of shape (num_samples, ...) by name
 
 INDEX, TARGET, PREDICTION, PROBABILITY, OUTPUT = "index", "target", "prediction", "probability", "output"
-SUFFIXES = {"csv": ".csv", "parquet": ".parquet", "npy": ""}
+SUFFIXES = {"csv": ".csv", "parquet": ".parquet", "npy": "", "jsonl": ".jsonl"}
 MAX_NUMBERS = 1000  # an output with more numbers per sample has no column for each
 GROUP_NUMBERS = 1 << 24  # in a Parquet row group, which is kept in memory
 
 
-def columns_of(outputs: Any, targets: Any, indices: Sequence[int]) -> Columns:
+def columns_of(outputs: Any, targets: Any, indices: Sequence[int], by_sample: bool = False) -> Columns:
     """Return the columns index, target, prediction, probability and output, in this order.
 
     Mappings and sequences have a column for each tensor, such as output.size. If a target is a class (integers in the
     output's shape without its class dim), `prediction` is the class of the largest output and `probability` its softmax
-    probability; other targets have neither column. Raises JobFailed if a tensor does not have one row per sample.
+    probability; other targets have neither column. With `by_sample`, a list with an element per sample is a column of
+    its elements, which may have any structure and shapes. Raises JobFailed if a tensor does not have one row per
+    sample.
     """
+    trees = {TARGET: targets, OUTPUT: outputs} if by_sample else {}
+    listed = {name: tree for name, tree in trees.items() if isinstance(tree, list) and len(tree) == len(indices)}
+    outputs, targets = (None if OUTPUT in listed else outputs), (None if TARGET in listed else targets)
     found, expected = _rows(outputs, len(indices), "outputs"), _rows(targets, len(indices), "targets")
     classes = {path: _classify(found[path], target) for path, target in expected.items() if path in found}
     predicted = {path: pair for path, pair in classes.items() if pair is not None}
@@ -38,7 +44,9 @@ def columns_of(outputs: Any, targets: Any, indices: Sequence[int]) -> Columns:
     columns |= {PREDICTION + path: classes for path, (classes, _) in predicted.items()}
     columns |= {PROBABILITY + path: probability for path, (_, probability) in predicted.items()}
     columns |= {OUTPUT + path: tensor for path, tensor in found.items()}
-    return {name: _as_array(tensor) for name, tensor in columns.items()}
+    return {name: _as_array(tensor) for name, tensor in columns.items()} | {
+        name: _as_objects([map_tensors(_as_numbers, sample) for sample in tree]) for name, tree in listed.items()
+    }
 
 
 def _rows(tree: Any, num_samples: int, what: str) -> dict[str, Tensor]:
@@ -67,6 +75,16 @@ def _classify(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
     return classes, probability
 
 
+def _as_numbers(tensor: Tensor) -> Any:
+    return _as_array(tensor).tolist()
+
+
+def _as_objects(samples: list[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(samples), dtype=object)  # np.array would combine lists of equal lengths
+    array[:] = samples
+    return array
+
+
 def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     tensor = tensor.detach().cpu()
     if tensor.dtype in (torch.bfloat16, torch.float16):  # autocast's types; numpy has no bfloat16
@@ -75,12 +93,17 @@ def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 @contextlib.contextmanager
-def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet | Arrays"]:
+def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet | Arrays | JsonLines"]:
     """Yield the writer of the file or directory at `path`, which exists only if the context ends without an exception.
 
     The methods of a writer raise JobFailed if the format cannot store the samples.
     """
-    writers: dict[str, type[Csv] | type[Parquet] | type[Arrays]] = {"csv": Csv, "parquet": Parquet, "npy": Arrays}
+    writers: dict[str, type[Csv] | type[Parquet] | type[Arrays] | type[JsonLines]] = {
+        "csv": Csv,
+        "parquet": Parquet,
+        "npy": Arrays,
+        "jsonl": JsonLines,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
         partial = Path(directory) / path.name
@@ -112,6 +135,20 @@ class Csv:
         if not self._file.tell():
             self._writer.writerow(flat)
         self._writer.writerows(zip(*(_texts(values) for values in flat.values()), strict=True))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class JsonLines:
+    """A file with a JSON object per sample, whose values may have another shape for each sample."""
+
+    def __init__(self, path: Path, num_samples: int):
+        self._file = path.open("w")
+
+    def add(self, columns: Columns) -> None:
+        for row in zip(*(values.tolist() for values in columns.values()), strict=True):
+            self._file.write(dumps(dict(zip(columns, row, strict=True))) + "\n")
 
     def close(self) -> None:
         self._file.close()

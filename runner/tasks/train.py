@@ -14,6 +14,8 @@ from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.config.recorded import describe_change
 from runner.config.schema import DEBUG_BATCHES, Config
 from runner.distributed.world import World
+from runner.input.loader import Loader
+from runner.input.stream import UNKNOWN_LENGTH
 from runner.jobs.continuation import read_past_evaluations
 from runner.jobs.task import JobTask
 from runner.optimization.optimizers import DEFAULT
@@ -28,6 +30,7 @@ from runner.training.callbacks.nan_guard import NanGuard
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.recorder import Recorder
+from runner.training.callbacks.stream_position import StreamPosition
 from runner.training.mode import ParallelModel
 from runner.training.restore import copy_model, restore
 from runner.training.throughput import ThroughputMeter
@@ -162,6 +165,8 @@ def make_all_callbacks(
         callbacks.add("early_stop", EarlyStop(experiment.monitor, patience, min_delta))
     if directory.pruner is not None:
         callbacks.add("pruning", Pruning(directory.pruner, decides=directory.writes))
+    if experiment.train_loader.is_stream:
+        callbacks.add("stream_position", StreamPosition(experiment.train_loader))
     checkpointing = Checkpointing(
         config.checkpoint,
         parallel_model,
@@ -196,8 +201,9 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{config.precision}",
         *([f"groups   {', '.join(groups)} parameters"] if len(groups) > 1 or not groups[0].startswith(DEFAULT) else []),
         *experiment.header_lines,
-        f"data     {result.data}, {train.sampler.num_samples:,} training and {val.sampler.num_samples:,} validation "
+        f"data     {result.data}, {_size_of(train)} training and {_size_of(val)} validation "
         f"samples{name_classes(train.dataset)}",
+        *([_describe_stream(train)] if train.is_stream else []),
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
         *([average] if config.ema.decay is not None else []),
@@ -208,6 +214,15 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
             * config.debug
         ),
     ]
+
+
+def _size_of(loader: Loader) -> str:
+    return f"{loader.sampler.num_samples:,}" if loader.sampler.num_samples < UNKNOWN_LENGTH else "a stream of"
+
+
+def _describe_stream(loader: Loader) -> str:
+    resumes = "loads the state of the stream" if loader.dataset.is_stateful else "reads again and skips what was used"
+    return f"stream   the samples of a step are the same on any number of ranks and workers; a resumed run {resumes}"
 
 
 def name_classes(dataset: Any) -> str:

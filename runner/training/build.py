@@ -32,6 +32,7 @@ from runner.records.monitor import Monitor
 from runner.training.callbacks.contract import Callback
 from runner.training.components import (
     attach_objective,
+    check_train_metrics,
     choose_monitor,
     make_callbacks,
     make_logger,
@@ -68,6 +69,7 @@ class Experiment:
     parameter_groups: dict[str, int]  # number of trained parameters in each group of the optimizer
     objective: Objective
     metrics: MetricSums
+    train_metrics: MetricSums | None
     monitor: Monitor  # the metric that compares runs
     header_lines: list[str]  # about initial weights and frozen parameters
     warnings: list[str]
@@ -168,7 +170,10 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     # Each validation sample is read once. A custom loader may not have sample weights.
     each_once = {"shuffle": False, "drop_last": False} | ({"weights": None} if "weights" in config.loader else {})
     loss = objective.function if isinstance(objective, Supervised) else None
-    metrics = make_metrics(config, loss, prediction.outputs, prediction.targets)
+    measure = functools.partial(make_metrics, config, loss, prediction.outputs, prediction.targets)
+    metrics = measure()
+    if config.train_metrics:
+        check_train_metrics(choices, parallel, objective, metrics)
     return Experiment(
         parallel=parallel,
         axes=axes,
@@ -199,6 +204,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         parameter_groups=make_optimizer.num_parameters,
         objective=objective,
         metrics=metrics,
+        train_metrics=measure() if config.train_metrics else None,
         monitor=choose_monitor(config, metrics, [*objective.losses, *objective.terms], objective.logged),
         header_lines=[*(initial.describe() if initial is not None else []), *frozen],
         warnings=warnings,

@@ -14,6 +14,7 @@ from runner.errors import InputError, did_you_mean
 from runner.objectives.losses import Auto as AutoLoss
 from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
+from runner.optimization.parameter_patterns import keep_in_evaluation_mode
 from runner.records.loggers.composite import CompositeLogger
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import BY_LOSS, LOSS, Monitor
@@ -81,12 +82,17 @@ def _check_values(objective: Objective, config: Config, choices: Mapping[str, st
 
 
 def attach_objective(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
-    """Move the objective or its loss to the device. If it has parameters, add it to the model as a submodule."""
+    """Move the objective or its loss to the device. If it has parameters, add it to the model as a submodule.
+
+    Its parts that the constructor has put in evaluation mode, such as a teacher, stay in it.
+    """
     name, part = ("loss", objective.function) if isinstance(objective, Supervised) else ("objective", objective)
     if isinstance(part, nn.Module):
         part.to(device=device, dtype=dtype)
         if any(True for _ in part.parameters()) or (part is objective and part.state_dict()):
             attach_submodule(module, name, part)
+            for submodule in [each for each in part.modules() if not each.training]:
+                keep_in_evaluation_mode(submodule)
 
 
 def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
@@ -108,6 +114,23 @@ def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> Metri
         else:
             metrics[name] = metric
     return MetricSums(metrics, outputs, targets)
+
+
+def check_train_metrics(
+    choices: Mapping[str, str], parallel: Parallel, objective: Objective, metrics: MetricSums
+) -> None:
+    """Raise InputError unless the outputs of a step can be measured."""
+    if not isinstance(objective, Supervised):
+        raise InputError(
+            f"train_metrics=true needs the outputs of a step, which objective={choices['objective']} does not return; "
+            "use Objective.log instead"
+        )
+    if parallel.supported_objectives == "supervised":
+        raise InputError(
+            f"train_metrics=true: parallel={choices['parallel']} has no outputs of a step; try parallel=ddp"
+        )
+    if not metrics.names:
+        raise InputError("train_metrics=true has no effect without metrics; try metrics=auto")
 
 
 def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:

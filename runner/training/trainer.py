@@ -108,6 +108,8 @@ class Trainer:
         seed_step(key, self.world.device)
 
         lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
+        objective, train_metrics = self.experiment.objective, self.experiment.train_metrics
+        objective.observed = [] if is_logged and train_metrics is not None else None
         losses, norms = {}, {}
         for name, stepper in self.parallel_model.steppers.items():  # one, unless the objective has several losses
             self.callbacks.call("before_forward")
@@ -117,18 +119,21 @@ class Trainer:
             else:
                 stepper.skip()
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
-        self.state = replace(self.state.after_step(self.steps_per_epoch), skipped_steps=skipped_steps)
+        self.state = replace(self.state.after_step(batch.ends_epoch), skipped_steps=skipped_steps)
 
-        objective = self.experiment.objective
         logged = objective.take_logged(self.world.device)
         self.straggler.end_step(batch.wait_s)
         metrics: dict[str, float] = {}
         if is_logged:
             local = torch.stack([*losses.values()])
-            sums = self.world.collectives.sum(torch.cat([local.double(), logged.flatten(), self.straggler.work_s()]))
-            metrics = with_total("train", dict(zip(losses, sums.to(local.dtype).tolist(), strict=False)))
-            means, sums = sums[len(losses) :].split([logged.numel(), sums.numel() - len(losses) - logged.numel()])
+            parts = [local.double(), logged.flatten(), self._measured(), self.straggler.work_s()]
+            summed = self.world.collectives.sum(torch.cat(parts))
+            totals, means, measured, sums = summed.split([part.numel() for part in parts])
+            metrics = with_total("train", dict(zip(losses, totals.to(local.dtype).tolist(), strict=True)))
             metrics |= logged_means("train", objective, means)
+            if train_metrics is not None:
+                values = train_metrics.compute(measured, self.world)
+                metrics |= {f"train/{name}": value for name, value in values.items()}
             if self.config.on_nonfinite == "skip":
                 metrics["train/skipped_steps"] = skipped_steps
             self.state = replace(self.state, logged=dict(metrics))
@@ -139,6 +144,17 @@ class Trainer:
             metrics |= self.meter.measured() | self.straggler.measured(sums)
             metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
+
+    def _measured(self) -> torch.Tensor:
+        """Return the local sums of the metrics of the step, if they are measured."""
+        metrics, observed = self.experiment.train_metrics, self.experiment.objective.observed
+        if metrics is None or observed is None:
+            return torch.zeros(0, dtype=torch.float64, device=self.world.device)
+        metrics.reset(self.world.device)
+        for outputs, targets, indices in observed if self.experiment.axes.counts(self.world.rank) else ():
+            metrics.add(outputs, targets, indices)
+        self.experiment.objective.observed = None
+        return metrics.flat()
 
     def _is_evaluation_due(self) -> bool:
         """Return True if the last step requires an evaluation. The evaluation at the end of the run is made anyway."""

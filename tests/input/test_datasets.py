@@ -2,14 +2,13 @@
 
 import pickle
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from worlds import configure, run
 
 from runner.config.schema import Config
@@ -109,14 +108,14 @@ class Failing(Plain):
         super().__init__(30)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield torch.zeros(1), torch.tensor(0)
-
-
 class Endless(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(1), torch.tensor(0)
+
+
+class Huge(Endless):
+    def __len__(self) -> int:
+        return sys.maxsize
 
 
 class Epochs(Plain):
@@ -243,8 +242,8 @@ def test_nothing_is_downloaded_for_unsuitable_options() -> None:
         (Keyed, {"split": "test"}, "split=test: data=mine has no such split"),
         (Plain, {"val_fraction": 0.001}, "val_fraction=0.001 of the 50 samples .* are 0, .*; try val_fraction=0.1"),
         (Plain, {"val_fraction": 0.999}, "val_fraction=0.999 of the 50 samples of data=mine are 50, but both splits"),
-        (Stream, {}, "data=mine: Stream is not a map-style dataset, with __len__ and __getitem__"),
-        (Endless, {}, "data=mine: Endless is not a map-style dataset"),
+        (Endless, {}, "data=mine: Endless lacks __len__, by which a map-style dataset selects the samples"),
+        (Huge, {}, "data=mine: Huge has 9,223,372,036,854,775,807 samples, and .*; if it has no end, derive it from"),
         (Empty, {}, "data=mine: its val split has no samples; at least one is required"),
     ],
 )

@@ -174,3 +174,21 @@ def test_mistakes_in_an_objective_are_reported_before_the_run(objective: type, m
     configure(*of(objective))
     with pytest.raises(InputError, match=message):
         build_experiment(*of(objective))
+
+
+class Distillation(Objective, torch.nn.Module):
+    """Imitates a teacher with dropout, which the constructor puts in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.Dropout())
+        self.teacher.eval().requires_grad_(False)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return ((model(batch[0]) - self.teacher(batch[0])) ** 2).sum(), len(batch[0])
+
+
+def test_a_teacher_in_an_objective_stays_in_evaluation_mode(tmp_path: Path) -> None:
+    options = (*DIGITS, f"{HERE}.Distillation", "max_steps=3", "metrics=none")
+    never, always = (run(tmp_path / n, 1, *options, f"eval_every_steps={n}") for n in ("9", "1"))
+    assert always.result["weights_sha256"] == never.result["weights_sha256"]

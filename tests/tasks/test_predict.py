@@ -32,6 +32,21 @@ def make():
     return WithoutPredict()
 """
 
+BOXES = """
+import torch
+from runner import Objective
+
+class Boxes(Objective):
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+
+    def predict(self, model, batch):
+        counts = [1 + int(abs(target) * 10) % 4 for target in batch[1][:, 0].tolist()]
+        outputs = [{"boxes": row.expand(count, -1), "label": row.sum() / 0} for row, count in
+                   zip(model(batch[0]).square(), counts)]
+        return outputs, batch[1]
+"""
+
 
 def train(folder: Path, *args: str, ranks: int = 1) -> Run:
     return run(folder, ranks, *args, "logger=none", "max_steps=3", "optimizer.lr=0.01")
@@ -201,3 +216,19 @@ def test_an_objective_without_predict_is_refused(tmp_path: Path) -> None:
         done = train(tmp_path / name, "model=linear", "data=random", "data.num_train=60", *arguments)
         with pytest.raises(Exception, match=r"objective: \w+ has no predict\(model, batch\)"):
             predicted(done, tmp_path / "predictions", 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_json_lines_have_outputs_of_any_shape(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample has another number of boxes; the last piece has a single sample."""
+    (tmp_path / "boxes.py").write_text(BOXES)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("model=toy", "data=toy", "data.num_train=20", "data.num_val=9", "batch_size=8", "metrics=none")
+    done = train(tmp_path / "train", *options, "objective._target_=boxes.Boxes", "precision=fp64")
+    mode = f"parallel={'ddp' if ranks > 1 else 'none'}"
+    there = predicted(done, tmp_path / "there", ranks, mode, "predict.format=jsonl", "predict.batch_size=4")
+    rows = [json.loads(line) for line in (there.path / "predictions.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(9))
+    for row in rows:
+        count = 1 + int(abs(row["target"][0]) * 10) % 4
+        assert len(row["target"]) == 5 and len(row["output"]["boxes"]) == count and row["output"]["label"] is None

@@ -90,6 +90,33 @@ class Extremes(torchmetrics.Metric):
         return torch.stack([self.largest, self.smallest])
 
 
+class Detections(torchmetrics.Metric):
+    """Keeps tensors of a different shape for each sample, and does not reduce them, as MeanAveragePrecision does."""
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("boxes", [], dist_reduce_fx=None)
+        self.add_state("labels", [], dist_reduce_fx=None)
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        for scores, label in zip(preds, target, strict=True):
+            self.boxes.append(scores[: int(label)].expand(2, -1))
+            self.labels.append(label)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        assert all(boxes.shape == (2, label) for boxes, label in zip(self.boxes, self.labels, strict=True))
+        assert all(label.dtype == torch.int64 and label.dim() == 0 for label in self.labels)
+        weighted = [number * boxes.sum() for number, boxes in enumerate(self.boxes)]  # depends on the order
+        return {"sum": torch.stack(weighted).sum(), "classes": torch.stack(self.labels).unique()}
+
+
+class Correlation(torchmetrics.PearsonCorrCoef):
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(preds[:, 0].double(), target.double())
+
+
 def of_torchmetrics() -> dict[str, Any]:
     kind: dict[str, Any] = {"task": "multiclass", "num_classes": NUM_CLASSES}
     return {
@@ -99,6 +126,8 @@ def of_torchmetrics() -> dict[str, Any]:
         "confusion": torchmetrics.CohenKappa(**kind),
         "mse": OfNumbers(),
         "extremes": Extremes(),
+        "detections": Detections(),
+        "correlation": Correlation(),
     }
 
 
@@ -113,6 +142,9 @@ def test_metrics_do_not_depend_on_the_world_size_and_equal_those_of_all_samples_
     expected: dict[str, float] = {}
     for name, metric in of_torchmetrics().items():
         value = metric(outputs, targets)
+        if isinstance(value, dict):
+            expected[f"{name}/sum"] = value["sum"].item()
+            continue
         expected |= {f"{name}/{n}": v.item() for n, v in enumerate(value)} if value.dim() else {name: value.item()}
     alone = spread_over(1, make)
     assert {name: alone[name] for name in expected} == pytest.approx(expected, rel=1e-7)

@@ -65,7 +65,17 @@ FILES = {
     "metrics/no_metric.yaml": "it: {_target_: measuring.NoMetric}\n",
     "metrics/nameless.yaml": "_target_: measuring.Bias\n",
     "metrics/loss.yaml": "loss: {_target_: measuring.Bias}\n",
-    "metrics/pearson.yaml": "pearson: {_target_: torchmetrics.PearsonCorrCoef}\n",
+    "levels.py": (
+        "import torch, torchmetrics\n\n\n"
+        "class Level(torchmetrics.Metric):\n"
+        "    higher_is_better = True\n\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.add_state('level', torch.tensor(0.0), dist_reduce_fx='mean')\n\n"
+        "    def update(self, preds, target): ...\n\n"
+        "    def compute(self): ...\n"
+    ),
+    "metrics/level.yaml": "level: {_target_: levels.Level}\n",
     "metrics/auroc.yaml": "auroc: {_target_: torchmetrics.AUROC, task: multiclass, num_classes: 10}\n",
 }
 
@@ -126,8 +136,8 @@ def test_selected_metrics_are_recorded(
         (["metrics=no_metric"], "metrics.it._target_=measuring.NoMetric: the class lacks higher_is_better, compute,"),
         (["metrics=broken"], "fails for one sample with: RuntimeError: The size of tensor a (5) must match"),
         (
-            ["metrics=pearson"],
-            "metrics.pearson._target_=torchmetrics.PearsonCorrCoef: its state ",
+            ["metrics=level"],
+            "metrics.level._target_=levels.Level: its state level with dist_reduce_fx=",
         ),
         (
             ["metrics=mae", "monitor=val/acuracy"],

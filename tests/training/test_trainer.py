@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import RankError
-from worlds import Run, configure, run
+from worlds import Run, build_experiment, configure, run
 
 from runner.checkpoints.layout import list_checkpoints
+from runner.errors import InputError
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
 
@@ -241,3 +242,32 @@ def test_resuming_beyond_the_end_of_a_shorter_epoch_starts_the_next_one(tmp_path
     resumed = run(tmp_path, 1, *words, timeout_s=60)
     assert (resumed.result["step"], resumed.result["epoch"]) == (9, 2)
     assert evaluated(resumed) == [5, 8, 9]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "tp", "ps", "local_sgd"])
+def test_metrics_of_training_batches_are_exact_on_any_number_of_ranks(parallel: str, tmp_path: Path) -> None:
+    """A step of all samples but one, with three micro-batches, and a step of that one."""
+    options = (*TINY[:3], "batch_size=1436", "micro_batches=3", "train_metrics=true", "metrics=[accuracy,f1]")
+    options = (*options, "logger=none", "max_steps=3", "precision=fp64", "optimizer.lr=1e-30")
+    one = run(tmp_path / "one", 1, *options)
+    if parallel == "ddp":
+        evaluated = run(tmp_path / "evaluated", 1, "task=evaluate", f"run={one.path}", "split=train")
+        expected = evaluated.result["metrics"]["train/accuracy"]
+        measured = one.values("train/accuracy")
+        assert measured[1] == pytest.approx(expected, abs=1.01 / 1437) and measured[2] in (0, 1)
+    ranks = {"ps": 3}.get(parallel, 2)
+    other = run(tmp_path / parallel, ranks, *options, f"parallel={parallel}")
+    for name in ("train/accuracy", "train/f1"):
+        assert len(one.values(name)) == 3 and other.values(name) == pytest.approx(one.values(name), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("parallel=pipeline", "train_metrics=true: parallel=pipeline has no outputs of a step; try"),
+        ("metrics=none", "train_metrics=true has no effect without metrics; try metrics=auto"),
+    ],
+)
+def test_train_metrics_are_refused_where_they_cannot_be_measured(option: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        build_experiment(*TINY, "train_metrics=true", option)

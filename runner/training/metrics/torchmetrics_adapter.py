@@ -9,6 +9,9 @@ from runner.errors import InputError
 from runner.input.pytree import tensors
 from runner.training.metrics.contract import Rows, Sums, Value
 
+_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+_MAX_DIMS = 6  # of a tensor in a list with dist_reduce_fx=None
+
 
 def is_torchmetric(metric: object) -> bool:
     """Return True for a metric of torchmetrics, without importing torchmetrics."""
@@ -16,7 +19,10 @@ def is_torchmetric(metric: object) -> bool:
 
 
 class TorchMetric:
-    """A metric of torchmetrics. States reduced by sum are sums; concatenated lists and maxima or minima are rows.
+    """A metric of torchmetrics. States reduced by sum are sums; all others are rows.
+
+    A state with dist_reduce_fx=None is a list, whose tensors are gathered, or a tensor, which is stacked: torchmetrics
+    would stack those of the ranks, the runner stacks those of the batches.
 
     Raises InputError, with the metric's key, for other states, whose reduction over ranks is unknown.
     """
@@ -36,11 +42,14 @@ class TorchMetric:
         self._kinds: dict[str, str] = {}  # by state
         for name, reduction in metric._reductions.items():
             is_list = isinstance(metric._defaults[name], list)
-            kind = {dim_zero_cat: "cat"}.get(reduction) if is_list else kinds.get(reduction)
+            if reduction is None:
+                kind: str | None = "list" if is_list else "stack"
+            else:
+                kind = {dim_zero_cat: "cat"}.get(reduction) if is_list else kinds.get(reduction)
             if kind is None:
                 raise InputError(
                     f"{key}: its state {name} with dist_reduce_fx={reduction} cannot be computed over ranks; a state "
-                    "must be reduced by sum, max or min, or be a list reduced by cat"
+                    "must be reduced by sum, max, min or None, or be a list reduced by cat"
                 )
             self._kinds[name] = kind
 
@@ -56,6 +65,8 @@ class TorchMetric:
             state = getattr(self._metric, name)
             if kind == "sum":
                 sums[name] = state.clone()
+            elif kind == "list":
+                sums[name] = _pack(state, self._metric.device)
             else:
                 sums[name] = Rows(torch.cat([*map(torch.atleast_1d, state)]) if kind == "cat" else state[None])
         return sums
@@ -68,11 +79,33 @@ class TorchMetric:
             if kind == "cat":
                 setattr(self._metric, name, [state])
                 continue
-            if kind != "sum":  # without samples, the default remains
+            if kind == "list":
+                setattr(self._metric, name, _unpack(*state))
+                continue
+            if kind == "stack":
+                state = state if len(state) else default[None]
+            elif kind != "sum":  # without samples, the default remains
                 state = getattr(state, kind)(0) if len(state) else default
             setattr(self._metric, name, state.to(default.dtype))
         self._metric._update_count = 1  # otherwise it warns that `update` was not called
         value = self._metric.compute()
         if isinstance(value, torch.Tensor) and value.dim() == 1:
             return {str(index): number for index, number in enumerate(value)}
+        if (
+            isinstance(value, dict) and "list" in self._kinds.values()
+        ):  # vectors of a varying length, such as mAP's list of the classes, are not logged
+            return {key: number for key, number in value.items() if torch.as_tensor(number).dim() == 0}
         return value
+
+
+def _pack(state: list[torch.Tensor], device: torch.device) -> tuple[Rows, Rows]:
+    """Return the elements of tensors of any shapes, (number of elements,), and dtype, dims and shape of each tensor."""
+    heads = [[_DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (_MAX_DIMS - t.dim())] for t in state]
+    values = [torch.zeros(0, dtype=torch.float64, device=device), *(t.double().flatten() for t in state)]
+    return Rows(torch.cat(values)), Rows(torch.tensor(heads, dtype=torch.int64, device=device).view(-1, 2 + _MAX_DIMS))
+
+
+def _unpack(values: torch.Tensor, heads: torch.Tensor) -> list[torch.Tensor]:
+    shapes = [(_DTYPES[dtype], torch.Size(dims[:count])) for dtype, count, *dims in heads.tolist()]
+    parts = values.split([shape.numel() for _, shape in shapes])
+    return [part.to(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, shapes, strict=True)]

@@ -1,0 +1,216 @@
+"""Runs with an IterableDataset: the numbers of a map-style dataset, resuming, and refusals."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import COMMON, assert_equal
+from runner.shipped.data.toy import ToyRegression
+from torch.utils.data import IterableDataset, get_worker_info
+from worlds import Run, build_experiment, run
+
+from runner import Callback, InputError
+from runner.input.rng import seeded
+from runner.input.stream import Position, Stream
+
+NUM_TRAIN = 181  # with steps of 90, the last one has a single sample, so that other ranks have none
+
+
+class Toy(IterableDataset[Any]):
+    """The samples of data=toy, without a length."""
+
+    def __init__(self, train: bool):
+        self.samples = ToyRegression(train, [10], 5, num_train=NUM_TRAIN, num_val=50)
+
+    def __iter__(self) -> Iterator[Any]:
+        assert get_worker_info() is None  # a dataset that splits itself among workers reads everything
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+class Sized(Toy):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class Overrated(Toy):
+    def __len__(self) -> int:
+        return 2 * len(self.samples)
+
+
+class Walk(IterableDataset[Any]):
+    """A random walk, endless in training. Each sample depends on all earlier ones."""
+
+    def __init__(self, train: bool):
+        self.limit = None if train else 20
+
+    def __iter__(self) -> Iterator[Any]:
+        position, number = torch.zeros(10), 0
+        while number != self.limit:
+            position = 0.9 * position + torch.randn(10)
+            yield position, number
+            number += 1
+
+    def decode(self, sample: Any) -> Any:
+        position, number = sample
+        return position + 0.1 * torch.rand(10), torch.cat([position[:4], torch.tensor([float(number)])])
+
+
+class Stateful(Walk):
+    """The same, with the protocol of torchdata. The file `resumed` forbids that read samples are read again."""
+
+    def __init__(self, train: bool):
+        super().__init__(train)
+        self.number, self.position = 0, torch.zeros(10)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.number != self.limit:
+            assert not (self.limit is None and 2 < self.number < 20 and os.path.exists("resumed"))
+            self.position = 0.9 * self.position + torch.randn(10)
+            self.number += 1
+            yield self.position, self.number - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number, self.position = state["number"], state["position"]
+
+
+class Unsafe(Stateful):
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "path": Path("somewhere")}
+
+
+class Empty(Walk):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
+class Log(Callback):
+    """Writes the samples of each step on each rank."""
+
+    def on_start(self, run: Any) -> None:
+        self.path = run.directory / f"samples-{run.rank}.jsonl"
+
+    def allows_update(self, update: Any) -> bool:
+        line = {"step": update.state.step, "epoch": update.state.epoch}
+        with self.path.open("a") as file:
+            for micro_batch in update.batch.micro_batches:
+                read = micro_batch.targets[: micro_batch.num_samples].tolist()
+                file.write(json.dumps(line | {"indices": list(micro_batch.indices), "read": read}) + "\n")
+        return True
+
+
+def samples_of(found: Run) -> dict[tuple[int, int], list[Any]]:
+    """Return the index and targets of the samples of each step, over all ranks."""
+    steps: dict[tuple[int, int], list[Any]] = {}
+    for path in found.path.glob("samples-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            pairs = zip(line["indices"], line["read"], strict=True)
+            steps.setdefault((line["step"], line["epoch"]), []).extend(pairs)
+    return {step: sorted(pairs) for step, pairs in sorted(steps.items())}
+
+
+def overrides(conf: Path, kind: str, *more: str) -> list[str]:
+    (conf / "data").mkdir(parents=True, exist_ok=True)
+    (conf / "data" / "mine.yaml").write_text(f"_target_: test_stream.{kind}\nsample_shape: [10]\nnum_outputs: 5\n")
+    return [f"--config-dir={conf}", "model=toy", "data=mine", *COMMON, *more]
+
+
+def train(folder: Path, ranks: int, kind: str, *more: str, size: int = 90) -> Run:
+    mode = ["parallel=ddp"] if ranks > 1 else []
+    options = (f"batch_size={size}", "+callbacks.log._target_=test_stream.Log", *mode, *more)
+    return run(folder, ranks, *overrides(folder.parent / kind, kind, *options))
+
+
+@pytest.mark.parametrize("kind", ["Toy", "Sized"])
+def test_a_stream_trains_like_a_map_style_dataset_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    shapes = (f"data.num_train={NUM_TRAIN}", "data.num_val=50", "loader.shuffle=false", "batch_size=90")
+    expected = run(tmp_path / "map", 1, "model=toy", "data=toy", *shapes, *COMMON, "micro_batches=2")
+    one = train(tmp_path / "one", 1, kind, "micro_batches=2")
+    assert one.result["weights_sha256"] == expected.result["weights_sha256"]
+    for ranks, workers in ((2, 2), (3, 0)):
+        other = train(tmp_path / str(ranks), ranks, kind, f"loader.num_workers={workers}", "micro_batches=2")
+        assert_equal(other, expected)
+        steps = samples_of(other)
+        assert list(steps) == [(step, step // 3) for step in range(10)]
+        for (step, _), pairs in steps.items():
+            sizes = range(step % 3 * 90, min(step % 3 * 90 + 90, NUM_TRAIN))
+            assert [index for index, _ in pairs] == list(sizes)
+
+
+@pytest.mark.parametrize("kind", ["Walk", "Stateful"])
+def test_a_resumed_run_reads_the_same_samples(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random samples in mid-epoch, on 2 ranks with 2 workers, then on 3 ranks without."""
+    monkeypatch.chdir(tmp_path)
+    whole = train(tmp_path / "whole", 2, kind, "loader.num_workers=2", size=6)
+    expected = samples_of(whole)
+    assert [index for pairs in expected.values() for index, _ in pairs] == list(range(60))
+    assert all(target[4] == index for pairs in expected.values() for index, target in pairs)
+    for ranks, workers in ((2, 2), (3, 0)):
+        first = train(tmp_path / f"first{ranks}", 2, kind, "loader.num_workers=2", "max_steps=4", size=6)
+        if kind == "Stateful":
+            (tmp_path / "resumed").touch()
+        again = run(
+            tmp_path / f"again{ranks}",
+            ranks,
+            f"resume={first.path}",
+            "max_steps=10",
+            f"loader.num_workers={workers}",
+        )
+        (tmp_path / "resumed").unlink(missing_ok=True)
+        assert samples_of(again) == expected
+        if ranks == 2:
+            assert again.result["weights_sha256"] == whole.result["weights_sha256"]
+        else:
+            assert again.result["metrics"] == pytest.approx(whole.result["metrics"], rel=1e-9)
+    log = (again.path / "log.txt").read_text()
+    assert "a stream of training and a stream of validation samples" in log
+    assert ("loads the state of the stream" in log) == (kind == "Stateful")
+
+
+def test_a_stream_that_is_shorter_than_its_length_fails() -> None:
+    with seeded(0):
+        stream = Stream(Overrated(True)).in_epoch(0)
+    assert stream.load(170, 10)[::2] == (10, False)
+    with pytest.raises(ValueError, match="the stream ended after 181 samples, but its length is 362; correct __len__"):
+        stream.load(180, 10)
+
+
+def test_positions_are_read_in_any_order_and_the_end_is_detected() -> None:
+    stream = Stream(Stateful(False))
+    with seeded(0):
+        stream.in_epoch(3)
+    expected = [stream[position][1][4].item() for position in range(20)]
+    assert expected == list(range(20))
+    whole = torch.stack([stream[position][1] for position in range(20)])
+    assert torch.equal(stream[7][1], whole[7]) and torch.equal(stream[3][1], whole[3])
+    before = torch.get_rng_state()
+    found, state, is_last = stream.load(5, 10)
+    assert (found, state["number"], is_last) == (10, 15, False) and torch.equal(torch.get_rng_state(), before)
+    assert stream.load(15, 5)[::2] == (5, True) and stream.load(15, 6)[::2] == (5, True)
+    assert stream.load(25, 5)[::2] == (0, True)
+    assert stream.load(15, 2, Position(15, state))[0] == 2
+    assert torch.equal(stream[16][1], whole[16])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("Toy", ["max_steps=null"], "max_steps=null: data=mine is a stream without a length; try max_steps=1000"),
+        ("Toy", ["val_fraction=0.1"], "val_fraction=0.1 has no effect"),
+        ("Toy", ["keep_samples=true"], "keep_samples=true needs map-style datasets, and data=mine is a stream"),
+        ("Toy", ["loader.drop_last=true"], "loader.drop_last=true needs a stream with a length; define __len__"),
+        ("Toy", ["loader.weights=data"], "loader.weights=data needs a map-style dataset"),
+        ("Toy", ["scheduler=step"], "scheduler=step counts epochs, and data=mine is a stream without a length"),
+        ("Unsafe", [], "data=mine: its state_dict cannot be stored; use only tensors"),
+        ("Empty", [], "data=mine: its train split has no samples"),
+    ],
+)
+def test_unsuitable_streams_and_keys_are_refused(kind: str, more: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        build_experiment(*overrides(tmp_path / kind, kind, *more))
