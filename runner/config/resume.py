@@ -1,28 +1,28 @@
 """`resume=`, `fork=` and `run=`: the overrides of an earlier run or sweep, merged with those of the command line."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from runner.checkpoints.layout import LAST, find_checkpoint
+from runner.checkpoints.layout import LAST
 from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
+from runner.config.pointers import ANY_NAME, check_location, find_directory, pin_checkpoint, pointer_to, quote
 from runner.config.recorded_code import CURRENT, RECORDED
 from runner.config.trust import check_code, check_overrides, untrusted_owner
 from runner.errors import InputError
 from runner.records.custom_code import read_code
-from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
+from runner.records.ledger import LEDGER, read_ledger, read_sweep
 from runner.records.record_files import read_string_list
-from runner.records.records import check_is_record, newest_record, newest_training_run
+from runner.records.records import check_is_record
 from runner.records.result import read_result
-from runner.records.run_directory import CHECKPOINTS, OVERRIDES
+from runner.records.run_directory import OVERRIDES
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
@@ -31,7 +31,6 @@ OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do 
 LOCATIONS = ("run", "resume", "fork", "outputs", "name")
 NOT_RECORDED = ("resume_force", "trust", "code")
 POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
-ANY_NAME = "*"  # resume=last name=* resumes the newest run of all names
 _FLAG = "--config-dir="
 
 
@@ -74,7 +73,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     for override in given:
         if not multirun and override.key_or_group in LOCATIONS and override.is_sweep_override():
             key, _, value = str(override.input_line).partition("=")
-            quoted = shlex.quote(f"{key}={_quote(value)}")
+            quoted = shlex.quote(f"{key}={quote(value)}")
             raise InputError(f"{override.input_line}: a path with a comma must be quoted; type {quoted}")
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
@@ -84,7 +83,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     pointer = pointers[0] if pointers else None
     if pointer and pointer.value() == LAST and values.get("name") == ANY_NAME:
         kind = "sweep or run" if task == READS_RECORDS else "sweep" if multirun and "resume" in values else "run"
-        path = _find(pointer.key_or_group, values, kind)
+        path = find_directory(pointer.key_or_group, values, kind)
         others = [override for override in overrides if key_of(override) not in ("name", pointer.key_or_group)]
         return add_recorded([*others, pointer_to(path, pointer.key_or_group)], config_dirs, multirun)
     if multirun and pointer and pointer.key_or_group == "resume":
@@ -99,14 +98,14 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
 
     key = pointer.key_or_group
     named, is_rerun = f"{key}={values[key]}", key == "run" and task == "rerun"
-    path = _find(key, values)
+    path = find_directory(key, values)
     weights = [override for override in given if override.key_or_group.partition(".")[0] == "init_from"]
     if weights and not is_rerun:
         raise InputError(
             f"{weights[0].input_line} has no effect on {named}, which restores the weights of that run; leave it out"
         )
     if key == "resume":
-        _check_location(path, values)
+        check_location(path, values)
     recorded, directories = read_overrides(path, named, values.get("trust"))
     directories = _merge_dirs(named, directories, config_dirs)
     if key != "resume" and not is_rerun:
@@ -118,33 +117,13 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         return _rerun(merged, path, directories, code_of)
     pointing = pointer_to(path, key)
     if key == "fork":
-        merged = _pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
+        merged = pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
     lasting = _recordable(merged)
     if key == "resume":
         user = untrusted_owner(named, path, values.get("trust"))
         return Arguments([*merged, pointing], lasting, directories, str(path), untrusted=user)
     launched = [*merged, pointing] if lasting != merged else []
     return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
-
-
-def _pin_checkpoint(overrides: list[str], run: Path, name: str) -> list[str]:
-    """Return the overrides with the name step_N of the checkpoint, because the run may save other checkpoints later."""
-    try:
-        name = find_checkpoint(run / CHECKPOINTS, name).name
-    except ValueError:
-        return overrides  # check_resumable reports it
-    return [*(each for each in overrides if key_of(each) != "checkpoint.load"), f"checkpoint.load={name}"]
-
-
-def pointer_to(path: Path, key: str) -> str:
-    """Return the override by which `key` names the path. Raise InputError if the path cannot be part of an override."""
-    if "${" in str(path):
-        raise InputError(f"{key}={path}: the path must not contain ${{, which is interpolated; use a link to it")
-    return f"{key}={_quote(str(path))}"
-
-
-def _quote(value: str) -> str:
-    return QuotedString(value, Quote.single).with_quotes()
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
@@ -196,8 +175,8 @@ def _resume_sweep(
     named = str(resume.input_line)
     if resume.is_sweep_override():
         raise InputError(f"{named}: one sweep at a time; type one directory, or resume=last")
-    path = _find("resume", values, "sweep")
-    _check_location(path, values)
+    path = find_directory("resume", values, "sweep")
+    check_location(path, values)
     try:
         recorded, jobs = read_sweep(path), read_ledger(path)
     except OSError as error:
@@ -241,7 +220,7 @@ def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str
     runs = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
     found, code_of = [], None
     for value in (run.strip("'\"") for run in runs):
-        named, path = f"{key}={value}", _find(key, {**values, key: value})
+        named, path = f"{key}={value}", find_directory(key, {**values, key: value})
         recorded = read_overrides(path, named, values.get("trust"))[1]
         code_of = _code_of(named, path, values) if key == "run" else None
         code = read_code(path) if code_of else None
@@ -261,16 +240,6 @@ def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str])
     return absolute_dirs([*existing, *config_dirs])
 
 
-def _check_location(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise InputError for a name= or outputs= that is not the location of the resumed directory."""
-    parent = path.parent.parent if is_sweep(path.parent) else path.parent
-    rule = f"has no effect on resume={values['resume']}, which stays in its directory; leave it out"
-    if str(values.get("name", parent.name)) != parent.name:
-        raise InputError(f"name={values['name']} {rule}")
-    if Path(str(values.get("outputs", parent.parent))).resolve() != parent.parent.resolve():
-        raise InputError(f"outputs={values['outputs']} {rule}")
-
-
 def _resolve_records(unchanged: Arguments, given: list[Override], values: Mapping[str, Any]) -> Arguments:
     """Check the directories that task=report reads, before torch is imported, and replace run=last."""
     others = values.get("report.runs")
@@ -278,41 +247,12 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
         check_is_record(Path(str(path)).absolute(), "report.runs")
     if values.get("run") is None:
         return unchanged
-    path = _find("run", values, "sweep or run")
+    path = find_directory("run", values, "sweep or run")
     overrides = [
         *_merge([], [override for override in given if override.key_or_group != "run"]),
         pointer_to(path, "run"),
     ]
     return Arguments(overrides, overrides, unchanged.config_dirs)
-
-
-def _find(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
-    """Return the directory that the key names; `kind` is a key of `_NEWEST`."""
-    value, file = str(values[key]), LEDGER if kind == "sweep" else OVERRIDES
-    if value == LAST:
-        outputs, name = Path(str(values.get("outputs", "outputs"))).absolute(), str(values.get("name", "run"))
-        parents = [path for path in outputs.glob("*") if path.is_dir()] if name == ANY_NAME else [outputs / name]
-        if (path := _NEWEST[kind](parents)) is None:
-            raise InputError(f"{key}=last: there is no {kind} under {outputs / name}; set name=, outputs= or {key}=DIR")
-        return path
-    path = Path(value).absolute()
-    if kind == "sweep or run":
-        check_is_record(path, key)
-        return path
-    if is_sweep(path) and kind == "run":
-        raise InputError(f"{key}={value} is a sweep; {'add -m' if key == 'resume' else 'name a job'}")
-    if not (path / file).is_file():
-        what = f"no {kind} directory (it has no {file})" if path.is_dir() else "no directory"
-        raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
-    return path
-
-
-# The functions that find the directory of run=last or resume=last, by what the command reads.
-_NEWEST: dict[str, Callable[[list[Path]], Path | None]] = {
-    "run": newest_training_run,
-    "sweep": partial(newest_record, files=(LEDGER,)),
-    "sweep or run": newest_record,
-}
 
 
 def _with_full_key(override: str) -> str:

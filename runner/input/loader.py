@@ -117,7 +117,7 @@ class Loader:
     def _read_stream(self, epoch: int, first_step: int) -> Iterator[StepBatch]:
         """Yield the steps of an epoch of a stream. Raise ValueError if there is none."""
         assert self._loader is not None
-        read: Iterator[StepSamples] = iter(self._loader)
+        read: Iterator[StepSamples] = self._naming_workers(iter(self._loader))
         for step in range(first_step, self.sampler.steps_per_epoch):
             start = time.perf_counter()
             samples = next(read)
@@ -149,11 +149,8 @@ class Loader:
         """Yield the batches. Raise RuntimeError that names the workers that have exited or hang."""
         try:
             yield from batches
-        except (
-            RuntimeError,
-            OSError,
-            EOFError,
-        ) as error:  # an OSError if a tensor of an exited worker cannot be received
+        except (RuntimeError, OSError, EOFError) as error:
+            # It is an OSError if a tensor of an exited worker cannot be received.
             workers = getattr(batches, "_workers", ())
             if isinstance(error, (OSError, EOFError)):
                 exiting = wait([each.sentinel for each in workers], EXIT_S)

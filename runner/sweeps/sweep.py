@@ -12,8 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from runner.config.custom_dirs import add_to_path
+from runner.config.pointers import pointer_to
 from runner.config.recorded_code import importing_code_of
-from runner.config.resume import pointer_to
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
