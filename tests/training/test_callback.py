@@ -98,7 +98,8 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     (mine / "callbacks").mkdir(parents=True)
     (mine / "watching.py").write_text(WATCH)
     (mine / "callbacks" / "watch.yaml").write_text(
-        f"watch: {{_target_: watching.Watch, folder: '{tmp_path}', fails_in: '', on_rank: 0, stops_at: 0, stops_as: pruned}}\n"
+        f"watch: {{_target_: watching.Watch, folder: '{tmp_path}', fails_in: '', "
+        "on_rank: 0, stops_at: 0, stops_as: pruned}\n"
     )
     monkeypatch.syspath_prepend(mine)
     monkeypatch.delitem(sys.modules, "watching", raising=False)
