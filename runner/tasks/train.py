@@ -99,12 +99,11 @@ class Train(JobTask):
                 checkpoints=past.checkpoints,
             )
         )
-        outcome = "finished"
         if trainer.stopped:
-            outcome, reason = callbacks.stop_outcome()
+            reason = callbacks.stop_outcome()[1]
             directory.result.stopped = reason or None
             log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
-        directory.pruned = outcome == "pruned"
+        directory.pruned = trainer.stopped and not trainer.stops_as_finished
         values = [f"{name} {metrics[name]:.4f}" for name in main_metrics([experiment.monitor], metrics)]
         if (best := directory.result.best) and best["step"] != directory.result.step:
             values.append(f"best {experiment.monitor.name} {best['value']:.4f} after step {best['step']:.0f}")

@@ -33,7 +33,8 @@ class Trainer:
     meter: ThroughputMeter
     callbacks: Callbacks
     evaluation_is_missing: bool = False  # the resumed run was interrupted before an evaluation that was due
-    stopped: bool = False  # a callback ended the run before the last step
+    stopped: bool = False  # a callback of any rank ended the run before the last step
+    stops_as_finished: bool = False  # a callback that ended the run has stops_as="finished"
     straggler: StragglerMeter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class Trainer:
                 self.experiment.objective.take_logged(self.world.device)  # discard values of earlier forwards
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
-                outcome = self.callbacks.stop_outcome()[0] if self.stopped else "finished"
+                outcome = "pruned" if self.stopped and not self.stops_as_finished else "finished"
             except Preempted:
                 outcome = "preempted"
                 raise
@@ -184,7 +185,9 @@ class Trainer:
     def _callbacks_stop(self) -> bool:
         """Return True if a callback of any rank stops the run here. All ranks must call it."""
         if self.callbacks.may_stop and self.state.step < self.num_steps:
-            self.stopped = self.world.collectives.any_async(self.callbacks.want_to_stop)()
+            is_finished = self.callbacks.stop_outcome()[0] == "finished"
+            votes = self.world.collectives.any_of_async(self.callbacks.want_to_stop, is_finished)
+            self.stopped, self.stops_as_finished = votes()
         return self.stopped
 
     def _start_vote(self) -> Callable[[], bool]:

@@ -235,6 +235,7 @@ def test_a_cancelled_job_is_not_requeued_and_can_be_submitted_again(
     ("cause", "status", "error"),
     [
         ("launcher.setup=['exit 3']", 3, "the job ended with status 3 before its run was started, at: exit 3"),
+        ("launcher.setup=['false']", 1, "the job ended with status 1 before its run was started, at: false"),
         ("data=image_folder data.root=nowhere", 1, "data.root=nowhere"),  # only the job reads the data
     ],
 )

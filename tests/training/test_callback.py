@@ -29,7 +29,10 @@ from runner import Callback
 
 
 class Watch(Callback):
-    def __init__(self, folder: str, fails_in: str = "", on_rank: int = 0, stops_at: int = 0):
+    def __init__(
+        self, folder: str, fails_in: str = "", on_rank: int = 0, stops_at: int = 0, stops_as: str = "pruned"
+    ):
+        self.stops_as = stops_as
         self.folder, self.fails_in, self.on_rank, self.stops_at = Path(folder), fails_in, on_rank, stops_at
         self.may_stop = stops_at > 0
 
@@ -95,7 +98,8 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     (mine / "callbacks").mkdir(parents=True)
     (mine / "watching.py").write_text(WATCH)
     (mine / "callbacks" / "watch.yaml").write_text(
-        f"watch: {{_target_: watching.Watch, folder: '{tmp_path}', fails_in: '', on_rank: 0, stops_at: 0}}\n"
+        f"watch: {{_target_: watching.Watch, folder: '{tmp_path}', fails_in: '', "
+        "on_rank: 0, stops_at: 0, stops_as: pruned}\n"
     )
     monkeypatch.syspath_prepend(mine)
     monkeypatch.delitem(sys.modules, "watching", raising=False)
@@ -200,13 +204,15 @@ def test_an_exception_on_one_rank_ends_all_ranks(tmp_path: Path, watch: Callable
     assert "raised by the callback watch in after_step" in error
 
 
+@pytest.mark.parametrize("state", ["pruned", "finished"])
 def test_a_callback_of_one_rank_stops_all_ranks_after_a_checkpoint(
-    tmp_path: Path, watch: Callable[..., tuple[str, ...]]
+    state: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]
 ) -> None:
-    made = run(tmp_path / "outputs", 2, *SMALL, "epochs=5", "parallel=ddp", *watch(stops_at=8, on_rank=1))
-    assert (made.result["state"], made.result["step"]) == ("pruned", 8)
+    words = watch(stops_at=8, on_rank=1, stops_as=state)
+    made = run(tmp_path / "outputs", 2, *SMALL, "epochs=5", "parallel=ddp", *words)
+    assert (made.result["state"], made.result["step"]) == (state, 8)
     assert made.result["weights_sha256"]
-    assert [calls(tmp_path, rank)[-1]["outcome"] for rank in range(2)] == ["pruned", "pruned"]
+    assert [calls(tmp_path, rank)[-1]["outcome"] for rank in range(2)] == [state, state]
 
 
 def test_on_end_is_called_on_all_callbacks_although_one_raises() -> None:

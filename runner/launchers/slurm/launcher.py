@@ -234,15 +234,16 @@ class Slurm(Queue):
         )
 
     def _prepare(self) -> list[str]:
-        """Return the lines that set up the run's environment. If modules, conda or venv fail, the job exits."""
+        """Return the lines that set up the run's environment. If one of them fails, the job exits."""
         commands = [f"module load {shlex.quote(module)}" for module in self.modules]
         if self.conda:
             commands += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(self.conda)}"]
         if self.venv:
             commands.append(f"source {_expanded(str(Path(self.venv).expanduser() / 'bin' / 'activate'))}")
-        checked = [f"doing={shlex.quote(command)}\n{command} || exit 1\ndoing=" for command in commands]
-        exported = [f"export {name}={_expanded(str(value))}" for name, value in (self.env or {}).items()]
-        return [*checked, *exported, *self.setup]
+        for name, value in (self.env or {}).items():
+            commands.append(f"{name}={_expanded(str(value))} && export {name}")
+        commands += self.setup
+        return [f"doing={shlex.quote(command)}\n{command} || exit 1\ndoing=" for command in commands]
 
 
 def _expanded(text: str) -> str:
