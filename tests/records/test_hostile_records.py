@@ -102,7 +102,7 @@ def test_result_without_keys_or_with_other_types(
     odd = {name: [[]] for name in result} | {"task": "train"}
     (run / "result.json").write_text(json.dumps(odd))
     opened = runner.open_run(run)
-    assert opened.state == "running" and opened.monitor is None and runner.table([opened])["state"][0] == "running"
+    assert opened.state == "lost" and opened.monitor is None and runner.table([opened])["state"][0] == "lost"
     sweep = tmp_path / "sweep-1"
     (sweep / "0-seed").mkdir(parents=True)
     (sweep / "0-seed" / "result.json").write_text('{"state": "finished"}')
