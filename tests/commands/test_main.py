@@ -42,6 +42,7 @@ RESULT = {
     "versions": dict,
     "machine": dict,
     "parent": type(None),
+    "started": str,
     "code": type(None),
     "command": list,
     "error": type(None),
