@@ -109,9 +109,8 @@ class Shutdown:
         with suppress(RuntimeError):  # the process of the store has exited
             store.set(keys[self._rank_info.rank], "")
             while not failure:
-                exited = (
-                    self._local_ranks.exited()
-                )  # before the check, because a rank may exit right after the last key
+                # Before the check of the keys, because a rank may exit right after the last of them is set.
+                exited = self._local_ranks.exited()
                 if store.check(keys):
                     return
                 if exited or store.check(["failure"]) or store.check(["late"]) or self._store.stop_reason():
