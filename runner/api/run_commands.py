@@ -46,7 +46,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def suggest(words: Sequence[str]) -> str | None:
-    """Return the command that the words resemble, such as runs list for `run lst`; None for other words."""
+    """Return the most similar command, such as `runs list` for `run lst`, or None if no command is similar."""
     commands = _parser()[1]
     second = words[1] if len(words) > 1 else "list"
     if nearest(words[0], ["runs"]):
@@ -66,7 +66,7 @@ def _parser() -> tuple[ArgumentParser, list[str]]:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
     def add(name: str, action: object, about: str, runs: str | None = None, **flags: str) -> ArgumentParser:
-        """Add a command with these flags. runs: run for one argument RUN, runs for several."""
+        """Add a command with these flags. `runs` is "run" for one argument RUN, and "runs" for several."""
         options: dict[str, Any] = {"help": about, "description": f"{about}.", "epilog": _ABOUT if runs else None}
         options |= {"allow_abbrev": False, "formatter_class": RawDescriptionHelpFormatter}
         command: ArgumentParser = commands.add_parser(name, **options)
@@ -217,7 +217,7 @@ def _delete(args: Namespace) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a run or a sweep while it is locked, so that nothing starts in it."""
+    """Lock a run or a sweep, so that no process starts in it, and delete it."""
     with ExitStack() as at_end:
         if is_sweep(path):
             lock_sweep(path)
@@ -232,7 +232,7 @@ def _remove(path: Path) -> None:
 
 
 def _check_idle(path: Path, ignored: int | None = None) -> None:
-    """Raise InputError if a process other than `ignored` has locked the run or sweep, or if a job of it is queued."""
+    """Raise InputError if a process other than `ignored` has locked the run, sweep or a job, or if a job is queued."""
     directories = [path, *(job.directory for job in read_ledger(path))] if is_sweep(path) else [path]
     for directory in directories:
         if (owner := _living_owner(directory)) and owner.pid != ignored:
@@ -251,6 +251,6 @@ def _living_owner(directory: Path) -> LockOwner | None:
 
 
 def _find(text: str, args: Namespace) -> tuple[Path, Path]:
-    """Return the run that an argument names, and the directory to which its name is relative."""
+    """Return the path of the run or sweep that `text` names, and the directory in which names are searched."""
     folder = Path(args.outputs).absolute()
     return listing.find_record(text, folder), folder

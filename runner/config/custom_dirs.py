@@ -15,7 +15,7 @@ from runner.errors import is_user_code
 from runner.paths import CONF
 
 _searched: list[str] = []  # read by hydra_plugins.runner.search_path
-_imported: dict[str, ModuleType] = {}  # imported by calls from Python out of directories that they put on sys.path
+_imported: dict[str, ModuleType] = {}  # the custom modules that calls from Python have imported
 
 
 def add_to_path(directories: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ def add_to_path(directories: Sequence[str]) -> None:
 
 @contextmanager
 def fresh_imports() -> Iterator[None]:
-    """Restore sys.path on exit, and import custom modules anew, as a new command would.
+    """Restore sys.path on exit, and import custom modules again, as a new command would.
 
     The modules stay imported until the next call, because objects of their classes may still be in use.
     """

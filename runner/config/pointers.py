@@ -17,7 +17,7 @@ from runner.records.run_directory import CHECKPOINTS, OVERRIDES
 ANY_NAME = "*"  # resume=last name=* resumes the newest run of all names
 
 
-# The functions that find the directory of run=last or resume=last, by what the command reads.
+# The functions that find the directory of run=last, resume=last or fork=last, by what the command reads.
 _NEWEST: dict[str, Callable[[list[Path]], Path | None]] = {
     "run": newest_training_run,
     "sweep": partial(newest_record, files=(LEDGER,)),
@@ -57,7 +57,7 @@ def check_location(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def pin_checkpoint(overrides: list[str], run: Path, name: str) -> list[str]:
-    """Return the overrides with the name step_N of the checkpoint, because the run may save other checkpoints later."""
+    """Return the overrides with checkpoint.load=step_N, because `name` may refer to another checkpoint later."""
     try:
         name = find_checkpoint(run / CHECKPOINTS, name).name
     except ValueError:

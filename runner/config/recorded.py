@@ -85,7 +85,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[str]:
-    """Return why the configuration cannot resume or read the run that it names, one message each."""
+    """Return a message for each reason why the configuration cannot resume, fork or read the run that it names."""
     try:
         if config.resume:
             return _check_resumed(Path(config.resume), config, choices)
@@ -114,7 +114,7 @@ def _check_checkpoint(key: str, run: Path, name: str) -> list[str]:
 
 def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
     messages = [] if config.resume_force else _check_fixed(run, apply_debug(config), choices) + check_code(run, config)
-    if config.fork and not config.resume:  # a checkpoint that exists
+    if config.fork and not config.resume:  # `_check_checkpoint` has found the checkpoint
         stopped = layout.read_train_state(layout.find_checkpoint(run / CHECKPOINTS, config.checkpoint.load))
     elif (newest := _newest_state(run)) is None:
         return messages + _check_restart(run)

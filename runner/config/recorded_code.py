@@ -16,7 +16,7 @@ RECORDED, CURRENT = "recorded", "current"  # the values of code=
 
 
 class RecordedModules(MetaPathFinder, Loader):
-    """Imports the recorded modules from their copies. `__file__` is the current file: data may be next to it."""
+    """An importer of recorded modules from their copies. `__file__` is the current file: data may be next to it."""
 
     def __init__(self, code: RecordedCode):
         self.code = code
@@ -74,7 +74,7 @@ def importing_code_of(run: str | Path | None) -> Iterator[None]:
 
 
 def describe_code(run: Path, uses_copy: bool) -> str | None:
-    """Return a header line that names the current files that differ from a run's copy; None if all files are equal."""
+    """Return a header line that reports a missing copy, or the current files that differ from the copy; else None."""
     try:
         code = read_code(run, "continue without it")
     except InputError as error:

@@ -62,7 +62,7 @@ class Arguments:
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
     """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded.
 
-    Raise InputError if there is no such run, or if it belongs to another user who is not trusted.
+    Raise InputError if there is no such run, or if an untrusted run has recorded overrides that are refused.
     """
     overrides, config_dirs = [_with_full_key(override) for override in overrides], list(config_dirs)
     unchanged = Arguments(overrides, overrides, config_dirs)
@@ -191,7 +191,7 @@ def _resume_sweep(
             "if you trust it, add trust=true"
         )
     others = [override for override in given if override.key_or_group not in ("resume", "resume_force", "trust")]
-    # New jobs are added once; how jobs are run and chosen is recorded.
+    # Values that add jobs apply once and are not recorded; Hydra's options, such as its launcher, are recorded.
     lasting = _merge(recorded.typed, [override for override in others if override.is_hydra_override()])
     directories = _merge_dirs(named, recorded.config_dirs, config_dirs)
     force = values.get("resume_force") is True
@@ -203,7 +203,7 @@ def _resume_sweep(
 
 
 def _code_of(named: str, path: Path, values: Mapping[str, Any]) -> str | None:
-    """Return the run as `Request.code_of`. Raise InputError if its copy of custom modules is missing or untrusted."""
+    """Return the value of `Request.code_of`. Raise InputError if its copy of custom modules is missing or untrusted."""
     default = CURRENT if values.get("task") == "rerun" else RECORDED
     if (values.get("code") or default) != RECORDED:
         return None

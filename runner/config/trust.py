@@ -1,4 +1,4 @@
-"""Run directories of other users are untrusted: without `trust=`, their records choose only harmless values."""
+"""Checks of run directories of other users. Without `trust=`, their records may set only harmless values."""
 
 import fnmatch
 import functools
@@ -24,16 +24,16 @@ from runner.records.run_directory import CONFIG, OVERRIDES
 
 _TARGET = re.compile(r"^\s*_target_:\s*(\S+)", re.MULTILINE)
 _CHOSEN_BY_NAME = {*GROUPS, *NAMED_GROUPS, "experiment"}
-# Keys that choose where results are written: the command line or their defaults decide, never an untrusted record.
+# Keys that choose where results are written. Their values in an untrusted record are ignored or refused.
 _LOCATIONS = ("name", "outputs", "export.output", "predict.output", "report.output")
-# Numbers, booleans and null of all other keys are harmless, except of these.
+# Keys whose numbers, booleans and null are refused. For all other keys, these values are harmless.
 _REFUSED = (
     *("hydra", "trust", "resume_force", "code", "run", "resume", "launcher", "logger", "parallel.allow_network"),
     *("init_from.path", "init_from.map", *_LOCATIONS),
 )
 _COUNTS = ("nodes", "node_rank", "nproc_per_node", "gpus_per_node", "cpus_per_node", "max_restarts", "join_timeout_s")
 _NUMBERS = (*(f"launcher.{name}" for name in _COUNTS), "logger.*.images")  # exceptions from _REFUSED
-# Keys whose texts name neither code nor a file, host or command.
+# Keys whose strings cannot name code, a file, a host or a command.
 _TEXTS = (
     *("precision", "memory_format", "sync_batchnorm", "activation_checkpointing", "micro_batches", "on_nonfinite"),
     *("monitor", "monitor_direction", "split", "transform_targets", "checkpoint.load", "export.format"),
@@ -54,10 +54,10 @@ def check_overrides(
     trust: Any,
     files: Sequence[str] = (OVERRIDES,),
 ) -> list[str]:
-    """Return the overrides that apply: of an untrusted directory, those that do not choose where results are written.
+    """Return the overrides. For an untrusted directory, omit those that choose where results are written.
 
-    Raise InputError if an untrusted directory names code, or sets anything but built-in options, numbers and a few
-    texts. `named` is how the command names the directory, as run=DIR; `files` are those that contain the overrides.
+    Raise InputError if an untrusted directory names code, or sets values other than built-in options, numbers and a few
+    strings. `named` is how the command names the directory, as run=DIR; `files` are those that contain the overrides.
     """
     user = untrusted_owner(named, run, trust, files)
     if user is None:
@@ -86,7 +86,7 @@ def check_targets(run: Path, config: Config, trust: bool) -> None:
 
 
 def check_code(named: str, run: Path, trust: Any) -> None:
-    """Raise InputError if an untrusted directory of another user contains a copy of custom modules."""
+    """Raise InputError if the run has a copy of custom modules and an untrusted user owns the run or the copy."""
     code = read_code(run)
     if code is None:
         return
@@ -96,7 +96,7 @@ def check_code(named: str, run: Path, trust: Any) -> None:
 
 
 def untrusted_owner(named: str, run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:
-    """Return the other user who owns the directory, a record or an archive of code in it; None if it is trusted.
+    """Return the other user who owns the directory, one of `files` or an archive of code; None if it is trusted.
 
     Raise InputError if `trust` is a directory that does not contain the run.
     """
@@ -140,7 +140,7 @@ def _refusal(named: str, user: str, file: str, code: str) -> str:
 
 
 def _is_harmless(text: str) -> bool:
-    """Return True if the override only chooses built-in options, numbers, booleans, null or texts of `_TEXTS`."""
+    """Return True if the override only chooses built-in options, numbers, booleans, null, or strings for `_TEXTS`."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text[:_MAX_LENGTH]])
         key = str(override.key_or_group)
@@ -172,7 +172,7 @@ def _is_harmless_value(key: str, value: Any) -> bool:
     def is_one_of(patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
-    if not _KEY.fullmatch(key):  # as _target_ and other keys of Hydra's instantiation
+    if not _KEY.fullmatch(key):  # such as _target_ and other keys of Hydra's instantiation
         return False
     if isinstance(value, str):
         return is_one_of(_TEXTS) and _TEXT.fullmatch(value) is not None
@@ -184,7 +184,7 @@ def _is_harmless_value(key: str, value: Any) -> bool:
 
 @functools.cache
 def _options(group: str) -> frozenset[str]:
-    """Return the built-in options. A job that waits in a queue reads its code in the directory, so it is none."""
+    """Return the built-in options, except launcher=slurm, because a queued job reads its code from the directory."""
     return frozenset(path.stem for path in (CONF / group).glob("*.yaml")) - (
         {"slurm"} if group == "launcher" else set()
     )

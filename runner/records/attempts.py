@@ -52,7 +52,7 @@ class Attempt:
 
 
 def read_attempts(directory: Path) -> Iterator[Attempt]:
-    """Yield the attempts that have ended, in order. Damaged lines are skipped."""
+    """Yield the attempts that have ended, in order. Damaged lines are skipped; a line that is too long is an error."""
     with suppress(OSError):
         for line in read_lines(directory / ATTEMPTS):
             with suppress(ValueError, RecursionError):

@@ -95,7 +95,7 @@ class _Formatter(logging.Formatter):
 
 
 class _FileHandler(logging.FileHandler):
-    """Appends to the file unless it is a link."""
+    """Appends to a regular file. Opening a link raises OSError."""
 
     def _open(self) -> Any:
         return open(self.baseFilename, self.mode, opener=without_links)

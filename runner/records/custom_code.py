@@ -1,7 +1,7 @@
 """The custom modules of a run: the modules that its configuration names, and the custom modules that these import.
 
 The run directory contains a copy of them in `code/HASH/`; the jobs of a sweep share a copy in the sweep's directory.
-HASH is the start of the SHA-256 of the files. `code.json` lists the modules and their original files.
+HASH is the start of the SHA-256 of the files and their paths. `code.json` lists the modules and their original files.
 """
 
 import ast
@@ -57,7 +57,7 @@ class RecordedCode:
         return read_bytes(self.directory / self.modules[name].copy)
 
     def current_file(self, name: str) -> Path:
-        """Return the module's current file: the imported or original one, or if that is missing, one on sys.path."""
+        """Return the imported file of the module, or else its original file; if that is missing, a file on sys.path."""
         module = self.modules[name]
         imported = getattr(sys.modules.get(name), "__file__", None)
         paths = [Path(imported or module.file), *(Path(entry or os.curdir, module.copy) for entry in sys.path)]
@@ -136,7 +136,7 @@ def imported_code(config: Mapping[str, Any]) -> ImportedCode:
 def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
     """Return the copy of the code that the last attempt of a run recorded, or None if the run has no custom modules.
 
-    Raise InputError if the copy is missing or damaged. The message suggests `fix`.
+    Raise InputError, which suggests `fix`, if the copy is missing or cannot be read. HASH is not verified.
     """
     recorded = (read_result(run) or {}).get("code")
     name = recorded.get("hash") if isinstance(recorded, dict) else None

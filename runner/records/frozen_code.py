@@ -3,7 +3,7 @@
 The archive `code-HASH.tar` is in the directory of the run, or of the sweep, whose jobs share it. It contains
 `installed/` (the runner), `own/` (the directories of --config-dir), `imported/` (other modules that were imported to
 validate the configuration), `git.diff` and `code.json` (a CodeState). HASH is the start of the archive's SHA-256, which
-a job checks before it extracts the archive. A large file that is not code is a link to the original.
+a job checks before it extracts the archive. For a large file that is not code, it contains a link.
 """
 
 import fnmatch
@@ -158,7 +158,7 @@ def _runner_sources() -> dict[str, Path]:
 def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
     """Return the directories of --config-dir, and other imported user modules and packages, by archive path.
 
-    They have been imported because the configuration names them, or because such modules import them.
+    The configuration names these modules, or another such module imports them.
     """
     directories = [Path(path) for path in config_dirs]
     names = [re.sub(r"[^A-Za-z0-9._-]+", ".", path.name) for path in directories]

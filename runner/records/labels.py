@@ -1,4 +1,4 @@
-"""What a user has noted about a run or a sweep: tags, a note, and if it is archived. labels.json of its directory."""
+"""The labels of a run or a sweep, in the file labels.json: tags, a note, and whether it is archived."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def read_labels(directory: Path) -> Labels:
 
 
 def write_labels(directory: Path, labels: Labels) -> None:
-    """Write the labels, or remove the file if there are none. Raises InputError if they are invalid."""
+    """Write the labels, or remove the file if all are empty. Raises InputError if a label is invalid."""
     for tag in labels.tags:
         if not _TAG.fullmatch(tag):
             raise InputError(f"tag {tag!r} must consist of letters, digits and _ . : / + -")

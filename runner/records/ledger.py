@@ -25,7 +25,7 @@ LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
 DONE = ("finished", "pruned")
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_locks: dict[Path, tuple[int, RunLock]] = {}  # by sweep of this process: the descriptor of sweep.lock, and its lock
+_locks: dict[Path, tuple[int, RunLock]] = {}  # by sweep: the descriptor of sweep.lock, and the run lock
 
 
 @dataclass
@@ -66,10 +66,10 @@ def read_ledger(directory: Path) -> list[JobRecord]:
     """Return the jobs, sorted by number. Raises OSError if the ledger is missing and InputError if it is damaged.
 
     A run's result.json takes precedence if the run is finished or pruned: the sweep may have been killed before it
-    wrote the line in the ledger, or the job was resumed as a single run. The state of a running job is lost if neither
-    its process nor the process of the sweep is alive.
+    wrote the line in the ledger, or the job was resumed as a single run. A running job is lost if
+    the owner of its directory's lock is dead, or, before it locks its directory, if the process of the sweep is dead.
     """
-    sweep_owner = find_owner(directory)  # before the states are read, so that a job that ends meanwhile is not lost
+    sweep_owner = find_owner(directory)  # first, so that a job that ends meanwhile is not lost
     jobs: dict[int, JobRecord] = {}
     for line in _read_lines(directory):
         if "label" in line:
@@ -114,7 +114,7 @@ def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
 def lock_sweep(directory: Path) -> None:
     """Lock the sweep for this process until `unlock_sweep`, or until the process exits.
 
-    sweep.lock is a lock of the operating system. The lock file of `lock_directory` shows readers that the sweep runs.
+    sweep.lock has a POSIX lock (fcntl). The lock file of `lock_directory` shows readers that the sweep runs.
     Raises InputError that names the lock owner if another process has locked it.
     """
     check_links(directory)

@@ -29,10 +29,10 @@ UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A run, a job, or a sweep with its jobs. `best` and `last` are values of the monitor, NaN if there are none."""
+    """The row of a run, a job or a sweep. `best` and `last` are values of the monitor, or NaN if there are none."""
 
     path: Path
-    name: str  # relative to the listed directory if it is there
+    name: str  # relative to the listed directory if the path is below it
     state: str
     records: list[RunRecord]  # of the run, or of the jobs of the sweep
     started: float  # seconds since 1970
@@ -60,7 +60,7 @@ class Row:
         return False, self.monitor.name, -self.best if self.monitor.direction == "max" else self.best
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for JSON. The time is in UTC."""
+        """Return the row as a dict for JSON, with the time in UTC."""
         return {
             "path": str(self.path.absolute()),
             "kind": "sweep" if self.is_sweep else "run",
@@ -87,8 +87,8 @@ ORDERS: dict[str, Callable[[Row], Any]] = {
 def list_rows(folder: Path, expands_jobs: bool = False, skipped: list[str] | None = None) -> list[Row]:
     """Return a row for each run and sweep below a directory.
 
-    expands_jobs: return a row for each job instead of its sweep. Runs of task=compare are in one row. A message about
-    each damaged run or sweep is added to `skipped`.
+    expands_jobs: return a row for each job instead of its sweep. The runs that a task=compare starts have no rows. A
+    message about each damaged run or sweep is added to `skipped`.
     """
     rows, sweeps, skipped = list[Row](), set[Path](), [] if skipped is None else skipped
     expands_jobs = expands_jobs or is_sweep(folder)
@@ -125,9 +125,9 @@ def read_row(path: Path, folder: Path) -> Row:
 
 
 def find_record(text: str, folder: Path) -> Path:
-    """Return the run or sweep with this path, or with this unique beginning of its name; "last" is the newest.
+    """Return the path of the run or sweep that `text` names by a path, "last" (newest) or a unique prefix of a name.
 
-    A name may be preceded by the names of parent directories: run/2026, sweep-20261120-192348/3. Raises InputError.
+    Parent directories may precede a name: run/2026, sweep-20261120-192348/3. Raises InputError unless one matches.
     """
     if text == "last" and (newest := newest_record([folder, *(path for path in folder.glob("*") if path.is_dir())])):
         return newest
@@ -151,9 +151,9 @@ def find_record(text: str, folder: Path) -> Path:
 def select(
     rows: Sequence[Row], where: Iterable[str], tags: Iterable[str], states: Iterable[str], name: str
 ) -> list[Row]:
-    """Return the rows that meet all conditions. Raises InputError for a key or a tag that no row has.
+    """Return the rows that match all conditions. Raises InputError for a key or a tag that no row has.
 
-    where: conditions key=value on the overrides and the configuration; a sweep meets them if one of its jobs does.
+    where: conditions key=value on the overrides and the configuration; a sweep matches if one of its jobs does.
     """
     chosen = [row for row in rows if fnmatch.fnmatchcase(row.name, f"*{name}*")]
     for tag in tags:
@@ -236,6 +236,6 @@ def _size(path: str) -> int:
                     total += _size(entry.path)
                 else:
                     total += entry.stat(follow_symlinks=False).st_blocks * 512
-    except OSError:  # removed meanwhile, as a checkpoint, or not readable
+    except OSError:  # the file was removed meanwhile, or is not readable
         pass
     return total

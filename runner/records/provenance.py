@@ -76,7 +76,7 @@ def custom_repositories(directories: Iterable[str | Path]) -> dict[str, dict[str
 def diff_name(repository: str) -> str:
     """Return the name of the file with the uncommitted changes of a custom repository."""
     name = re.sub(r"[^A-Za-z0-9._-]+", ".", Path(repository).name)
-    return f"git-{name}-{hashlib.sha256(repository.encode()).hexdigest()[:6]}.diff"  # two may have the same name
+    return f"git-{name}-{hashlib.sha256(repository.encode()).hexdigest()[:6]}.diff"  # names may be equal
 
 
 def versions() -> dict[str, str]:
@@ -122,7 +122,7 @@ def _state(directory: Path) -> dict[str, Any]:
 def git_diff(repository: str | None = None) -> str:
     """Return a diff for `git apply`. Lines above it name the untracked files. A very long diff is truncated.
 
-    repository: a custom repository; None is that of `git_state`.
+    repository: a custom repository; None selects the repository of `git_state`.
     """
     if extracted := _extracted_code():
         file = extracted[0] / (DIFF if repository is None else diff_name(repository))

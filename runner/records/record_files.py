@@ -54,7 +54,7 @@ def without_links(path: str, flags: int) -> int:
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a file as `without_links` does, but follow links, as to a checkpoint that was moved to another disk."""
+    """Open a regular file as `without_links` does, but follow links, for example to a checkpoint on another disk."""
     try:
         file = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -75,9 +75,9 @@ def make_directory(path: Path) -> None:
 
 
 def check_links(directory: Path) -> None:
-    """Raise InputError if a run directory contains a link, through which the run would write to another place.
+    """Raise InputError if a run directory contains a link, through which the run would write to another location.
 
-    The directory itself and `checkpoints` may be links of this user, for example to a larger disk.
+    The directory itself and `checkpoints` may be links that this user owns, for example to a larger disk.
     """
     moved = (directory, directory / "checkpoints")
     for link in (directory, *(directory.iterdir() if directory.is_dir() else ())):
@@ -122,7 +122,7 @@ def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines. Lines that are not JSON, as after a crash, are skipped.
 
-    Raises OSError, and InputError if a line is JSON but not an object.
+    Raises OSError, and InputError if a line is too long, or is JSON but not an object.
     """
     for number, text in enumerate(read_lines(path), start=1):
         try:
@@ -161,7 +161,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises InputError for a line without a step."""
+    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step."""
     path = directory / METRICS
     for line in read_json_lines(path) if os.path.lexists(path) else ():
         if type(line.get("step")) is not int:
@@ -170,7 +170,7 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_metrics(directory: Path) -> None:
-    """Raise InputError as `read_metrics`. Lines as the runner writes them are not parsed."""
+    """Raise the exceptions of `read_metrics`. A file in which all lines have the format of the runner is not parsed."""
     try:
         if _WRITTEN.fullmatch(read_bytes(directory / METRICS)):
             return
@@ -202,7 +202,7 @@ def _parse(path: Path) -> Any:
         text = read_bytes(path)
         if path.suffix == ".json":
             return parse_json(text)
-        if b"*" in text:  # each alias may repeat what contains other aliases; the runner writes none
+        if b"*" in text:  # nested aliases expand exponentially; the runner writes no aliases
             aliases = (event for event in yaml.parse(text, Loader=SAFE_LOADER) if isinstance(event, yaml.AliasEvent))
             if len(list(itertools.islice(aliases, MAX_ALIASES + 1))) > MAX_ALIASES:
                 raise ValueError(f"it has more than {MAX_ALIASES} aliases")

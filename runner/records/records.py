@@ -38,7 +38,7 @@ class RunRecord:
 
     directory: Path
     label: str
-    state: str  # as in result.json or for a job in the ledger of its sweep, or lost
+    state: str  # as in result.json or, for a job, in its sweep's ledger; or lost
     overrides: list[str] = field(default_factory=list)
     config_dirs: list[str] = field(default_factory=list)
     chosen: dict[str, Any] = field(default_factory=dict)  # the options of groups that result.json names
@@ -117,7 +117,7 @@ def check_is_record(path: Path, key: str) -> None:
 
 
 def single_run(path: Path) -> JobRecord:
-    """Return a single run as a job record, with the values of a job that is in no ledger."""
+    """Return the job record of a single run, which is in no ledger."""
     return JobRecord(0, path.name, [], path, state="")
 
 
@@ -191,9 +191,9 @@ def finished_jobs(jobs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def find_records(directory: Path | str) -> Iterator[tuple[Path, bool]]:
-    """Yield the runs and sweeps at and below a directory, each with True if it is a sweep, which precedes its jobs.
+    """Yield the path of each run and sweep at or below a directory, with True for a sweep. A sweep precedes its jobs.
 
-    Links are not followed.
+    Links are not followed. Below a run, only the runs of task=compare are searched.
     """
     with os.scandir(directory) as found:
         entries = {entry.name: entry for entry in found}
@@ -206,13 +206,13 @@ def find_records(directory: Path | str) -> Iterator[tuple[Path, bool]]:
 
 
 def newest_record(parents: Iterable[Path], files: Sequence[str] = (LEDGER, OVERRIDES)) -> Path | None:
-    """Return the newest sweep or run in directories of sweeps and runs, or the newest that contains one of `files`."""
+    """Return the newest subdirectory of `parents` that contains one of `files`, by default a sweep or a run."""
     found = {path.parent for parent in parents for name in files for path in parent.glob(f"*/{name}")}
     return in_order(found)[-1] if found else None
 
 
 def newest_training_run(parents: Iterable[Path]) -> Path | None:
-    """Return the newest run with task=train in directories of runs.
+    """Return the newest run with task=train in the subdirectories of `parents`.
 
     Raises InputError if the task of a newer run cannot be read, because it may be the newest training run.
     """

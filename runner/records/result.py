@@ -78,7 +78,7 @@ def valid_result(result: Mapping[str, Any]) -> dict[str, Any]:
 def current_state(directory: Path, recorded: object) -> str:
     """Return the state that result.json has recorded, or "lost" if it is running but the process has died.
 
-    The process is dead if the lock of the directory has no owner, or if its owner no longer touches its lock file.
+    The process has died if the directory has no lock file, or if `find_owner` reports that the lock's owner is dead.
     """
     if recorded != RUNNING or ((owner := find_owner(directory)) and owner.is_alive):
         return str(recorded)

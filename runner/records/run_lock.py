@@ -74,8 +74,8 @@ class LockOwner:
     """The process that has locked a directory.
 
     Attributes:
-        is_here: True if it is, or was, on this machine.
-        is_owner: True if it belongs to the user who wrote the lock file; only then may it be signaled.
+        is_here: True if the process runs, or ran, on this machine.
+        is_owner: True if the process belongs to the owner of the lock file; only then may it be signaled.
     """
 
     is_alive: bool

@@ -1,4 +1,4 @@
-"""The recorded configuration of many runs. The runs of an experiment have most sections in common: each is parsed once.
+"""The recorded configurations of many runs. Each distinct section is parsed once, because most runs share sections.
 
 A section is a top-level key of config.yaml with its value.
 """
@@ -21,7 +21,7 @@ Section = Mapping[str, Any]  # values by dotted key; several runs may have the s
 
 
 def read_settings(path: Path, chosen: Section) -> Section:
-    """Return the values in a config.yaml by dotted key, and those of `chosen`, which take precedence.
+    """Return the values in a config.yaml by dotted key, updated with the values of `chosen`.
 
     The file may be missing. Raises InputError if it is damaged.
     """
@@ -32,13 +32,13 @@ def read_settings(path: Path, chosen: Section) -> Section:
     except (OSError, ValueError):
         text = ""
     sections = [_parse_section(part) for part in _SECTION.split(text)]
-    if not all(sections):  # not as the runner writes it
+    if not all(sections):  # not in the format of the runner
         return {**dotted(read_mapping(path)), **chosen}
     return ChainMap(cast(dict[str, Any], chosen), *cast(list[dict[str, Any]], sections))
 
 
 def read_overrides(path: Path) -> list[str]:
-    """Return the list of strings in an overrides.yaml; empty if the file is missing. Raises InputError."""
+    """Return the list of strings in an overrides.yaml; empty if it is missing. Raises InputError if it is damaged."""
     try:
         lines = [_OVERRIDE.fullmatch(line) for line in read_bytes(path).decode().splitlines()]
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 @functools.lru_cache(maxsize=2**14)
 def _parse_section(text: str) -> dict[str, Any]:
     """Return the values of the section, or an empty dict if the text is not one key with its value."""
-    if "*" in text:  # possibly an alias, of which read_mapping limits the number
+    if "*" in text:  # possibly an alias; read_mapping limits their number
         return {}
     try:
         found = yaml.load(text, Loader=SAFE_LOADER)

@@ -1,4 +1,4 @@
-"""The time at which a run or a sweep was started, as recorded in UTC, and their order by it."""
+"""The first start of runs and sweeps, as recorded in UTC, and the order of runs and sweeps by this time."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from runner.records.record_files import read_bytes, read_json_lines
 from runner.records.result import RESULT
 
 STAMP = "%Y%m%d-%H%M%S"  # in the name of a directory, in local time
-_STARTED = re.compile(rb'"started": "([^"]*)"')  # in result.json, which is not parsed: there may be many runs
+_STARTED = re.compile(rb'"started": "([^"]*)"')  # in result.json, which is not parsed, for speed
 _FILES = ("overrides.yaml", LEDGER)
 
 
@@ -23,7 +23,7 @@ def started_at(directory: Path, recorded: str = "") -> float | None:
     """Return the first start of a run or a sweep in seconds since 1970, or None if the directory is new.
 
     recorded: the time in result.json, if the caller has read it. If a directory has no recorded time, the local time
-    in its name counts, or else the time of its files.
+    in its name is used, or else the modification time of its files.
     """
     for time in chain([recorded], _recorded_times(directory)):
         if isinstance(time, (int, float)):

@@ -91,7 +91,7 @@ def summarize(
     Raises InputError if no job has the metric, or if the jobs do not differ in a key of `over`.
 
     Args:
-        value: the evaluation of each job that is compared: best or last.
+        value: the evaluation by which each job is compared: best or last.
         over: the keys over which jobs are averaged.
     """
     jobs = [at_best(job) for job in jobs] if value == "best" else jobs
@@ -138,9 +138,9 @@ def at_best(job: RunRecord) -> RunRecord:
 
 
 def _holes(jobs: Sequence[RunRecord], varied: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the missing configurations of a grid, and overrides of all of its values; both empty without a grid.
+    """Return the missing configurations of a grid, and overrides with all of its values; both are empty without a grid.
 
-    Jobs are a grid if they are those of one sweep and at least half of the combinations of their values exist.
+    Jobs form a grid if they belong to one sweep and at least half of the combinations of their values exist.
     """
     values = {key: list(dict.fromkeys(job.overrides_by_key.get(key, "") for job in jobs)) for key in varied}
     exist = {tuple(job.overrides_by_key.get(key, "") for key in varied) for job in jobs}
