@@ -97,7 +97,7 @@ class Shutdown:
             self._store.call(lambda _: root.set(STOPPED, reason))
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have called this method, because the job has succeeded on them.
+        """Wait until all ranks have called this method, which they do once the job has ended on them without a failure.
 
         Raise JobFailed if another rank fails, stops or exits instead, or does not call it within the timeout.
         """
