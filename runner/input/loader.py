@@ -78,7 +78,7 @@ class Loader:
         self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
         self.allow_empty, self.seed = allow_empty, sampler.seed
         self._position = (0, 0)
-        self.stream_position = Position()  # after the last step that was read; a resumed run sets it to its start
+        self.stream_position = Position()  # after the last step that was read, or of the loaded checkpoint
         # For each batch that is requested and not yet read: the indices of its local micro-batches.
         self._requested: deque[list[list[int]]] = deque()
         self._reads_ahead = num_workers == 0 and source.reads_ahead

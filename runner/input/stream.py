@@ -108,7 +108,7 @@ class Stream:
         return found, state, not self._ahead
 
     def _open(self, start: Position) -> None:
-        """Start an iteration on a copy, because an iteration may change attributes of the dataset."""
+        """Start an iteration on a shallow copy, because an iteration may change attributes of the dataset."""
         with seeded(*self._key, EPOCH):
             dataset = copy.copy(self.iterable)
             self._dataset = dataset.in_epoch(self._key[0]) if hasattr(dataset, "in_epoch") else dataset

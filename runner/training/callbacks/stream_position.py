@@ -16,7 +16,7 @@ class StreamPosition(Callback):
         self._loader = loader
 
     def state(self, model: LocalState) -> LocalState:
-        """Return the number of samples that were read in the epoch, and the state_dict, if there is one."""
+        """Return the stream's state_dict, if there is one, and the number of samples that were read before it."""
         position = self._loader.stream_position
         if position.state is None:
             return LocalState()
