@@ -18,11 +18,11 @@ class GatheredRows(NamedTuple):
 
 
 def gather_rows(rows: Tensor, are_counted: bool) -> GatheredRows:
-    """Gather this rank's rows, (n, ...), and those of all other ranks. All ranks must call it, also in backward.
+    """Gather the rows of all ranks, of which this rank has (n, ...). All ranks must call it, and its backward.
 
-    n may differ between the ranks; all other dims and the dtype must be equal. Backward sums
-    the gradients of all ranks, and returns those of this rank's rows. With `are_counted=False`, this rank's rows are
-    not sent to the other ranks; they are appended to its own result, and their gradient is zero.
+    n may differ between the ranks; all other dims and the dtype must be equal. Backward sums the gradients of all
+    ranks, and returns those of this rank's rows. With `are_counted=False`, this rank's rows are not sent to the other
+    ranks; they are appended to its own result, and their gradient is zero.
     """
     gathered, first = _Gather.apply(rows, are_counted)  # type: ignore[no-untyped-call]
     return GatheredRows(gathered, first)

@@ -56,7 +56,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
 
 
 def _check_streams(config: Config, choices: Mapping[str, str], train: Source, evaluated: Source) -> None:
-    """Raise InputError if a split is a stream that has no samples, or that the configuration does not support."""
+    """Raise InputError if a split is a stream without samples, or if the configuration does not support streams."""
     for source in dict.fromkeys((train, evaluated)):
         stream, data = source.dataset, f"data={choices.get('data', config.data['_target_'])}"
         if not isinstance(stream, Stream):

@@ -22,7 +22,7 @@ from runner.input.stream import Position, StepReader, StepSamples, Stream, step_
 
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
-EXIT_S = 1.0  # from the loss of the connection to a worker until its exit
+EXIT_S = 1.0  # timeout for a worker to exit after its connection is lost
 
 
 class Loader:
@@ -78,7 +78,7 @@ class Loader:
         self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
         self.allow_empty, self.seed = allow_empty, sampler.seed
         self._position = (0, 0)
-        self.stream_position = Position()  # after the last step; a resumed run sets the position where it starts
+        self.stream_position = Position()  # after the last step that was read, or of the loaded checkpoint
         # For each batch that is requested and not yet read: the indices of its local micro-batches.
         self._requested: deque[list[list[int]]] = deque()
         self._reads_ahead = num_workers == 0 and source.reads_ahead
@@ -115,7 +115,7 @@ class Loader:
             yield StepBatch(of_step, self.sampler.step_size(step), time.perf_counter() - start, is_last)
 
     def _read_stream(self, epoch: int, first_step: int) -> Iterator[StepBatch]:
-        """Yield the steps of an epoch of a stream. Raise ValueError if there is none."""
+        """Yield the steps of an epoch of a stream. Raise ValueError if the next step has no samples."""
         assert self._loader is not None
         read: Iterator[StepSamples] = self._naming_workers(iter(self._loader))
         for step in range(first_step, self.sampler.steps_per_epoch):
@@ -146,7 +146,7 @@ class Loader:
         self._loader = None
 
     def _naming_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches. Raise RuntimeError that names the workers that have exited or hang."""
+        """Yield the batches. Raise RuntimeError if workers have exited, which it names, or have timed out."""
         try:
             yield from batches
         except (RuntimeError, OSError, EOFError) as error:

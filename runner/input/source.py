@@ -106,7 +106,7 @@ class Source(Dataset[Any]):
         return map_tensors(lambda tensor: tensor[:0] if allow_empty else _without_nan(tensor), batch)
 
     def __getitems__(self, request: Request) -> Any:
-        """Return a batch, for DataLoader. In a worker, an exception that would end it silently is a RuntimeError."""
+        """Return a batch, for DataLoader. In a worker, SystemExit and KeyboardInterrupt become a RuntimeError."""
         try:
             return self.read(*request)
         except (SystemExit, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""Samples of an IterableDataset by their position in the stream, in the order of the stream for any number of ranks."""
+"""Streams: samples of an IterableDataset, selected by position in the same order for any number of ranks."""
 
 import base64
 import copy
@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker
 from runner.input.rng import EPOCH, SAMPLE, derive_seed, isolated, seed_all, seeded
 from runner.input.sampler import Sampler
 
-UNKNOWN_LENGTH = 2**62  # the length of a stream that has none
+UNKNOWN_LENGTH = 2**62  # the length of a stream whose dataset has no __len__
 
 
 class Position(NamedTuple):
@@ -40,7 +40,7 @@ class Stream:
         self.iterable = iterable
         self._length = UNKNOWN_LENGTH
         if hasattr(iterable, "__len__"):
-            with suppress(TypeError, NotImplementedError):  # as torch permits
+            with suppress(TypeError, NotImplementedError):  # torch permits a __len__ that raises
                 self._length = len(iterable)
         self.has_length = self._length != UNKNOWN_LENGTH
         self.is_stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
@@ -62,7 +62,7 @@ class Stream:
         return Stream, (self.iterable,)
 
     def in_epoch(self, epoch: int) -> "Stream":
-        """Select an epoch. This draws the seed of the stream, as `in_epoch` of other datasets may draw."""
+        """Select an epoch. Its seed is drawn from torch's generator, which the caller has seeded."""
         key = (epoch, int(torch.randint(2**62, ())))
         if key != self._key:
             self._key, self._opened_by = key, None
@@ -77,10 +77,11 @@ class Stream:
         return self.iterable.decode(sample) if hasattr(self.iterable, "decode") else sample
 
     def load(self, first: int, count: int, start: Position | None = None) -> tuple[int, Any, bool]:
-        """Read the samples from a position on, so that they can be selected. `start` is where reading may start.
+        """Read `count` samples from position `first` on, so that `__getitem__` can return them.
 
         Return their number, which is less than `count` at the end of the stream, the dataset's state after them, and
-        whether the stream ends there. Raise ValueError if the stream is shorter than its length.
+        whether the stream ends there. If `start` has a state and is not after `first`, a new iteration starts there.
+        Raise ValueError if the stream is shorter than its length.
         """
         expected = min(count, len(self) - first)
         with _hidden_worker(), isolated():
@@ -107,7 +108,7 @@ class Stream:
         return found, state, not self._ahead
 
     def _open(self, start: Position) -> None:
-        """Start an iteration on a copy, because an iteration may change attributes of the dataset."""
+        """Start an iteration on a shallow copy, because an iteration may change attributes of the dataset."""
         with seeded(*self._key, EPOCH):
             dataset = copy.copy(self.iterable)
             self._dataset = dataset.in_epoch(self._key[0]) if hasattr(dataset, "in_epoch") else dataset
@@ -136,7 +137,7 @@ class StepRequest(NamedTuple):
     epoch: int
     sampler: Sampler
     allow_empty: bool
-    start: Position | None  # where the first step of this epoch starts
+    start: Position | None  # of the first step that is read in this epoch; None: position 0
 
 
 class StepSamples(NamedTuple):
@@ -176,7 +177,7 @@ class StepReader:
 def step_requests(
     sampler: Sampler, epoch: int, first_step: int, allow_empty: bool, start: Position | None
 ) -> Iterator[StepRequest]:
-    """Yield a request for each step of an epoch; if the stream has no length, also after its end."""
+    """Yield a request for each step of an epoch. If the stream has no length, the requests continue after its end."""
     for step in itertools.takewhile(lambda step: step < sampler.steps_per_epoch, itertools.count(first_step)):
         yield StepRequest(step, epoch, sampler, allow_empty, start)
 

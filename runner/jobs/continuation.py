@@ -71,7 +71,7 @@ def find_start(parent: Path, name: str) -> Path:
 def copy_start(checkpoint: Path, directory: Path) -> None:
     """Copy a checkpoint, and the metrics of its run, into the directory of a new run, which continues from there.
 
-    The files of the checkpoint are linked if both directories are on one file system: none of them ever changes.
+    If the file system permits, the files of the checkpoint are hard links, because these files never change.
     """
 
     def link(source: str, target: str) -> None:
@@ -81,7 +81,7 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
             shutil.copy2(source, target)
 
     partial = directory / CHECKPOINTS / f"{checkpoint.name}.fork"
-    shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed here
+    shutil.rmtree(partial, ignore_errors=True)  # left by a job that was killed while it copied
     shutil.copytree(checkpoint, partial, copy_function=link)
     if not (directory / CHECKPOINTS / checkpoint.name).exists():
         partial.rename(directory / CHECKPOINTS / checkpoint.name)

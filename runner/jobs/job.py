@@ -109,7 +109,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
                     experiment.share_samples()
             with interruptible():
                 metrics = task.run(config, experiment, world, directory, console)
-            world.shutdown.wait_for_all()  # returns immediately after a training, which has waited itself
+            world.shutdown.wait_for_all()  # returns immediately if the trainer has already waited
             directory.result.metrics = metrics
             if directory.pruned:
                 end.state = "pruned"

@@ -42,7 +42,7 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
 
     Args:
         checkpoint: last, best or step_N.
-        code: recorded imports custom modules from the copy that the run has recorded, current from the current files.
+        code: `recorded` imports custom modules from the run's copy of them, `current` from the current files.
     """
     config, named = read_config(run), f"run={run}"
     _, config_dirs = read_overrides(run, named, trust)

@@ -94,7 +94,7 @@ def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> 
 def check_queueable(config: Config, choices: Mapping[str, str], untrusted: str | None = None) -> None:
     """Raise InputError if the launcher queues jobs but the task would launch its own jobs in this process.
 
-    Raise it also for a directory to resume that belongs to another user, because a job runs code from its directory.
+    Also raise it if another user, `untrusted`, owns the directory to resume, because a job runs code from there.
     """
     if untrusted:
         raise InputError(

@@ -48,8 +48,8 @@ class Objective:
         losses: The name of each loss with a regular expression (re.search) of the names of the parameters that it
             trains. A step computes the losses in this order, and makes an optimizer step after each. The method of
             the same name is called with the model, prepared by its mode, and with a batch as the dataset collates it,
-            on the device. It returns the sum over the samples, and the weight that the mean over the whole batch
-            divides by: two numbers or scalar tensors.
+            on the device. It returns the sum over the samples, a scalar tensor, and the weight that the mean over the
+            whole batch divides by, a number or a scalar tensor.
         terms: The coefficient of each named term of `loss`, which then returns {name: (sum, weight)}. A step minimizes
             the sum of the terms' means over the whole batch, each multiplied by its coefficient.
         logged: The names of the values that the objective logs with `log`.
@@ -78,8 +78,9 @@ class Objective:
     def gather(self, rows: torch.Tensor) -> GatheredRows:
         """Return the rows of all ranks, with gradients, and the index of the first local row.
 
-        rows: (n, ...) for n local samples; the other dims must be equal on all ranks. All ranks must call it the same
-        number of times. Raises TypeError unless the class declares `gathers = True`.
+        rows: (n, ...) for n local samples; the other dims must be equal on all ranks. A rank without samples passes an
+        uncounted row, which is appended to its own result only. All ranks must call it the same number of times.
+        Raises TypeError unless the class declares `gathers = True`.
         """
         if not self.gathers:
             raise TypeError(f"{type(self).__name__}.gather needs the attribute gathers = True")
@@ -107,9 +108,7 @@ class Objective:
         return [*self.terms, *self.logged]
 
     def take_logged(self, device: torch.device) -> torch.Tensor:
-        """Return the local sums and weights since the last call, in the order of `value_names`, and reset them.
-
-        The result is (N, 2) in float64."""
+        """Return the local sums and weights by `value_names`, (names, 2) in float64, and reset them to zero."""
         sums, self._sums = self._sums or {}, None
         zero = torch.zeros(2, dtype=torch.float64, device=device)
         return torch.stack([sums.get(name, zero).to(device) for name in self.value_names] or [zero])[

@@ -117,7 +117,7 @@ class Replica:
         return (loss.value * factors.to(loss.value)).sum()
 
     def _term_weights(self, batch: StepBatch) -> torch.Tensor:
-        """Return the weights of the terms over the whole step, (terms,), without changing any state.
+        """Return the weights of the terms over the whole step, (terms,). Restore buffers and random generators.
 
         Each backward pass needs them, but they are known only after the forward passes of all micro-batches.
         """

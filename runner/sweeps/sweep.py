@@ -48,7 +48,7 @@ class Sweep:
         jobs: The remaining jobs, in the order in which they run; Hydra's job.num is an index of this list.
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
         is_new: True if this process has created the directory.
-        code_of: As `Request.code_of`.
+        code_of, untrusted: As in `Request`.
         resume_force: True if the sweep is resumed even if its code has changed.
         pruners: The pruners of a study's jobs, by job number.
     """

@@ -29,9 +29,9 @@ def columns_of(outputs: Any, targets: Any, indices: Sequence[int], by_sample: bo
 
     Mappings and sequences have a column for each tensor, such as output.size. If a target is a class (integers in the
     output's shape without its class dim), `prediction` is the class of the largest output and `probability` its softmax
-    probability; other targets have neither column. With `by_sample`, a list with an element per sample is a column of
-    its elements, which may have any structure and shapes. Raises JobFailed if a tensor does not have one row per
-    sample.
+    probability; other targets have neither column. With `by_sample`, a list with one element per sample becomes a last
+    column of these elements, which may have any structure and shapes. Raises JobFailed if a tensor does not have one
+    row per sample.
     """
     trees = {TARGET: targets, OUTPUT: outputs} if by_sample else {}
     listed = {name: tree for name, tree in trees.items() if isinstance(tree, list) and len(tree) == len(indices)}
@@ -141,7 +141,7 @@ class Csv:
 
 
 class JsonLines:
-    """A file with a JSON object per sample, whose values may have another shape for each sample."""
+    """A file with one JSON object per sample. The shapes of the values may differ between samples."""
 
     def __init__(self, path: Path, num_samples: int):
         self._file = path.open("w")

@@ -65,7 +65,7 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
 
 
 def _check_values(objective: Objective, config: Config, choices: Mapping[str, str]) -> None:
-    """Raise InputError for wrong declarations of terms and logged values, and for micro-batches of a gathered loss."""
+    """Raise InputError for invalid `terms` or `logged`, and if a loss that gathers rows has several micro-batches."""
     named = f"objective={choices['objective']}"
     factors = list(objective.terms.values()) if isinstance(objective.terms, Mapping) else [None]
     if not all(isinstance(factor, (int, float)) and math.isfinite(factor) for factor in factors):
@@ -84,7 +84,7 @@ def _check_values(objective: Objective, config: Config, choices: Mapping[str, st
 def attach_objective(module: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> None:
     """Move the objective or its loss to the device. If it has parameters, add it to the model as a submodule.
 
-    Its parts that the constructor has put in evaluation mode, such as a teacher, stay in it.
+    An objective with buffers is added too. Submodules in evaluation mode, such as a teacher, stay in that mode.
     """
     name, part = ("loss", objective.function) if isinstance(objective, Supervised) else ("objective", objective)
     if isinstance(part, nn.Module):

@@ -74,7 +74,7 @@ def compare_samples(
 ) -> list[str]:
     """Return a warning if the custom loss of two samples is not the sum of their separate losses.
 
-    Such a loss depends on the number of ranks and of micro-batches. The check does not detect a loss that draws random
+    Such a loss depends on the number of ranks and micro-batches. The check does not detect a loss that draws random
     numbers, that differs from a sum only in training mode or for more than two samples, or that raises an exception.
     """
     function = objective.function if isinstance(objective, Supervised) else objective

@@ -59,7 +59,7 @@ class Trainer:
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
-                self.experiment.objective.take_logged(self.world.device)  # discard values of earlier forwards
+                self.experiment.objective.take_logged(self.world.device)  # discard values of earlier forward passes
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = "pruned" if self.stopped and not self.stops_as_finished else "finished"
@@ -147,7 +147,7 @@ class Trainer:
         self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
 
     def _measured(self) -> torch.Tensor:
-        """Return the local sums of the metrics of the step, if they are measured."""
+        """Return the local sums of the metrics of the step; an empty tensor if they are not measured."""
         metrics, observed = self.experiment.train_metrics, self.experiment.objective.observed
         if metrics is None or observed is None:
             return torch.zeros(0, dtype=torch.float64, device=self.world.device)

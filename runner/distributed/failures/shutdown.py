@@ -97,7 +97,7 @@ class Shutdown:
             self._store.call(lambda _: root.set(STOPPED, reason))
 
     def wait_for_all(self) -> None:
-        """Wait until this job has ended well on all ranks. All ranks must call it, and no rank ends before.
+        """Wait until all ranks have called this method, which they do once the job has ended on them without a failure.
 
         Raise JobFailed if another rank fails, stops or exits instead, or does not call it within the timeout.
         """
@@ -116,7 +116,7 @@ class Shutdown:
                 if exited or store.check(["failure"]) or store.check(["late"]) or self._store.stop_reason():
                     failure = "another rank did not end well"
                 elif time.monotonic() > deadline:
-                    store.set("late", "")  # the other ranks that wait must not be examined
+                    store.set("late", "")  # so that the other waiting ranks fail too, and are not reported as hung
                     late = ", ".join(key.removeprefix("ended/") for key in keys if not store.check([key]))
                     failure = f"rank {late} did not end within backend.timeout_s={self.timeout_s:g} s after this rank"
                 time.sleep(pause_s)

@@ -185,7 +185,7 @@ class Callbacks:
         return any(callback.wants_to_stop for _, callback in self._named)
 
     def stop_outcome(self) -> tuple[Literal["finished", "pruned"], str]:
-        """Return state and reason of the callbacks on this rank that stop the run; pruned and "" if none does."""
+        """Return the outcome and the reason if callbacks on this rank stop the run, else ("pruned", "")."""
         reasons = {callback.stops_as: callback.stop_reason for _, callback in self._named if callback.wants_to_stop}
         state: Literal["finished", "pruned"] = "finished" if "finished" in reasons else "pruned"
         return state, reasons.get(state, "")

@@ -7,16 +7,16 @@ from runner.training.callbacks.contract import Callback
 
 
 class StreamPosition(Callback):
-    """Saves the state_dict of a stream, which is the same for every reader, so that any number of readers can load it.
+    """Saves and loads the state_dict of a stream, which all readers share, so that their number may change.
 
-    A stream without state_dict needs no state: the number of samples follows from the step in the epoch.
+    Without a state_dict, nothing is saved: the position follows from the number of steps in the epoch.
     """
 
     def __init__(self, loader: Loader):
         self._loader = loader
 
     def state(self, model: LocalState) -> LocalState:
-        """Return the number of samples that were read in the epoch, and the state."""
+        """Return the stream's state_dict, if there is one, and the number of samples that were read before it."""
         position = self._loader.stream_position
         if position.state is None:
             return LocalState()

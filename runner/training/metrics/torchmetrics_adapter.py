@@ -21,8 +21,8 @@ def is_torchmetric(metric: object) -> bool:
 class TorchMetric:
     """A metric of torchmetrics. States reduced by sum are sums; all others are rows.
 
-    A state with dist_reduce_fx=None is a list, whose tensors are gathered, or a tensor, which is stacked: torchmetrics
-    would stack those of the ranks, the runner stacks those of the batches.
+    With dist_reduce_fx=None, the tensors of a list are gathered, and a tensor is stacked. torchmetrics stacks one per
+    rank; the runner stacks one per batch.
 
     Raises InputError, with the metric's key, for other states, whose reduction over ranks is unknown.
     """
@@ -91,9 +91,8 @@ class TorchMetric:
         value = self._metric.compute()
         if isinstance(value, torch.Tensor) and value.dim() == 1:
             return {str(index): number for index, number in enumerate(value)}
-        if (
-            isinstance(value, dict) and "list" in self._kinds.values()
-        ):  # vectors of a varying length, such as mAP's list of the classes, are not logged
+        # Vectors of varying length, such as the classes of mAP, are not logged.
+        if isinstance(value, dict) and "list" in self._kinds.values():
             return {key: number for key, number in value.items() if torch.as_tensor(number).dim() == 0}
         return value
 
