@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runner.errors import InputError, did_you_mean, nearest
+from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
 from runner.records.attempts import last_line, read_attempts
 from runner.records.labels import read_labels, write_labels
@@ -120,7 +120,7 @@ def _list(args: Namespace) -> None:
     notes = [f"{len(rows) - len(shown)} more; --limit 0 lists all"] if len(shown) < len(rows) else []
     notes += [] if rows else [f"{folder} contains no {'such ' if listed else ''}run"]
     for line in (*notes, *skipped):
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def _show(args: Namespace) -> None:
@@ -137,7 +137,7 @@ def _show(args: Namespace) -> None:
         **{key: result.get(key) for key in SHOWN},
         "age": listing.describe_age(time.time() - row.started),
         "size": listing.describe_size(row.size),
-        "attempts": ", ".join(attempt.state for attempt in read_attempts(path)),
+        "attempts": ", ".join(str(attempt.state) for attempt in read_attempts(path)),
         "checkpoints": ", ".join(sorted(each.name for each in (path / CHECKPOINTS).glob("step_*"))),
         "tags": " ".join(row.labels.tags),
         "note": row.labels.note,
@@ -146,7 +146,8 @@ def _show(args: Namespace) -> None:
         facts |= {row.monitor.name: f"best {listing.show(row.best)}, last {listing.show(row.last)}"}
     facts |= {name: listing.show(value) for name, value in result.get("metrics", {}).items() if name not in facts}
     width = max(map(len, facts))
-    print("\n".join(f"{key:<{width}}  {value}" for key, value in facts.items() if value not in (None, "")))
+    lines = (f"{key:<{width}}  {value}" for key, value in facts.items() if value not in (None, ""))
+    print("\n".join(map(printable, lines)))
     if row.is_sweep:
         print(f"\n{text_table(listing.as_cells(listing.list_rows(path)))}")
 
@@ -235,7 +236,7 @@ def _check_idle(path: Path, ignored: int | None = None) -> None:
     """Raise InputError if a process other than `ignored` has locked the run, sweep or a job, or if a job is queued."""
     directories = [path, *(job.directory for job in read_ledger(path))] if is_sweep(path) else [path]
     for directory in directories:
-        if (owner := _living_owner(directory)) and owner.pid != ignored:
+        if (owner := _living_owner(directory)) and not (owner.is_here and owner.pid == ignored):
             raise InputError(f"{directory} is in progress (process {owner.pid} on {owner.host}); type runs stop {path}")
     if "queued" in _states(path):
         raise InputError(f"{path} has jobs in a queue; cancel them first")

@@ -92,7 +92,7 @@ def check_code(named: str, run: Path, trust: Any) -> None:
         return
     copies = (code.directory, *(code.directory / name for name in (STATE, *(m.copy for m in code.modules.values()))))
     if user := untrusted_owner(named, run, trust, (OVERRIDES, RESULT, *map(str, copies))):
-        raise InputError(_refusal(named, user, str(code.directory), next(iter(code.modules))))
+        raise InputError(_refusal(named, user, str(code.directory), next(iter(code.modules), "")))
 
 
 def untrusted_owner(named: str, run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:

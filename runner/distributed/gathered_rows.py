@@ -15,6 +15,7 @@ class GatheredRows(NamedTuple):
 
     rows: Tensor
     first: int
+    counted: int  # the number of rows of all ranks; behind them are those of a rank without samples, which do not count
 
 
 def gather_rows(rows: Tensor, are_counted: bool) -> GatheredRows:
@@ -24,13 +25,13 @@ def gather_rows(rows: Tensor, are_counted: bool) -> GatheredRows:
     ranks, and returns those of this rank's rows. With `are_counted=False`, this rank's rows are not sent to the other
     ranks; they are appended to its own result, and their gradient is zero.
     """
-    gathered, first = _Gather.apply(rows, are_counted)  # type: ignore[no-untyped-call]
-    return GatheredRows(gathered, first)
+    gathered, first, counted = _Gather.apply(rows, are_counted)  # type: ignore[no-untyped-call]
+    return GatheredRows(gathered, first, counted)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, are_counted: bool) -> tuple[Tensor, int]:
+    def forward(ctx: Any, rows: Tensor, are_counted: bool) -> tuple[Tensor, int, int]:
         local = rows if are_counted else rows[:0]
         sizes = gather_over(None, torch.tensor([len(local)], device=rows.device)).flatten().tolist()
         padded = local.new_zeros(max(sizes), *rows.shape[1:])
@@ -39,11 +40,13 @@ class _Gather(torch.autograd.Function):
         ctx.are_counted, ctx.total = are_counted, sum(sizes)
         first = sum(sizes[: dist.get_rank()]) if are_counted else ctx.total
         ctx.local = slice(first, first + len(rows))
-        return torch.cat([*parts, *([] if are_counted else [rows])]), first
+        return torch.cat([*parts, *([] if are_counted else [rows])]), first, ctx.total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None]:
-        total = gradient[: ctx.total].clone() if ctx.are_counted else torch.zeros_like(gradient[: ctx.total])
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None]:
+        total = gradient.new_zeros(ctx.total, *gradient.shape[1:])  # contiguous, as NCCL requires
+        if ctx.are_counted:
+            total.copy_(gradient[: ctx.total])
         sum_over(None, total)
         return total[ctx.local] if ctx.are_counted else torch.zeros_like(gradient[ctx.local]), None

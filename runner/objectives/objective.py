@@ -85,7 +85,7 @@ class Objective:
         if not self.gathers:
             raise TypeError(f"{type(self).__name__}.gather needs the attribute gathers = True")
         if not self.is_distributed:
-            return GatheredRows(rows, 0)
+            return GatheredRows(rows, 0, len(rows))
         return gather_rows(rows, self._counts_rows)
 
     def log(self, name: str, total: Any, weight: Any = 1.0) -> None:

@@ -126,7 +126,7 @@ class Replica:
         weights: Any = 0.0
         with torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
             for micro_batch in batch.micro_batches:
-                weights += self._wrapper(self.objective.measure, self.loss_group.name, micro_batch).weight
+                weights += self._evaluation_wrapper(self.objective.measure, self.loss_group.name, micro_batch).weight
         self.objective.take_logged(weights.device)  # the values are logged again by the next pass
         for buffer, value in buffers:
             buffer.copy_(value)

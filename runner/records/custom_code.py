@@ -22,7 +22,7 @@ from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.ledger import is_sweep
 from runner.records.provenance import STATE, original_path
-from runner.records.record_files import dumps, make_directory, read_bytes, read_mapping
+from runner.records.record_files import MAX_BYTES, dumps, make_directory, read_bytes, read_mapping, regular
 from runner.records.result import read_result
 
 CODE = "code"
@@ -85,11 +85,7 @@ class ImportedCode:
         """The name of the copy's directory; None without custom modules."""
         if not self.modules:
             return None
-        total = hashlib.sha256()
-        for name in sorted(self.modules):
-            module, source = self.modules[name], self.sources[name]
-            total.update(f"{module.copy} {module.decisive} {len(source)}\n".encode() + source)
-        return total.hexdigest()[:12]
+        return _hash_of(self.modules, self.sources)
 
     @property
     def directories(self) -> list[Path]:
@@ -157,7 +153,19 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
         raise InputError(
             f"{directory}: the copy of the run's code is damaged ({error}); restore it, or {fix}"
         ) from None
-    return RecordedCode(directory, modules)
+    recorded_code = RecordedCode(directory, modules)
+    if _hash_of(modules, {name: recorded_code.source(name) for name in modules}) != directory.name:
+        raise InputError(f"{directory}: the copy of the run's code has changed; restore it, or {fix}")
+    return recorded_code
+
+
+def _hash_of(modules: Mapping[str, CustomModule], sources: Mapping[str, bytes]) -> str:
+    """Return the start of the SHA-256 of the modules, which names the directory of their copy."""
+    total = hashlib.sha256()
+    for name in sorted(modules):
+        module, source = modules[name], sources[name]
+        total.update(f"{module.copy} {module.decisive} {len(source)}\n".encode() + source)
+    return total.hexdigest()[:12]
 
 
 def targets(node: Any) -> Iterator[str]:
@@ -239,7 +247,9 @@ def _source(name: str, file: Path) -> bytes | None:
 
 
 def _read(file: Path) -> bytes | None:
+    """Return the content of a regular file; None if it cannot be read. The record of another user may name the file."""
     try:
-        return file.read_bytes()
+        with open(file, "rb", opener=regular) as source:
+            return source.read(MAX_BYTES)
     except OSError:
         return None

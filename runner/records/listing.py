@@ -103,7 +103,7 @@ def list_rows(folder: Path, expands_jobs: bool = False, skipped: list[str] | Non
             else:
                 jobs = read_ledger(path) if has_jobs else [single_run(path)]
                 rows += [_row_of_run(read_run(job), folder) for job in jobs]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError) as error:
             skipped.append(f"{path} is skipped: {str(error) if isinstance(error, InputError) else 'it is damaged'}")
     return rows
 

@@ -100,7 +100,7 @@ def read_jobs(
             record = read_run(job)
             _ = record.settings  # reads the file
             records.append(record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError) as error:
             message = str(error) if isinstance(error, InputError) else f"{job.directory / RESULT} is damaged ({error})"
             if skipped is None:
                 raise InputError(message) from None

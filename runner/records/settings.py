@@ -67,4 +67,7 @@ def _parse_section(text: str) -> dict[str, Any]:
         found = yaml.load(text, Loader=SAFE_LOADER)
     except (ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return dotted(found) if isinstance(found, dict) and len(found) == 1 else {}
+    try:
+        return dotted(found) if isinstance(found, dict) and len(found) == 1 else {}
+    except RecursionError:
+        return {}

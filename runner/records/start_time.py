@@ -17,6 +17,7 @@ from runner.records.result import RESULT
 STAMP = "%Y%m%d-%H%M%S"  # in the name of a directory, in local time
 _STARTED = re.compile(rb'"started": "([^"]*)"')  # in result.json, which is not parsed, for speed
 _FILES = ("overrides.yaml", LEDGER)
+MAX_TIME = 2**37  # seconds since 1970, in the year 6325
 
 
 def started_at(directory: Path, recorded: str = "") -> float | None:
@@ -26,12 +27,10 @@ def started_at(directory: Path, recorded: str = "") -> float | None:
     in its name is used, or else the modification time of its files.
     """
     for time in chain([recorded], _recorded_times(directory)):
-        if isinstance(time, (int, float)):
-            return float(time)
-        try:
-            return datetime.fromisoformat(time).timestamp()
-        except (TypeError, ValueError):
-            continue
+        with suppress(OverflowError, TypeError, ValueError):
+            number = time if type(time) in (int, float) else datetime.fromisoformat(time).timestamp()
+            if 0 <= number < MAX_TIME:
+                return float(number)
     return None
 
 

@@ -30,7 +30,7 @@ def text_table(cells: Sequence[Sequence[str]], for_log: bool = False) -> str:
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
         formats.append(f"{{:{'>' if numeric else '<'}{max(map(len, [name, *column]))}}}")
     if len(cells) > MAX_FOLDED:
-        return "\n".join("  ".join(formats).format(*row).rstrip() for row in cells)
+        return "\n".join("  ".join(formats).format(*map(printable, row)).rstrip() for row in cells)
     for row in cells[1:]:
         table.add_row(*map(printable, row))
     width = WIDTH if for_log or not is_terminal() else None

@@ -26,6 +26,8 @@ from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchme
 from runner.training.mode import Parallel
 from runner.training.model.submodules import attach_submodule
 
+RESERVED = ("grad_norm", "learning_rate", "skipped_steps")  # what a step logs itself, besides its losses
+
 
 def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
     """Construct the mode. Raise InputError for a class that is not a mode."""
@@ -72,7 +74,8 @@ def _check_values(objective: Objective, config: Config, choices: Mapping[str, st
         raise InputError(f"{named}: terms={objective.terms!r} must map names to coefficients")
     if objective.terms and list(objective.losses) != ["loss"]:
         raise InputError(f"{named} has terms, which need a single loss named `loss`, not {list(objective.losses)}")
-    if twice := {name for name in objective.value_names if [*objective.value_names, *objective.losses].count(name) > 1}:
+    taken = [*objective.value_names, *objective.losses, *RESERVED]
+    if twice := {name for name in objective.value_names if taken.count(name) > 1}:
         raise InputError(f"{named}: the name {min(twice)} occurs twice in terms and logged, or is reserved; rename it")
     if objective.gathers and config.micro_batches != 1:
         raise InputError(

@@ -89,6 +89,10 @@ def compare_samples(
         weights = [torch.as_tensor(loss.weight, dtype=torch.float64) for loss in losses]
         return torch.stack([torch.stack([loss.sum, weight]) for loss, weight in zip(losses, weights, strict=True)])
 
+    modules = objective.modules() if isinstance(objective, nn.Module) else ()
+    buffers = [
+        (each, name, value, value.clone()) for each in modules for name, value in each.named_buffers(recurse=False)
+    ]
     module.eval()
     try:
         with torch.no_grad(), isolated():
@@ -98,6 +102,8 @@ def compare_samples(
         return []
     finally:
         objective.take_logged(torch.device("cpu"))
+        for each, name, value, before in buffers:  # of the objective, which may count samples
+            setattr(each, name, value.copy_(before))
         module.train()
     if not torch.equal(both, again) or torch.allclose(both, apart, rtol=1e-3, atol=1e-6, equal_nan=True):
         return []

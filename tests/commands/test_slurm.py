@@ -181,8 +181,8 @@ def test_a_queued_job_runs_the_code_of_its_submission_or_of_its_start(
     plain = run(tmp_path / "here", 1, "model=mlp", "threads=1", "logger=none", "max_steps=5", "epochs=1")
     frozen, live, damaged = (jobs[name][1] for name in options)
     assert frozen.result["weights_sha256"] == plain.result["weights_sha256"] != live.result["weights_sha256"]
-    assert frozen.result["code"]["code"] == "frozen" and "code     as of " in logs["frozen"]
-    assert live.result["code"] is None
+    assert frozen.result["code"]["submitted"] and "code     as of " in logs["frozen"]
+    assert live.result["code"]["submitted"] is None and live.result["code"]["hash"] != frozen.result["code"]["hash"]
     assert f"{archive} is missing, or has changed" in damaged.result["error"] and damaged.result["state"] == "failed"
     assert not (frozen.path / "slurm" / "code").exists()
     for one in (frozen, live):  # a later command composes with the original directory

@@ -243,7 +243,8 @@ class Slurm(Queue):
         for name, value in (self.env or {}).items():
             commands.append(f"{name}={_expanded(str(value))} && export {name}")
         commands += self.setup
-        return [f"doing={shlex.quote(command)}\n{command} || exit 1\ndoing=" for command in commands]
+        # The check has a line of its own, because a command may end with a comment or a here-document.
+        return [f"doing={shlex.quote(command)}\n{command}\n(($? == 0)) || exit 1\ndoing=" for command in commands]
 
 
 def _expanded(text: str) -> str:
