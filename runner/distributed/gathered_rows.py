@@ -1,6 +1,8 @@
 """Rows gathered from all ranks, with gradients, for losses that compare the samples of a whole batch."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,12 +12,21 @@ from torch.autograd.function import once_differentiable
 from runner.distributed.collectives import gather_over, sum_over
 
 
-class GatheredRows(NamedTuple):
-    """The rows of all ranks, (sum of n, ...), in the order of the ranks, and the index of this rank's first row."""
+@dataclass(frozen=True)
+class GatheredRows:
+    """The rows of all ranks, (sum of n, ...), in the order of the ranks; unpacks as (rows, first).
+
+    Attributes:
+        first: The index of this rank's first row.
+        counted: The number of rows of all ranks. On a rank without samples, rows that do not count follow them.
+    """
 
     rows: Tensor
     first: int
-    counted: int  # the number of rows of all ranks; behind them are those of a rank without samples, which do not count
+    counted: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.rows, self.first))
 
 
 def gather_rows(rows: Tensor, are_counted: bool) -> GatheredRows:
