@@ -88,9 +88,8 @@ def read_ledger(directory: Path) -> list[JobRecord]:
                 job.error = result["error"]
         if job.state == RUNNING:
             # The sweep's process starts the job, which locks its own directory after it has loaded its data.
-            owners = (find_owner(job.directory), sweep_owner if job.queued_as is None else None)
-            is_running = any(owner is not None and owner.is_alive for owner in owners)
-            job.state = RUNNING if is_running else current_state(job.directory, RUNNING)
+            owner = find_owner(job.directory) or sweep_owner
+            job.state = RUNNING if owner and owner.is_alive else current_state(job.directory, RUNNING)
     return sorted(jobs.values(), key=lambda job: job.number)
 
 

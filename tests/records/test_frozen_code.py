@@ -66,6 +66,8 @@ def test_the_archive_has_the_runner_and_custom_code(mine: Path, monkeypatch: pyt
         importlib.import_module(name)
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, name, importlib.import_module(name))  # removed after the test
+    if "models" in sys.modules:  # the package of models.custom, which was imported too
+        monkeypatch.setitem(sys.modules, "models", sys.modules.pop("models"))
 
     frozen = freeze(new_run(mine, "one"), [str(mine)])
     assert frozen.path.name == f"code-{frozen.sha256[:12]}.tar"
