@@ -44,7 +44,7 @@ class RecordedModules(MetaPathFinder, Loader):
         exec(compile(self.recorded_source(name), str(file), "exec"), vars(module))
 
     def recorded_source(self, name: str) -> bytes:
-        return self.code.source(name)
+        return self.code.sources[name]
 
 
 @contextmanager

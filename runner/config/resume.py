@@ -28,9 +28,9 @@ ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
 READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
 OF_START = ("fork", "checkpoint.load")  # the checkpoint from which a run started; other runs do not inherit it
 OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do not train, which reject them
-LOCATIONS = ("run", "resume", "fork", "outputs", "name")
 NOT_RECORDED = ("resume_force", "trust", "code")
 POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
+LOCATIONS = (*POINTERS, "outputs", "name")
 _FLAG = "--config-dir="
 
 

@@ -110,10 +110,10 @@ class Objective:
     def take_logged(self, device: torch.device) -> torch.Tensor:
         """Return the local sums and weights by `value_names`, (names, 2) in float64, and reset them to zero."""
         sums, self._sums = self._sums or {}, None
+        if not (names := self.value_names):  # launches no kernel in each step
+            return torch.zeros(0, 2, dtype=torch.float64, device=device)
         zero = torch.zeros(2, dtype=torch.float64, device=device)
-        return torch.stack([sums.get(name, zero).to(device) for name in self.value_names] or [zero])[
-            : len(self.value_names)
-        ]
+        return torch.stack([sums.get(name, zero).to(device) for name in names])
 
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         """Return one of the losses, or all terms of `loss`, which are also logged.

@@ -22,7 +22,7 @@ from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.ledger import is_sweep
 from runner.records.provenance import STATE, original_path
-from runner.records.record_files import MAX_BYTES, dumps, make_directory, read_bytes, read_mapping, regular
+from runner.records.record_files import dumps, make_directory, read_bytes, read_mapping, regular
 from runner.records.result import read_result
 
 CODE = "code"
@@ -52,9 +52,7 @@ class RecordedCode:
 
     directory: Path
     modules: Mapping[str, CustomModule]
-
-    def source(self, name: str) -> bytes:
-        return read_bytes(self.directory / self.modules[name].copy)
+    sources: Mapping[str, bytes]
 
     def current_file(self, name: str) -> Path:
         """Return the imported file of the module, or else its original file; if that is missing, a file on sys.path."""
@@ -65,7 +63,7 @@ class RecordedCode:
 
     def changed(self) -> list[str]:
         """Return the names of the modules whose current file is missing or differs from the copy."""
-        return [name for name in self.modules if _read(self.current_file(name)) != self.source(name)]
+        return [name for name in self.modules if _read(self.current_file(name)) != self.sources[name]]
 
     def describe(self, names: Iterable[str]) -> str:
         """Return the current files of the modules, for a message; a file that does not exist is marked."""
@@ -120,19 +118,19 @@ class ImportedCode:
 def imported_code(config: Mapping[str, Any]) -> ImportedCode:
     """Return the custom modules of the classes and functions that the configuration names."""
     files = custom_files()
-    sources = {name: source for name, file in files.items() if (source := _source(name, file)) is not None}
-    decisive = _closure(targets({key: config.get(key) for key in DECISIVE}), sources)
+    sources = _closure(targets(config), files)
+    decisive = _closure(targets({key: config.get(key) for key in DECISIVE}), files)
     modules = {}
-    for name in sorted(_closure(targets(config), sources)):
+    for name in sorted(sources):
         copy = name.replace(".", "/") + ("/__init__.py" if _is_package(name) else ".py")
         modules[name] = CustomModule(original_path(str(files[name])), copy, name in decisive)
-    return ImportedCode(modules, {name: sources[name] for name in modules})
+    return ImportedCode(modules, sources)
 
 
 def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
     """Return the copy of the code that the last attempt of a run recorded, or None if the run has no custom modules.
 
-    Raise InputError, which suggests `fix`, if the copy is missing or cannot be read. HASH is not verified.
+    Raise InputError, which suggests `fix`, if the copy is missing, cannot be read or has changed.
     """
     recorded = (read_result(run) or {}).get("code")
     name = recorded.get("hash") if isinstance(recorded, dict) else None
@@ -145,18 +143,18 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
     try:
         listed = read_mapping(directory / STATE)["modules"]
         modules = {str(name): CustomModule(**facts) for name, facts in listed.items()}
-        for module in modules.values():
+        sources = {}
+        for name, module in modules.items():
             if not (directory / module.copy).resolve().is_relative_to(directory.resolve()):
                 raise ValueError(module.copy)
-            read_bytes(directory / module.copy)
+            sources[name] = read_bytes(directory / module.copy)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise InputError(
             f"{directory}: the copy of the run's code is damaged ({error}); restore it, or {fix}"
         ) from None
-    recorded_code = RecordedCode(directory, modules)
-    if _hash_of(modules, {name: recorded_code.source(name) for name in modules}) != directory.name:
+    if _hash_of(modules, sources) != directory.name:
         raise InputError(f"{directory}: the copy of the run's code has changed; restore it, or {fix}")
-    return recorded_code
+    return RecordedCode(directory, modules, sources)
 
 
 def _hash_of(modules: Mapping[str, CustomModule], sources: Mapping[str, bytes]) -> str:
@@ -183,12 +181,12 @@ def targets(node: Any) -> Iterator[str]:
 
 def custom_files() -> dict[str, Path]:
     """Return the files of imported modules that are not part of Python, an installed package or the runner, by name."""
-    found = {}
+    found, shipped = {}, list(runner_sources().values())
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and name not in ("__main__", "__mp_main__") and is_user_code(file):
             path = Path(file).absolute()
-            if not any(path.is_relative_to(source) for source in runner_sources().values()):
+            if not any(path.is_relative_to(source) for source in shipped):
                 found[name] = path
     return found
 
@@ -200,17 +198,20 @@ def runner_sources() -> dict[str, Path]:
     return sources | {name: ROOT / name for name in ("conf", "models", "data")}
 
 
-def _closure(names: Iterable[str], sources: Mapping[str, bytes]) -> set[str]:
-    """Return the modules of the dotted paths, and the custom modules that these import directly or indirectly."""
-    found: set[str] = set()
+def _closure(names: Iterable[str], files: Mapping[str, Path]) -> dict[str, bytes]:
+    """Return the custom modules of the dotted paths, and those that they import directly or indirectly: their sources.
+
+    A module whose source cannot be read is left out, with what only it imports.
+    """
+    found: dict[str, bytes] = {}
     pending = list(names)
     while pending:
         parts = pending.pop().split(".")
         for size in range(1, len(parts) + 1):  # a package is imported before its modules
             name = ".".join(parts[:size])
-            if name in sources and name not in found:
-                found.add(name)
-                pending += _imports(name, sources[name])
+            if name in files and name not in found and (source := _source(name, files[name])) is not None:
+                found[name] = source
+                pending += _imports(name, source)
     return found
 
 
@@ -249,7 +250,6 @@ def _source(name: str, file: Path) -> bytes | None:
 def _read(file: Path) -> bytes | None:
     """Return the content of a regular file; None if it cannot be read. The record of another user may name the file."""
     try:
-        with open(file, "rb", opener=regular) as source:
-            return source.read(MAX_BYTES)
-    except OSError:
+        return read_bytes(file, opener=regular)  # users may link their modules
+    except (OSError, ValueError):
         return None

@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +146,9 @@ def read_lines(path: Path) -> Iterator[str]:
             yield line
 
 
-def read_bytes(path: str | Path) -> bytes:
+def read_bytes(path: str | Path, opener: Callable[[str, int], int] = without_links) -> bytes:
     """Return the content of a regular file. Raise OSError, and ValueError if it is larger than MAX_BYTES."""
-    with open(path, "rb", opener=without_links) as file:
+    with open(path, "rb", opener=opener) as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")

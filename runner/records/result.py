@@ -72,7 +72,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 def valid_result(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a result.json without values of wrong types, as `read_result` does."""
     valid = {key: value for key, value in result.items() if key not in _TYPES or isinstance(value, _TYPES[key])}
-    return {"state": "running", "error": None, **valid, "metrics": parse_metrics(result.get("metrics"))}
+    return {"state": RUNNING, "error": None, **valid, "metrics": parse_metrics(result.get("metrics"))}
 
 
 def current_state(directory: Path, recorded: object) -> str:

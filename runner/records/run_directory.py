@@ -110,12 +110,8 @@ class RunDirectory:
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
         repositories = custom_repositories([*directories, *self._code.directories])
-        if repositories or self._code.hash or submission_time():
-            self.result.code = {
-                "hash": self._code.hash,
-                "repositories": repositories,
-                "submitted": submission_time(),
-            }
+        code = {"hash": self._code.hash, "repositories": repositories, "submitted": submission_time()}
+        self.result.code = code if any(code.values()) else None
         self._texts = {
             DIFF: git_diff() if self.result.git["dirty"] else None,
             **{diff_name(path): git_diff(path) if state["dirty"] else None for path, state in repositories.items()},

@@ -179,10 +179,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _mtime(path: Path) -> float:
     """Return the modification time by the file system's clock, or 0 if the file does not exist."""
-    with (
-        suppress(OSError),
-        open(path, opener=without_links) as file,
-    ):  # opening the file makes NFS fetch its current attributes
+    # Opening the file makes NFS fetch its current attributes.
+    with suppress(OSError), open(path, opener=without_links) as file:
         return os.fstat(file.fileno()).st_mtime
     return 0.0
 

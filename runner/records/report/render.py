@@ -58,20 +58,20 @@ def best(report: Summary) -> list[str]:
     row = report.best
     if row is None or report.metric is None:
         return []
-    averaged = (
-        "seeds"
-        if list(report.over) == ["seed"]
-        else "equal runs"
-        if not report.over
-        else f"runs that differ in {', '.join(report.over)}"
-    )
-    seeds = f" over {len(row.finished)} {averaged}" if len(row.finished) > 1 else ""
+    seeds = f" over {len(row.finished)} {_averaged(report.over)}" if len(row.finished) > 1 else ""
     values = {job: job.metrics[report.metric] for job in row.finished if report.metric in job.metrics}
     job = (max if report.descending else min)(values, key=values.__getitem__)
     return [
         f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}",
         f"  {command_of(job, without=report.over if seeds else ())}",
     ]
+
+
+def _averaged(over: Sequence[str]) -> str:
+    """Return what the runs of one row are called."""
+    if not over:
+        return "equal runs"
+    return "seeds" if list(over) == ["seed"] else f"runs that differ in {', '.join(over)}"
 
 
 def holes(report: Summary) -> list[str]:
