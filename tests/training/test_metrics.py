@@ -94,7 +94,8 @@ def test_mae_and_r2_compare_elements() -> None:
     assert value(R2(), outputs, targets) == pytest.approx(sklearn.metrics.r2_score(targets, outputs), rel=1e-9)
     for metric in (MAE(), R2()):
         assert value(metric, outputs[:, :1], targets[:, 0]) == value(metric, outputs[:, 0], targets[:, 0])
-    assert math.isnan(value(R2(), outputs, torch.full((40, 3), 0.1).double()))
+    for constant in (0.1, 0.0):
+        assert math.isnan(value(R2(), outputs, torch.full((40, 3), constant).double()))
 
 
 @pytest.mark.parametrize("average", ["macro", "micro"])
