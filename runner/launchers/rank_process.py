@@ -55,11 +55,9 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
             outcome = run_job(config, request, world)
     except JobFailed:
         world.shutdown.report_before_exit(lambda: None)  # the agent terminates the others as soon as one has exited
-        world.shutdown.close()
         sys.exit(FAILURE_REPORTED)  # an agent regards a rank that returns as finished, and waits for other machines
     except (InputError, Preempted, KeyboardInterrupt) as error:
         outcome = error.with_traceback(None)  # its frames refer to the model
-    world.shutdown.close()
     exit_at_once_with_parent()  # the rank waits until torch's agent has read the result
     return outcome
 
