@@ -10,6 +10,7 @@ from runner.jobs.process_tuning import keep_freed_memory
 
 REPORT = """\
 import gc
+import sys
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ def report():
     maps = Path("/proc/self/maps").read_text().splitlines()
     heap = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps if line.endswith("[heap]")]
     place = "heap" if any(first <= block.data_ptr() < last for first, last in heap) else "system"
-    return f"{gc.isenabled()} {gc.get_freeze_count() > 100_000} {place}"
+    origin = "forked" if "runner.launchers.preload" in sys.modules else "started"
+    return f"{origin} {gc.isenabled()} {gc.get_freeze_count() > 100_000} {place}"
 """
 RETURNS = """\
 from runner.jobs.process_tuning import keep_freed_memory, return_freed_memory
@@ -48,14 +50,20 @@ needs_glibc = pytest.mark.skipif(
 
 @needs_glibc
 @pytest.mark.parametrize(
-    ("launcher", "num_ranks"),
-    [(("launcher=env",), 1), pytest.param(("launcher=spawn", "parallel=ddp"), 2, marks=pytest.mark.thorough)],
+    ("launcher", "num_ranks", "origin"),
+    [
+        (("launcher=env",), 1, "started"),
+        pytest.param(("launcher=spawn", "parallel=ddp"), 2, "forked", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_freezes_its_imports_and_keeps_large_blocks(
-    launcher: tuple[str, ...], num_ranks: int, tmp_path: Path
+    launcher: tuple[str, ...], num_ranks: int, origin: str, tmp_path: Path
 ) -> None:
-    """The command also writes no warning at its exit about objects that were never collected."""
-    assert reports_of_ranks(tmp_path, REPORT, *launcher) == ["True True heap"] * num_ranks
+    """The ranks of a launcher are forked after the imports.
+
+    The command also writes no warning at its exit about objects that were never collected.
+    """
+    assert reports_of_ranks(tmp_path, REPORT, *launcher) == [f"{origin} True True heap"] * num_ranks
 
 
 @needs_glibc
