@@ -74,6 +74,10 @@ def _check_streams(config: Config, choices: Mapping[str, str], train: Source, ev
                     f"scheduler={choices['scheduler']} counts epochs, and {data} is a stream without a length; try "
                     "scheduler=cosine"
                 )
+        if source is evaluated and not stream.has_length and config.eval_batches is None:
+            raise InputError(
+                f"eval_batches=null: {data} is a stream without a length; define __len__, or try eval_batches=100"
+            )
         found, state, _ = stream.load(0, 1)
         if not found:
             raise InputError(f"{data}: its {'train' if source is train else config.split} split has no samples")

@@ -108,9 +108,12 @@ class Stream:
         return found, state, not self._ahead
 
     def _open(self, start: Position) -> None:
-        """Start an iteration on a shallow copy, because an iteration may change attributes of the dataset."""
+        """Start an iteration on a copy, because an iteration may change the dataset, and objects in it."""
         with seeded(*self._key, EPOCH):
-            dataset = copy.copy(self.iterable)
+            try:
+                dataset = copy.deepcopy(self.iterable)
+            except TypeError:  # it contains an object that cannot be copied, such as an open file
+                dataset = copy.copy(self.iterable)
             self._dataset = dataset.in_epoch(self._key[0]) if hasattr(dataset, "in_epoch") else dataset
             if start.samples:
                 self._dataset.load_state_dict(copy.deepcopy(start.state))

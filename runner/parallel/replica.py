@@ -18,6 +18,7 @@ from runner.parallel.loss_groups import training_only
 from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, local_gradients, scale_gradients, weight_factor
 from runner.training.mode import Recipe, Stepper
+from runner.training.model.forward_state import restoring_state
 
 
 class Replica:
@@ -117,19 +118,17 @@ class Replica:
         return (loss.value * factors.to(loss.value)).sum()
 
     def _term_weights(self, batch: StepBatch) -> torch.Tensor:
-        """Return the weights of the terms over the whole step, (terms,). Restore buffers and random generators.
+        """Return the weights of the terms over the whole step, (terms,). Restore the ForwardState and all generators.
 
         Each backward pass needs them, but they are known only after the forward passes of all micro-batches.
         """
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         gpus = [device for device in {p.device for p in self.module.parameters()} if device.type == "cuda"]
         weights: Any = 0.0
-        with torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
+        restoring = restoring_state(self.module, self.objective)
+        with restoring, torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
             for micro_batch in batch.micro_batches:
                 weights += self._evaluation_wrapper(self.objective.measure, self.loss_group.name, micro_batch).weight
         self.objective.take_logged(weights.device)  # the values are logged again by the next pass
-        for buffer, value in buffers:
-            buffer.copy_(value)
         return self._sum_over(weights / self._duplicates)
 
     def gradients(self) -> list[torch.Tensor]:

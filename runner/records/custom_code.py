@@ -127,10 +127,10 @@ def imported_code(config: Mapping[str, Any]) -> ImportedCode:
     return ImportedCode(modules, sources)
 
 
-def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
-    """Return the copy of the code that the last attempt of a run recorded, or None if the run has no custom modules.
+def find_code(run: Path, fix: str = "add code=current") -> Path | None:
+    """Return the directory of the code that the last attempt of a run recorded; None if it has no custom modules.
 
-    Raise InputError, which suggests `fix`, if the copy is missing, cannot be read or has changed.
+    Raise InputError, which suggests `fix`, if the directory is missing.
     """
     recorded = (read_result(run) or {}).get("code")
     name = recorded.get("hash") if isinstance(recorded, dict) else None
@@ -140,6 +140,14 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
     directory = next((path for path in candidates if (path / STATE).is_file()), None)
     if directory is None:
         raise InputError(f"{run / CODE / name}: the copy of the run's code is missing; restore it, or {fix}")
+    return directory
+
+
+def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
+    """Return the copy in `find_code`, or None. Raise InputError as `find_code`, and for a damaged or changed copy."""
+    directory = find_code(run, fix)
+    if directory is None:
+        return None
     try:
         listed = read_mapping(directory / STATE)["modules"]
         modules = {str(name): CustomModule(**facts) for name, facts in listed.items()}

@@ -16,6 +16,7 @@ from runner.objectives.losses import ELEMENTWISE, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction
 from runner.objectives.supervised import Supervised, call_model
 from runner.training.model.deferred_init import probe
+from runner.training.model.forward_state import restoring_state
 
 
 def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> tuple[Any, list[str]]:
@@ -89,21 +90,15 @@ def compare_samples(
         weights = [torch.as_tensor(loss.weight, dtype=torch.float64) for loss in losses]
         return torch.stack([torch.stack([loss.sum, weight]) for loss, weight in zip(losses, weights, strict=True)])
 
-    modules = objective.modules() if isinstance(objective, nn.Module) else ()
-    buffers = [
-        (each, name, value, value.clone()) for each in modules for name, value in each.named_buffers(recurse=False)
-    ]
     module.eval()
     try:
-        with torch.no_grad(), isolated():
+        with restoring_state(module, objective), torch.no_grad(), isolated():
             both, again = measure(0, 1), measure(0, 1)
             apart = measure(0) + measure(1)
     except Exception:  # the dry run has accepted one sample; training reports an error with two
         return []
     finally:
         objective.take_logged(torch.device("cpu"))
-        for each, name, value, before in buffers:  # of the objective, which may count samples
-            setattr(each, name, value.copy_(before))
         module.train()
     if not torch.equal(both, again) or torch.allclose(both, apart, rtol=1e-3, atol=1e-6, equal_nan=True):
         return []

@@ -10,6 +10,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from runner.errors import InputError
+from runner.training.model.forward_state import ForwardState
 from runner.training.model.submodules import called_modules, stages_or_children
 
 Extent = str | int  # none, full, or n: every nth block
@@ -73,16 +74,16 @@ def _checkpointed(kind: Any) -> type[nn.Module]:
 class _Recomputing(AbstractContextManager[None]):
     """Restores the buffers and the torch function modes of the forward, which torch.utils.checkpoint does not restore.
 
-    Afterwards the buffers have their current values again, so that BatchNorm counts a batch once.
+    Afterwards the block has its current state again, so that BatchNorm counts a batch once.
     """
 
     def __init__(self, block: nn.Module):
         self._modes = _get_current_function_mode_stack()
-        self._buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+        self._block, self._before = block, ForwardState(block)
 
     def __enter__(self) -> None:
-        self._present = [(buffer, buffer.clone()) for buffer, _ in self._buffers]
-        _restore(self._buffers)
+        self._present = ForwardState(self._block)
+        self._before.restore()
         self._entered = ExitStack()
         active = _get_current_function_mode_stack()
         for mode in self._modes:
@@ -91,9 +92,4 @@ class _Recomputing(AbstractContextManager[None]):
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.close()
-        _restore(self._present)
-
-
-def _restore(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, value in buffers:
-        buffer.data.copy_(value)  # `data`, because autograd may have saved the buffer and checks its version
+        self._present.restore()

@@ -1,5 +1,7 @@
 """Submodules of a model that sharding and activation checkpointing handle one by one."""
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +23,25 @@ def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None
         )
     module.add_module(name, submodule)
     _attached.add(submodule)
+    if isinstance(module, nn.Sequential):
+        kind: Any = type(module)
+        module.__class__ = _calling_its_own(kind)
+
+
+@functools.cache
+def _calling_its_own(kind: Any) -> type[nn.Module]:
+    """Return a subclass of a Sequential whose forward does not call attached submodules."""
+
+    class WithAttached(kind):
+        def __iter__(self) -> Iterator[nn.Module]:
+            return (child for child in super().__iter__() if child not in _attached)
+
+        def __len__(self) -> int:
+            return sum(1 for _ in self)  # a list would call this method
+
+    WithAttached.__name__, WithAttached.__qualname__ = kind.__name__, kind.__qualname__
+    WithAttached.__module__ = kind.__module__
+    return WithAttached
 
 
 def attached_loss(module: nn.Module) -> nn.Module | None:
