@@ -34,9 +34,6 @@ class RecordedModules(MetaPathFinder, Loader):
             return ModuleSpec(name, None, is_package=True)  # a namespace package whose directory has been removed
         return None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         # Tracebacks name the copy, because the current file may have changed.

@@ -18,7 +18,7 @@ from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Request, Source
-from runner.input.stream import Position, StepReader, StepSamples, Stream, step_requests
+from runner.input.stream import Position, StepReader, StepRequest, StepSamples, Stream
 
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
@@ -186,7 +186,8 @@ class Loader:
         epoch, first_step = self._position
         if self.is_stream:
             start = self.stream_position if first_step else None
-            yield from step_requests(self.sampler, epoch, first_step, self.allow_empty, start)
+            for step in range(first_step, self.sampler.steps_per_epoch):  # if it has no length, also after its end
+                yield StepRequest(step, epoch, self.sampler, self.allow_empty, start)
             return
         local_batches = self.sampler.local_batches(epoch, first_step)
         for first in local_batches:

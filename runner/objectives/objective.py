@@ -171,10 +171,6 @@ class LossGroup:
     parameters: list[nn.Parameter]
     other_parameters: list[nn.Parameter]  # those that the other losses train
 
-    @property
-    def is_only(self) -> bool:
-        return not self.other_parameters
-
 
 def loss_groups(objective: Objective, module: nn.Module) -> list[LossGroup]:
     """Return the objective's losses in order, with the module's current parameters; a mode may replace them later."""

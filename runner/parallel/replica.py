@@ -85,7 +85,7 @@ class Replica:
         last = len(batch.micro_batches) - 1
         term_weights = self._term_weights(batch) if self.objective.terms and last > 0 else None
         is_weighted = not (self.objective.weighted_by_samples or self.objective.terms)
-        with nullcontext() if self.loss_group.is_only else training_only(self.loss_group):
+        with training_only(self.loss_group):
             for number, micro_batch in enumerate(batch.micro_batches):
                 with nullcontext() if number == last else self._without_sync():
                     with self.precision.autocast():

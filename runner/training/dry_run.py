@@ -8,7 +8,7 @@ from torch import nn
 
 from runner.config.schema import Config
 from runner.errors import InputError, failed_with
-from runner.input.batch import MicroBatch
+from runner.input.batch import MicroBatch, cast_floating
 from runner.input.pytree import describe, map_tensors, split, tensors
 from runner.input.rng import isolated
 from runner.input.source import Source
@@ -84,7 +84,8 @@ def compare_samples(
         return []
 
     def measure(*indices: int) -> torch.Tensor:
-        batch = map_tensors(single_precision, source.read(list(indices), seed=config.seed))
+        read = source.read(list(indices), seed=config.seed)
+        batch = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), read)
         objective.take_logged(torch.device("cpu"))
         losses = [*objective.evaluate(module, MicroBatch(batch, indices)).losses.values()]
         weights = [torch.as_tensor(loss.weight, dtype=torch.float64) for loss in losses]
@@ -113,10 +114,6 @@ def compare_samples(
 def _mean(losses: torch.Tensor) -> float:
     """Return the sum of the means of all losses; `losses` is (number of losses, 2, ...)."""
     return float((losses[:, 0] / losses[:, 1]).sum())
-
-
-def single_precision(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _check_pair(config: Config, batch: Any) -> None:

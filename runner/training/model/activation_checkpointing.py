@@ -1,6 +1,5 @@
 """Activation checkpointing: the activations of a block are not kept for backward, but recomputed there."""
 
-import functools
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.errors import InputError
 from runner.training.model.forward_state import ForwardState
-from runner.training.model.submodules import called_modules, stages_or_children
+from runner.training.model.submodules import called_modules, stages_or_children, subclass_of
 
 Extent = str | int  # none, full, or n: every nth block
 
@@ -26,7 +25,7 @@ def checkpoint_activations(model: nn.Module, extent: Extent) -> None:
         # Changes the class instead of the object's `forward`, because DataParallel copies the object, and the copy
         # would call the `forward` of the original.
         kind: Any = type(block)
-        block.__class__ = _checkpointed(kind)
+        block.__class__ = subclass_of(kind, _Checkpointed)
 
 
 def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
@@ -51,24 +50,20 @@ def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
     return list(dict.fromkeys(blocks))[every - 1 :: every]
 
 
-@functools.cache
-def _checkpointed(kind: Any) -> type[nn.Module]:
-    class Checkpointed(kind):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return super().forward(*args, **kwargs)
-            # The contexts of the forward, and of the recomputation in backward.
-            return checkpoint(
-                super().forward,
-                *args,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), _Recomputing(self)),
-                **kwargs,
-            )
+class _Checkpointed(nn.Module):
+    """A block whose activations are recomputed; it is combined with the class of the block."""
 
-    Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__
-    Checkpointed.__module__ = kind.__module__
-    return Checkpointed
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        # The contexts of the forward, and of the recomputation in backward.
+        return checkpoint(
+            super().forward,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _Recomputing(self)),
+            **kwargs,
+        )
 
 
 class _Recomputing(AbstractContextManager[None]):

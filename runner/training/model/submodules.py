@@ -25,23 +25,23 @@ def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None
     _attached.add(submodule)
     if isinstance(module, nn.Sequential):
         kind: Any = type(module)
-        module.__class__ = _calling_its_own(kind)
+        module.__class__ = subclass_of(kind, _WithoutAttached)
+
+
+class _WithoutAttached(nn.Sequential):
+    """A Sequential whose forward does not call attached submodules."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (child for child in super().__iter__() if child not in _attached)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)  # a list would call this method
 
 
 @functools.cache
-def _calling_its_own(kind: Any) -> type[nn.Module]:
-    """Return a subclass of a Sequential whose forward does not call attached submodules."""
-
-    class WithAttached(kind):
-        def __iter__(self) -> Iterator[nn.Module]:
-            return (child for child in super().__iter__() if child not in _attached)
-
-        def __len__(self) -> int:
-            return sum(1 for _ in self)  # a list would call this method
-
-    WithAttached.__name__, WithAttached.__qualname__ = kind.__name__, kind.__qualname__
-    WithAttached.__module__ = kind.__module__
-    return WithAttached
+def subclass_of(kind: Any, mixin: type) -> Any:
+    """Return a subclass of both, with the name and module of `kind`, to replace the class of an object."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def attached_loss(module: nn.Module) -> nn.Module | None:
@@ -63,10 +63,7 @@ def called_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
 
     A stage may be a temporary container of the model's modules; a ModuleList has no forward.
     """
-    return _called(submodule, set(model.modules()) - {model})
-
-
-def _called(submodule: nn.Module, of_model: set[nn.Module]) -> list[nn.Module]:
+    of_model = set(model.modules()) - {model}
     if submodule in of_model and type(submodule).forward is not nn.Module.forward:
         return [submodule]
-    return [called for child in submodule.children() for called in _called(child, of_model)]
+    return [called for child in submodule.children() for called in called_modules(model, child)]
