@@ -10,7 +10,7 @@ from types import ModuleType
 
 from runner.config.custom_dirs import forget_module
 from runner.errors import InputError
-from runner.records.custom_code import RecordedCode, find_code, read_code
+from runner.records.custom_code import CustomCode, find_code, read_code
 
 RECORDED, CURRENT = "recorded", "current"  # the values of code=
 
@@ -18,7 +18,7 @@ RECORDED, CURRENT = "recorded", "current"  # the values of code=
 class RecordedModules(MetaPathFinder, Loader):
     """An importer of recorded modules from their copies. `__file__` is the current file: data may be next to it."""
 
-    def __init__(self, code: RecordedCode):
+    def __init__(self, code: CustomCode):
         self.code = code
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -69,7 +69,7 @@ def importing_code_of(run: str | Path | None) -> Iterator[None]:
                 setattr(sys.modules[parent], leaf, module)
 
 
-def _active(run: Path) -> RecordedCode | None:
+def _active(run: Path) -> CustomCode | None:
     """Return the copy that the run has recorded, if its modules are imported from it now."""
     directory = find_code(run)
     finders = [each for each in sys.meta_path if isinstance(each, RecordedModules)]

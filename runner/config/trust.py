@@ -91,7 +91,9 @@ def check_code(named: str, run: Path, trust: Any) -> None:
         return
     files = sorted(copy.rglob("*"))
     if user := untrusted_owner(named, run, trust, (OVERRIDES, RESULT, *map(str, (copy, *files)))):
-        raise InputError(_refusal(named, user, str(copy), next((each.name for each in files if each.suffix), "")))
+        raise InputError(
+            _refusal(named, user, str(copy), next((each.name for each in files if each.suffix == ".py"), ""))
+        )
 
 
 def untrusted_owner(named: str, run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:

@@ -22,7 +22,7 @@ from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
 from runner.input.rng import derive_seed
 from runner.input.sampler import Sampler
-from runner.objectives.objective import Objective, Prediction, check_losses
+from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised
 from runner.optimization.optimizers import OptimizerFactory
 from runner.optimization.parameter_patterns import freeze
@@ -121,7 +121,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     frozen = freeze(config.freeze, module)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
-    check_losses(objective, module)
+    loss_groups(objective, module)  # checks the patterns
     warnings += [*data_warnings, *place_submodules(module, choices, parallel.spans_devices, world)]
     initial = InitialWeights(config.init_from, init_from, module) if init_from is not None else None
     if initial is not None:
