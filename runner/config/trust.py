@@ -91,9 +91,8 @@ def check_code(named: str, run: Path, trust: Any) -> None:
         return
     files = sorted(copy.rglob("*"))
     if user := untrusted_owner(named, run, trust, (OVERRIDES, RESULT, *map(str, (copy, *files)))):
-        raise InputError(
-            _refusal(named, user, str(copy), next((each.name for each in files if each.suffix == ".py"), ""))
-        )
+        module = next((each.name for each in files if each.suffix == ".py"), "")
+        raise InputError(_refusal(named, user, str(copy), module))
 
 
 def untrusted_owner(named: str, run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:
