@@ -19,7 +19,7 @@ from runner.input.augmentation import augment
 from runner.input.rng import make_generator
 from runner.input.sample_cache import CannotCache
 from runner.input.source import Source
-from runner.input.stream import Stream, decode_state, encode_state
+from runner.input.stream import UNKNOWN_LENGTH, Stream, decode_state, encode_state
 
 T = TypeVar("T")
 _SPLIT_KEY = 2**63  # of the stream that draws the validation samples; no epoch has this number
@@ -176,6 +176,11 @@ class _Splits:
             )
         if len(dataset) == 0:
             raise InputError(f"{self._data}: its {split} split has no samples; at least one is required")
+        if len(dataset) >= UNKNOWN_LENGTH and not isinstance(dataset, Stream):
+            raise InputError(
+                f"{self._data}: {type(dataset).__name__} has {len(dataset):,} samples, and an order supports "
+                "fewer than 2^62; if it has no end, derive it from IterableDataset and set max_steps"
+            )
         return Source.of(dataset)
 
     def _split_off(self, split: str, fraction: float) -> Source:
