@@ -111,7 +111,7 @@ class Stream:
         with seeded(*self._key, EPOCH):
             try:
                 dataset = copy.deepcopy(self.iterable)
-            except TypeError:  # it contains an object that cannot be copied, such as an open file
+            except Exception:  # it contains an object that cannot be copied, such as an open file
                 dataset = copy.copy(self.iterable)
             self._dataset = dataset.in_epoch(self._key[0]) if hasattr(dataset, "in_epoch") else dataset
             if start.samples:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,14 @@ class Nested(Walk):
     def __iter__(self) -> Iterator[Any]:
         while self.left:
             yield torch.zeros(10), self.left.pop()
+
+
+class Opened(Walk):
+    """Contains an object that cannot be copied."""
+
+    def __init__(self, train: bool):
+        super().__init__(train)
+        self.lock = threading.Lock()
 
 
 class Log(Callback):
@@ -220,6 +229,7 @@ def test_each_iteration_starts_with_the_dataset_as_it_was_constructed() -> None:
         assert [stream.in_epoch(epoch)[position][1][4].item() for epoch in range(2) for position in range(3)] == [
             *(0.0, 1.0, 2.0, 0.0, 1.0, 2.0)
         ]
+        assert [Stream(Opened(True))[position][1][4].item() for position in range(2)] == [0.0, 1.0]
 
 
 def test_the_drawn_predictions_show_the_samples_that_were_evaluated() -> None:
