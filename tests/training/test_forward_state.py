@@ -1,5 +1,6 @@
 """The state that an additional forward pass must not change, and submodules that an objective adds to a model."""
 
+import copy
 from typing import Any
 
 import torch
@@ -58,5 +59,5 @@ def test_a_sequential_model_does_not_call_the_objective_that_is_added_to_it() ->
     model, inputs = Model(nn.Linear(2, 3), nn.ReLU()), torch.randn(4, 2)
     expected = model(inputs)
     attach_submodule(model, "objective", nn.Bilinear(3, 3, 1))
-    assert torch.equal(model(inputs), expected)
+    assert torch.equal(model(inputs), expected) and torch.equal(copy.deepcopy(model)(inputs), expected)
     assert len(model) == 2 and isinstance(model, Model) and "objective.weight" in model.state_dict()

@@ -24,18 +24,22 @@ def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None
     module.add_module(name, submodule)
     _attached.add(submodule)
     if isinstance(module, nn.Sequential):
+        sequential: Any = module
         kind: Any = type(module)
-        module.__class__ = subclass_of(kind, _WithoutAttached)
+        sequential.__class__ = subclass_of(kind, _WithoutAttached)
+        sequential._attached_name = name
 
 
 class _WithoutAttached(nn.Sequential):
-    """A Sequential whose forward does not call attached submodules."""
+    """A Sequential whose forward does not call its attached submodule, nor do its copies."""
+
+    _attached_name: str
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (child for child in super().__iter__() if child not in _attached)
+        return (child for name, child in self._modules.items() if child is not None and name != self._attached_name)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)  # a list would call this method
+        return len(self._modules) - 1
 
 
 @functools.cache
