@@ -65,11 +65,6 @@ def changed_since(run: Path, config: Config) -> Changes:
     return differences(initial_values(run, before), _relevant(config))
 
 
-def describe_change(key: str, before: Any, now: Any) -> str:
-    """Return the header line for a change."""
-    return f"changed  {key} {show(before)} -> {show(now)}"
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Return the differences of two flat configurations; if the class of a group differs, only the classes' names."""
     groups = {key.partition(".")[0] for key in before}

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from runner.config.custom_dirs import forget_module
 from runner.errors import InputError
-from runner.records.custom_code import RecordedCode, read_code
+from runner.records.custom_code import CustomCode, find_code, read_code
 
 RECORDED, CURRENT = "recorded", "current"  # the values of code=
 
@@ -18,7 +18,7 @@ RECORDED, CURRENT = "recorded", "current"  # the values of code=
 class RecordedModules(MetaPathFinder, Loader):
     """An importer of recorded modules from their copies. `__file__` is the current file: data may be next to it."""
 
-    def __init__(self, code: RecordedCode):
+    def __init__(self, code: CustomCode):
         self.code = code
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -32,9 +32,6 @@ class RecordedModules(MetaPathFinder, Loader):
             return spec
         if any(each.startswith(f"{name}.") for each in modules) and PathFinder.find_spec(name, path) is None:
             return ModuleSpec(name, None, is_package=True)  # a namespace package whose directory has been removed
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -54,9 +51,8 @@ def importing_code_of(run: str | Path | None) -> Iterator[None]:
     Modules of the same names that were imported before are restored on exit. Raise InputError if the copy is missing
     or damaged.
     """
-    code = read_code(Path(run)) if run is not None else None
-    active = [each.code.directory for each in sys.meta_path if isinstance(each, RecordedModules)]
-    if code is None or code.directory in active:
+    code = None if run is None or _active(Path(run)) else read_code(Path(run))
+    if code is None:
         yield
         return
     finder = RecordedModules(code)
@@ -73,10 +69,17 @@ def importing_code_of(run: str | Path | None) -> Iterator[None]:
                 setattr(sys.modules[parent], leaf, module)
 
 
+def _active(run: Path) -> CustomCode | None:
+    """Return the copy that the run has recorded, if its modules are imported from it now."""
+    directory = find_code(run)
+    finders = [each for each in sys.meta_path if isinstance(each, RecordedModules)]
+    return next((finder.code for finder in finders if finder.code.directory == directory), None)
+
+
 def describe_code(run: Path, uses_copy: bool) -> str | None:
     """Return a header line that reports a missing copy, or the current files that differ from the copy; else None."""
     try:
-        code = read_code(run, "continue without it")
+        code = _active(run) if uses_copy else read_code(run, "continue without it")
     except InputError as error:
         return f"code     current; {error}"
     if code is None or not (changed := code.changed()):

@@ -17,7 +17,7 @@ from runner.config.pointers import ANY_NAME, check_location, find_directory, pin
 from runner.config.recorded_code import CURRENT, RECORDED
 from runner.config.trust import check_code, check_overrides, untrusted_owner
 from runner.errors import InputError
-from runner.records.custom_code import read_code
+from runner.records.custom_code import find_code
 from runner.records.ledger import LEDGER, read_ledger, read_sweep
 from runner.records.record_files import read_string_list
 from runner.records.records import check_is_record
@@ -223,8 +223,8 @@ def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str
         named, path = f"{key}={value}", find_directory(key, {**values, key: value})
         recorded = read_overrides(path, named, values.get("trust"))[1]
         code_of = _code_of(named, path, values) if key == "run" else None
-        code = read_code(path) if code_of else None
-        found.append((_merge_dirs(named, recorded, config_dirs), code and code.directory.name))
+        copy = find_code(path) if code_of else None
+        found.append((_merge_dirs(named, recorded, config_dirs), copy and copy.name))
     if any(each != found[0] for each in found):
         what = "custom directories" if any(each[0] != found[0][0] for each in found) else "custom code"
         raise InputError(f"{run.input_line}: the runs have different {what}; run a command for each")

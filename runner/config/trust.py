@@ -16,9 +16,8 @@ from hydra.errors import HydraException
 from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, Config
 from runner.errors import InputError
 from runner.paths import CONF
-from runner.records.custom_code import read_code, targets
+from runner.records.custom_code import find_code, targets
 from runner.records.frozen_code import ARCHIVE
-from runner.records.provenance import STATE
 from runner.records.result import RESULT
 from runner.records.run_directory import CONFIG, OVERRIDES
 
@@ -38,7 +37,7 @@ _TEXTS = (
     *("precision", "memory_format", "sync_batchnorm", "activation_checkpointing", "micro_batches", "on_nonfinite"),
     *("monitor", "monitor_direction", "split", "transform_targets", "checkpoint.load", "export.format"),
     *("predict.format", "report.metric", "report.direction", "backend.name", "backend.device", "data.kind"),
-    *("data.unit", "parallel.schedule", "parallel.balance", "parallel.comm_hook", "parallel.updates"),
+    *("data.unit", "parallel.schedule", "parallel.comm_hook", "parallel.updates"),
     *("parallel.forward", "parallel.rest", "metrics.*.average", "metrics.*.ignore_index", "metrics.*.class_dim"),
 )
 _KEY, _TEXT = re.compile(r"[A-Za-z]\w*(\.[A-Za-z0-9]\w*)*"), re.compile(r"[\w./+-]*")
@@ -87,12 +86,13 @@ def check_targets(run: Path, config: Config, trust: bool) -> None:
 
 def check_code(named: str, run: Path, trust: Any) -> None:
     """Raise InputError if the run has a copy of custom modules and an untrusted user owns the run or the copy."""
-    code = read_code(run)
-    if code is None:
+    copy = find_code(run)
+    if copy is None:
         return
-    copies = (code.directory, *(code.directory / name for name in (STATE, *(m.copy for m in code.modules.values()))))
-    if user := untrusted_owner(named, run, trust, (OVERRIDES, RESULT, *map(str, copies))):
-        raise InputError(_refusal(named, user, str(code.directory), next(iter(code.modules), "")))
+    files = sorted(copy.rglob("*"))
+    if user := untrusted_owner(named, run, trust, (OVERRIDES, RESULT, *map(str, (copy, *files)))):
+        module = next((each.name for each in files if each.suffix == ".py"), "")
+        raise InputError(_refusal(named, user, str(copy), module))
 
 
 def untrusted_owner(named: str, run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:

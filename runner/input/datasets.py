@@ -74,6 +74,11 @@ def _check_streams(config: Config, choices: Mapping[str, str], train: Source, ev
                     f"scheduler={choices['scheduler']} counts epochs, and {data} is a stream without a length; try "
                     "scheduler=cosine"
                 )
+        is_evaluated = source is evaluated and (task.trains or task.picks_split)
+        if is_evaluated and not stream.has_length and config.eval_batches is None:
+            raise InputError(
+                f"eval_batches=null: {data} is a stream without a length; define __len__, or try eval_batches=100"
+            )
         found, state, _ = stream.load(0, 1)
         if not found:
             raise InputError(f"{data}: its {'train' if source is train else config.split} split has no samples")
@@ -171,7 +176,7 @@ class _Splits:
             )
         if len(dataset) == 0:
             raise InputError(f"{self._data}: its {split} split has no samples; at least one is required")
-        if len(dataset) > UNKNOWN_LENGTH or (len(dataset) == UNKNOWN_LENGTH and not isinstance(dataset, Stream)):
+        if len(dataset) >= UNKNOWN_LENGTH and not isinstance(dataset, Stream):
             raise InputError(
                 f"{self._data}: {type(dataset).__name__} has {len(dataset):,} samples, and an order supports "
                 "fewer than 2^62; if it has no end, derive it from IterableDataset and set max_steps"

@@ -18,7 +18,7 @@ from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Request, Source
-from runner.input.stream import Position, StepReader, StepSamples, Stream, step_requests
+from runner.input.stream import Position, StepReader, StepRequest, StepSamples, Stream
 
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
@@ -100,34 +100,29 @@ class Loader:
         )
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
-        """Yield the steps of an epoch, starting with `first_step`."""
+        """Yield the steps of an epoch, starting with `first_step`.
+
+        Raise ValueError if the data are a stream whose next step has no samples.
+        """
         assert self._loader is not None, "closed"
         self._position = (epoch, first_step)
         self._requested.clear()
-        if self.is_stream:
-            yield from self._read_stream(epoch, first_step)
-            return
-        micro_batches = self._read(self._naming_workers(iter(self._loader)))
+        batches = self._naming_workers(iter(self._loader))
+        micro_batches = self._read(batches)
         for step in range(first_step, self.sampler.steps_per_epoch):
-            start = time.perf_counter()
-            of_step = list(itertools.islice(micro_batches, self.sampler.num_micro_batches(step)))
-            is_last = step + 1 == self.sampler.steps_per_epoch
-            yield StepBatch(of_step, self.sampler.step_size(step), time.perf_counter() - start, is_last)
-
-    def _read_stream(self, epoch: int, first_step: int) -> Iterator[StepBatch]:
-        """Yield the steps of an epoch of a stream. Raise ValueError if the next step has no samples."""
-        assert self._loader is not None
-        read: Iterator[StepSamples] = self._naming_workers(iter(self._loader))
-        for step in range(first_step, self.sampler.steps_per_epoch):
-            start = time.perf_counter()
-            samples = next(read)
-            if samples.num_samples == 0:
-                raise ValueError(f"epoch {epoch + 1} of the stream has no samples after step {step}")
-            parts = zip(samples.batches, samples.indices, strict=True)
-            of_step = [MicroBatch(map_tensors(self._to_device, batch), indices) for batch, indices in parts]
-            is_last = samples.is_last or step + 1 == self.sampler.steps_per_epoch
-            self.stream_position = samples.position
-            yield StepBatch(of_step, samples.num_samples, time.perf_counter() - start, is_last)
+            start, is_last = time.perf_counter(), step + 1 == self.sampler.steps_per_epoch
+            if self.is_stream:
+                samples: StepSamples = next(batches)
+                if samples.num_samples == 0:
+                    raise ValueError(f"epoch {epoch + 1} of the stream has no samples after step {step}")
+                parts = zip(samples.batches, samples.indices, strict=True)
+                of_step = [MicroBatch(map_tensors(self._to_device, batch), indices) for batch, indices in parts]
+                num_samples, is_last = samples.num_samples, is_last or samples.is_last
+                self.stream_position = samples.position
+            else:
+                of_step = list(itertools.islice(micro_batches, self.sampler.num_micro_batches(step)))
+                num_samples = self.sampler.step_size(step)
+            yield StepBatch(of_step, num_samples, time.perf_counter() - start, is_last)
             if is_last:
                 return
 
@@ -186,7 +181,8 @@ class Loader:
         epoch, first_step = self._position
         if self.is_stream:
             start = self.stream_position if first_step else None
-            yield from step_requests(self.sampler, epoch, first_step, self.allow_empty, start)
+            for step in range(first_step, self.sampler.steps_per_epoch):  # if it has no length, also after its end
+                yield StepRequest(step, epoch, self.sampler, self.allow_empty, start)
             return
         local_batches = self.sampler.local_batches(epoch, first_step)
         for first in local_batches:

@@ -103,7 +103,7 @@ class Source(Dataset[Any]):
         batch = self._read(indices or [stand_in], epoch, seed)
         if indices:
             return batch
-        return map_tensors(lambda tensor: tensor[:0] if allow_empty else _without_nan(tensor), batch)
+        return map_tensors(lambda tensor: tensor[:0] if allow_empty else tensor.nan_to_num(0.0, 0.0, 0.0), batch)
 
     def __getitems__(self, request: Request) -> Any:
         """Return a batch, for DataLoader. In a worker, SystemExit and KeyboardInterrupt become a RuntimeError."""
@@ -186,7 +186,3 @@ class Source(Dataset[Any]):
 
     def _row(self, index: int) -> int:
         return index if self.rows is None else int(self.rows[index])
-
-
-def _without_nan(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor

@@ -3,7 +3,6 @@
 import base64
 import copy
 import io
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -108,9 +107,12 @@ class Stream:
         return found, state, not self._ahead
 
     def _open(self, start: Position) -> None:
-        """Start an iteration on a shallow copy, because an iteration may change attributes of the dataset."""
+        """Start an iteration on a copy, because an iteration may change the dataset, and objects in it."""
         with seeded(*self._key, EPOCH):
-            dataset = copy.copy(self.iterable)
+            try:
+                dataset = copy.deepcopy(self.iterable)
+            except Exception:  # it contains an object that cannot be copied, such as an open file
+                dataset = copy.copy(self.iterable)
             self._dataset = dataset.in_epoch(self._key[0]) if hasattr(dataset, "in_epoch") else dataset
             if start.samples:
                 self._dataset.load_state_dict(copy.deepcopy(start.state))
@@ -172,14 +174,6 @@ class StepReader:
         parts = [list(part) for part in replace(sampler, num_samples=first + found).positions(step)]
         batches = [self.source.read(part, epoch, sampler.seed, allow_empty, stand_in=first) for part in parts]
         return StepSamples(batches, parts, found, position, is_last)
-
-
-def step_requests(
-    sampler: Sampler, epoch: int, first_step: int, allow_empty: bool, start: Position | None
-) -> Iterator[StepRequest]:
-    """Yield a request for each step of an epoch. If the stream has no length, the requests continue after its end."""
-    for step in itertools.takewhile(lambda step: step < sampler.steps_per_epoch, itertools.count(first_step)):
-        yield StepRequest(step, epoch, sampler, allow_empty, start)
 
 
 def encode_state(state: Any) -> str:

@@ -171,42 +171,34 @@ class LossGroup:
     parameters: list[nn.Parameter]
     other_parameters: list[nn.Parameter]  # those that the other losses train
 
-    @property
-    def is_only(self) -> bool:
-        return not self.other_parameters
-
 
 def loss_groups(objective: Objective, module: nn.Module) -> list[LossGroup]:
-    """Return the objective's losses in order, with the module's current parameters; a mode may replace them later."""
-    if len(objective.losses) == 1:
-        (only,) = objective.losses
-        return [LossGroup(only, list(module.parameters()), [])]
-    groups = []
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    for loss, pattern in objective.losses.items():
-        matches = [(parameter, re.search(pattern, name)) for name, parameter in trained]
-        groups.append(LossGroup(loss, [p for p, match in matches if match], [p for p, match in matches if not match]))
-    return groups
+    """Return the objective's losses in order, with the module's current parameters; a mode may replace them later.
 
-
-def check_losses(objective: Objective, module: nn.Module) -> None:
-    """Raise InputError if `losses` does not map names to regular expressions that match all trained parameters."""
-    name, losses = type(objective).__name__, objective.losses
+    Raise InputError if `losses` does not map names to regular expressions that match all trained parameters.
+    """
+    kind, losses = type(objective).__name__, objective.losses
     if not isinstance(losses, Mapping) or not losses:
-        raise InputError(f"objective: {name}.losses={losses!r} must map names of losses to regular expressions")
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    matched: set[str] = set()
+        raise InputError(f"objective: {kind}.losses={losses!r} must map names of losses to regular expressions")
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    groups, idle = [], set(trained)
     for loss, pattern in losses.items():
         try:
-            own = {parameter for parameter in trained if re.search(pattern, parameter)}
+            own = {name for name in trained if re.search(pattern, name)}
         except (re.error, TypeError) as error:
             reason = f"is not a regular expression: {error}"
         else:
-            reason = "" if own or not trained else f"matches no trained parameter; there are {counted(trained, 3)}"
-            matched |= own
+            reason = "" if own or not trained else f"matches no trained parameter; there are {counted([*trained], 3)}"
+            idle -= own
+            others = [parameter for name, parameter in trained.items() if name not in own]
+            groups.append(LossGroup(loss, [trained[name] for name in trained if name in own], others))
         if reason:
-            raise InputError(f"objective: {name}.losses[{loss!r}]={pattern!r} {reason}") from None
-    if idle := [parameter for parameter in trained if parameter not in matched]:
+            raise InputError(f"objective: {kind}.losses[{loss!r}]={pattern!r} {reason}") from None
+    if idle:
+        first = next(name for name in trained if name in idle)
         raise InputError(
-            f"objective: {name}.losses trains all parameters except {idle[0]}; add it to a pattern, or freeze it"
+            f"objective: {kind}.losses trains all parameters except {first}; add it to a pattern, or freeze it"
         )
+    if len(groups) == 1:  # its optimizer also has the frozen parameters
+        return [LossGroup(groups[0].name, list(module.parameters()), [])]
+    return groups

@@ -53,10 +53,6 @@ class Supervised(Objective):
         self.weighted_by_samples = is_weighted_by_samples(self.function, targets, ragged)
         self._sum = None if self.weighted_by_samples else WeightedSum(self.function)
 
-    def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
-        result = self.loss_of(call_model(model, batch[0]), batch[1])
-        return result.sum, result.weight
-
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         outputs = call_model(model, micro_batch.inputs)
         if self.observed is not None and micro_batch.num_samples:

@@ -18,6 +18,7 @@ from runner.parallel.loss_groups import training_only
 from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, local_gradients, scale_gradients, weight_factor
 from runner.training.mode import Recipe, Stepper
+from runner.training.model.forward_state import restoring_state
 
 
 class Replica:
@@ -84,7 +85,7 @@ class Replica:
         last = len(batch.micro_batches) - 1
         term_weights = self._term_weights(batch) if self.objective.terms and last > 0 else None
         is_weighted = not (self.objective.weighted_by_samples or self.objective.terms)
-        with nullcontext() if self.loss_group.is_only else training_only(self.loss_group):
+        with training_only(self.loss_group):
             for number, micro_batch in enumerate(batch.micro_batches):
                 with nullcontext() if number == last else self._without_sync():
                     with self.precision.autocast():
@@ -117,19 +118,17 @@ class Replica:
         return (loss.value * factors.to(loss.value)).sum()
 
     def _term_weights(self, batch: StepBatch) -> torch.Tensor:
-        """Return the weights of the terms over the whole step, (terms,). Restore buffers and random generators.
+        """Return the weights of the terms over the whole step, (terms,). Restore the ForwardState and all generators.
 
         Each backward pass needs them, but they are known only after the forward passes of all micro-batches.
         """
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         gpus = [device for device in {p.device for p in self.module.parameters()} if device.type == "cuda"]
         weights: Any = 0.0
-        with torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
+        restoring = restoring_state(self.module, self.objective)
+        with restoring, torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
             for micro_batch in batch.micro_batches:
                 weights += self._evaluation_wrapper(self.objective.measure, self.loss_group.name, micro_batch).weight
         self.objective.take_logged(weights.device)  # the values are logged again by the next pass
-        for buffer, value in buffers:
-            buffer.copy_(value)
         return self._sum_over(weights / self._duplicates)
 
     def gradients(self) -> list[torch.Tensor]:

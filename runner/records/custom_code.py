@@ -47,12 +47,26 @@ class CustomModule:
 
 
 @dataclass(frozen=True)
-class RecordedCode:
-    """The copy of the custom modules of a run, by module name."""
+class CustomCode:
+    """Custom modules by name, with their sources: imported by this process, or the copy that a run has recorded."""
 
-    directory: Path
     modules: Mapping[str, CustomModule]
     sources: Mapping[str, bytes]
+    directory: Path = Path()  # of the copy
+
+    @property
+    def hash(self) -> str | None:
+        """The start of the SHA-256 of the modules, which names the directory of their copy; None without modules."""
+        total = hashlib.sha256()
+        for name in sorted(self.modules):
+            module, source = self.modules[name], self.sources[name]
+            total.update(f"{module.copy} {module.decisive} {len(source)}\n".encode() + source)
+        return total.hexdigest()[:12] if self.modules else None
+
+    @property
+    def directories(self) -> list[Path]:
+        """The directories of the original files."""
+        return list(dict.fromkeys(Path(module.file).parent for module in self.modules.values()))
 
     def current_file(self, name: str) -> Path:
         """Return the imported file of the module, or else its original file; if that is missing, a file on sys.path."""
@@ -70,52 +84,32 @@ class RecordedCode:
         files = [self.current_file(name) for name in names]
         return ", ".join(f"{file}{'' if file.is_file() else ' (missing)'}" for file in files)
 
-
-@dataclass(frozen=True)
-class ImportedCode:
-    """The custom modules that this process has imported for a configuration, with their sources."""
-
-    modules: dict[str, CustomModule]
-    sources: dict[str, bytes]
-
-    @property
-    def hash(self) -> str | None:
-        """The name of the copy's directory; None without custom modules."""
-        if not self.modules:
-            return None
-        return _hash_of(self.modules, self.sources)
-
-    @property
-    def directories(self) -> list[Path]:
-        """The directories of the original files."""
-        return list(dict.fromkeys(Path(module.file).parent for module in self.modules.values()))
-
     def write(self, run: Path) -> None:
         """Copy the modules to the directory of the run, or of its sweep, unless the copy exists."""
-        if self.hash is None:
+        if (name := self.hash) is None:
             return
         parent = (run.parent if is_sweep(run.parent) else run) / CODE
         make_directory(parent)
-        if (parent / self.hash).exists():
+        if (parent / name).exists():
             return
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))
         try:
-            for name, module in self.modules.items():
+            for each, module in self.modules.items():
                 (partial / module.copy).parent.mkdir(parents=True, exist_ok=True)
-                (partial / module.copy).write_bytes(self.sources[name])
-            listed = {name: asdict(module) for name, module in self.modules.items()}
+                (partial / module.copy).write_bytes(self.sources[each])
+            listed = {each: asdict(module) for each, module in self.modules.items()}
             (partial / STATE).write_text(dumps({"modules": listed}, indent=1))
             partial.chmod(0o755)
             try:
-                partial.rename(parent / self.hash)
+                partial.rename(parent / name)
             except OSError:
-                if not (parent / self.hash).exists():  # otherwise another job of the sweep has written the copy
+                if not (parent / name).exists():  # otherwise another job of the sweep has written the copy
                     raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def imported_code(config: Mapping[str, Any]) -> ImportedCode:
+def imported_code(config: Mapping[str, Any]) -> CustomCode:
     """Return the custom modules of the classes and functions that the configuration names."""
     files = custom_files()
     sources = _closure(targets(config), files)
@@ -124,13 +118,13 @@ def imported_code(config: Mapping[str, Any]) -> ImportedCode:
     for name in sorted(sources):
         copy = name.replace(".", "/") + ("/__init__.py" if _is_package(name) else ".py")
         modules[name] = CustomModule(original_path(str(files[name])), copy, name in decisive)
-    return ImportedCode(modules, sources)
+    return CustomCode(modules, sources)
 
 
-def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
-    """Return the copy of the code that the last attempt of a run recorded, or None if the run has no custom modules.
+def find_code(run: Path, fix: str = "add code=current") -> Path | None:
+    """Return the directory of the code that the last attempt of a run recorded; None if it has no custom modules.
 
-    Raise InputError, which suggests `fix`, if the copy is missing, cannot be read or has changed.
+    Raise InputError, which suggests `fix`, if the directory is missing.
     """
     recorded = (read_result(run) or {}).get("code")
     name = recorded.get("hash") if isinstance(recorded, dict) else None
@@ -140,6 +134,14 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
     directory = next((path for path in candidates if (path / STATE).is_file()), None)
     if directory is None:
         raise InputError(f"{run / CODE / name}: the copy of the run's code is missing; restore it, or {fix}")
+    return directory
+
+
+def read_code(run: Path, fix: str = "add code=current") -> CustomCode | None:
+    """Return the copy in `find_code`, or None. Raise InputError as `find_code`, and for a damaged or changed copy."""
+    directory = find_code(run, fix)
+    if directory is None:
+        return None
     try:
         listed = read_mapping(directory / STATE)["modules"]
         modules = {str(name): CustomModule(**facts) for name, facts in listed.items()}
@@ -152,18 +154,10 @@ def read_code(run: Path, fix: str = "add code=current") -> RecordedCode | None:
         raise InputError(
             f"{directory}: the copy of the run's code is damaged ({error}); restore it, or {fix}"
         ) from None
-    if _hash_of(modules, sources) != directory.name:
+    code = CustomCode(modules, sources, directory)
+    if code.hash != directory.name:
         raise InputError(f"{directory}: the copy of the run's code has changed; restore it, or {fix}")
-    return RecordedCode(directory, modules, sources)
-
-
-def _hash_of(modules: Mapping[str, CustomModule], sources: Mapping[str, bytes]) -> str:
-    """Return the start of the SHA-256 of the modules, which names the directory of their copy."""
-    total = hashlib.sha256()
-    for name in sorted(modules):
-        module, source = modules[name], sources[name]
-        total.update(f"{module.copy} {module.decisive} {len(source)}\n".encode() + source)
-    return total.hexdigest()[:12]
+    return code
 
 
 def targets(node: Any) -> Iterator[str]:

@@ -91,7 +91,8 @@ def find_archive(directory: Path) -> Path | None:
 
 def _write_archive(directory: Path, state: CodeState) -> Path:
     # Listed before the archive exists, because a custom directory may contain the run directory.
-    sources = _runner_sources() | {name: Path(source) for name, source in state.places.items()}
+    installed = {f"{INSTALLED}/{name}": path for name, path in runner_sources().items()}
+    sources = installed | {name: Path(source) for name, source in state.places.items()}
     files = [found for archive_path, source in sources.items() for found in _files_of(archive_path, source)]
     partial = directory / "code.tar.tmp"
     with tarfile.open(partial, "w", dereference=True) as archive:
@@ -148,11 +149,6 @@ def _check_size(state: CodeState) -> None:
 
 def _is_linked(file: Path) -> bool:
     return file.is_dir() or (file.suffix not in CODE_SUFFIXES and file.stat().st_size > MAX_SIZE)
-
-
-def _runner_sources() -> dict[str, Path]:
-    """Return the runner's packages by archive path."""
-    return {f"{INSTALLED}/{name}": path for name, path in runner_sources().items()}
 
 
 def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:

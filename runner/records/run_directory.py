@@ -13,7 +13,7 @@ import yaml
 
 from runner.errors import JobFailed
 from runner.records.attempts import Attempt, append_attempt, last_line, utc_now
-from runner.records.custom_code import ImportedCode, imported_code
+from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
 from runner.records.provenance import (
     DIFF,
@@ -63,7 +63,7 @@ class RunDirectory:
         self.pruned = False
         self._lock: RunLock | None = None
         self._start = time.monotonic()
-        self._code: ImportedCode | None = None
+        self._code: CustomCode | None = None
         self._texts: dict[str, str | None] = {}  # by file name; None removes the file
         self._replaced: dict[str, str | None] | None = None  # the previous texts; None until `commit`
 

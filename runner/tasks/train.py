@@ -11,7 +11,7 @@ from rich.console import Console
 from runner.checkpoints.layout import TrainState, list_checkpoints
 from runner.checkpoints.retention import remove_leftovers
 from runner.checkpoints.save_coordination import SaveCoordinator
-from runner.config.recorded import describe_change
+from runner.config.diagnostics.type_hints import show
 from runner.config.schema import DEBUG_BATCHES, Config
 from runner.distributed.world import World
 from runner.input.loader import Loader
@@ -100,7 +100,8 @@ class Train(JobTask):
             )
         )
         if trainer.stopped:
-            reason = callbacks.stop_outcome()[1]
+            reasons = callbacks.stop_reasons()
+            reason = reasons.get("finished", reasons.get("pruned"))
             directory.result.stopped = reason or None
             log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
         directory.pruned = trainer.stopped and not trainer.stops_as_finished
@@ -207,7 +208,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"batch    {batch}, {num_steps:,} steps",
         *([average] if config.ema.decay is not None else []),
         *([f"fork     of {config.fork}"] if config.fork else []),
-        *(describe_change(key, *values) for key, values in directory.attempt.changed.items()),
+        *(f"changed  {key} {show(was)} -> {show(now)}" for key, (was, now) in directory.attempt.changed.items()),
         *(
             [f"debug    {DEBUG_BATCHES} batches an epoch and an evaluation, no loader workers, anomaly detection"]
             * config.debug

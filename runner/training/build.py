@@ -22,7 +22,7 @@ from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
 from runner.input.rng import derive_seed
 from runner.input.sampler import Sampler
-from runner.objectives.objective import Objective, Prediction, check_losses
+from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised
 from runner.optimization.optimizers import OptimizerFactory
 from runner.optimization.parameter_patterns import freeze
@@ -40,7 +40,7 @@ from runner.training.components import (
     make_objective,
     make_parallel,
 )
-from runner.training.dry_run import compare_samples, dry_run, read_sample, single_precision
+from runner.training.dry_run import compare_samples, dry_run, read_sample
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
@@ -109,7 +109,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     precision = Precision(config.precision, world.device)
     objective = make_objective(config, choices, parallel)
     sample, data_warnings = read_sample(config, choices, train_data)
-    sample = map_tensors(single_precision, sample)
+    sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
     prediction = dry_run(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
     if deferred is None:
         warnings += compare_samples(config, choices, module, objective, train_data)
@@ -121,7 +121,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     frozen = freeze(config.freeze, module)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
-    check_losses(objective, module)
+    loss_groups(objective, module)  # checks the patterns
     warnings += [*data_warnings, *place_submodules(module, choices, parallel.spans_devices, world)]
     initial = InitialWeights(config.init_from, init_from, module) if init_from is not None else None
     if initial is not None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from runner.config.schema import Config
 from runner.errors import InputError, failed_with
-from runner.input.batch import MicroBatch
+from runner.input.batch import MicroBatch, cast_floating
 from runner.input.pytree import describe, map_tensors, split, tensors
 from runner.input.rng import isolated
 from runner.input.source import Source
@@ -16,6 +16,7 @@ from runner.objectives.losses import ELEMENTWISE, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction
 from runner.objectives.supervised import Supervised, call_model
 from runner.training.model.deferred_init import probe
+from runner.training.model.forward_state import restoring_state
 
 
 def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> tuple[Any, list[str]]:
@@ -83,27 +84,22 @@ def compare_samples(
         return []
 
     def measure(*indices: int) -> torch.Tensor:
-        batch = map_tensors(single_precision, source.read(list(indices), seed=config.seed))
+        read = source.read(list(indices), seed=config.seed)
+        batch = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), read)
         objective.take_logged(torch.device("cpu"))
         losses = [*objective.evaluate(module, MicroBatch(batch, indices)).losses.values()]
         weights = [torch.as_tensor(loss.weight, dtype=torch.float64) for loss in losses]
         return torch.stack([torch.stack([loss.sum, weight]) for loss, weight in zip(losses, weights, strict=True)])
 
-    modules = objective.modules() if isinstance(objective, nn.Module) else ()
-    buffers = [
-        (each, name, value, value.clone()) for each in modules for name, value in each.named_buffers(recurse=False)
-    ]
     module.eval()
     try:
-        with torch.no_grad(), isolated():
+        with restoring_state(module, objective), torch.no_grad(), isolated():
             both, again = measure(0, 1), measure(0, 1)
             apart = measure(0) + measure(1)
     except Exception:  # the dry run has accepted one sample; training reports an error with two
         return []
     finally:
         objective.take_logged(torch.device("cpu"))
-        for each, name, value, before in buffers:  # of the objective, which may count samples
-            setattr(each, name, value.copy_(before))
         module.train()
     if not torch.equal(both, again) or torch.allclose(both, apart, rtol=1e-3, atol=1e-6, equal_nan=True):
         return []
@@ -118,10 +114,6 @@ def compare_samples(
 def _mean(losses: torch.Tensor) -> float:
     """Return the sum of the means of all losses; `losses` is (number of losses, 2, ...)."""
     return float((losses[:, 0] / losses[:, 1]).sum())
-
-
-def single_precision(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _check_pair(config: Config, batch: Any) -> None:

@@ -115,7 +115,8 @@ class Trainer:
         for name, stepper in self.parallel_model.steppers.items():  # one, unless the objective has several losses
             self.callbacks.call("before_forward")
             losses[name] = stepper.forward_backward(batch)
-            if self.callbacks.allow_update(Update(name, losses[name], stepper.gradients, batch, self.state)):
+            update = Update(name, losses[name], stepper.gradients, batch, self.state)
+            if all(self.callbacks.call("allows_update", update)):
                 norms[name] = stepper.step(lr_factor, want_norm=is_logged)
             else:
                 stepper.skip()
@@ -185,8 +186,8 @@ class Trainer:
     def _callbacks_stop(self) -> bool:
         """Return True if a callback of any rank stops the run here. All ranks must call it."""
         if self.callbacks.may_stop and self.state.step < self.num_steps:
-            is_finished = self.callbacks.stop_outcome()[0] == "finished"
-            votes = self.world.collectives.any_of_async(self.callbacks.want_to_stop, is_finished)
+            reasons = self.callbacks.stop_reasons()
+            votes = self.world.collectives.any_of_async(bool(reasons), "finished" in reasons)
             self.stopped, self.stops_as_finished = votes()
         return self.stopped
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from worlds import Run, build_experiment, run
 
 from runner import Callback, InputError
+from runner.input.loader import Loader
 from runner.input.rng import seeded
+from runner.input.sampler import Sampler
+from runner.input.source import Source
 from runner.input.stream import Position, Stream
+from runner.training.metrics.confusion import Predictions
 
 NUM_TRAIN = 181  # with steps of 90, the last one has a single sample, so that other ranks have none
 
@@ -90,6 +95,26 @@ class Empty(Walk):
         return iter([])
 
 
+class Nested(Walk):
+    """Changes an object inside the dataset."""
+
+    def __init__(self, train: bool):
+        super().__init__(train)
+        self.left = [2.0, 1.0, 0.0]
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.left:
+            yield torch.zeros(10), self.left.pop()
+
+
+class Opened(Walk):
+    """Contains an object that cannot be copied."""
+
+    def __init__(self, train: bool):
+        super().__init__(train)
+        self.lock = threading.Lock()
+
+
 class Log(Callback):
     """Writes the samples of each step on each rank."""
 
@@ -118,7 +143,7 @@ def samples_of(found: Run) -> dict[tuple[int, int], list[Any]]:
 def overrides(conf: Path, kind: str, *more: str) -> list[str]:
     (conf / "data").mkdir(parents=True, exist_ok=True)
     (conf / "data" / "mine.yaml").write_text(f"_target_: test_stream.{kind}\nsample_shape: [10]\nnum_outputs: 5\n")
-    return [f"--config-dir={conf}", "model=toy", "data=mine", *COMMON, *more]
+    return [f"--config-dir={conf}", "model=toy", "data=mine", "eval_batches=9", *COMMON, *more]
 
 
 def train(folder: Path, ranks: int, kind: str, *more: str, size: int = 90) -> Run:
@@ -198,6 +223,28 @@ def test_positions_are_read_in_any_order_and_the_end_is_detected() -> None:
     assert torch.equal(stream[16][1], whole[16])
 
 
+def test_each_iteration_starts_with_the_dataset_as_it_was_constructed() -> None:
+    stream = Stream(Nested(True))
+    with seeded(0):
+        assert [stream.in_epoch(epoch)[position][1][4].item() for epoch in range(2) for position in range(3)] == [
+            *(0.0, 1.0, 2.0, 0.0, 1.0, 2.0)
+        ]
+        assert [Stream(Opened(True))[position][1][4].item() for position in range(2)] == [0.0, 1.0]
+
+
+def test_the_drawn_predictions_show_the_samples_that_were_evaluated() -> None:
+    class Noise(Walk):
+        def decode(self, sample: Any) -> Any:
+            return sample[0] + torch.rand(10), 0
+
+    source, cpu = Source.of(Stream(Noise(True))), torch.device("cpu")
+    loader = Loader(source, Sampler(len(source), 4, seed=5), torch.float32, cpu)
+    (batch,) = next(loader.steps(0)).micro_batches
+    predictions = Predictions(source, 2, cpu, seed=5)
+    predictions.add(torch.eye(2)[[0, 1, 0, 1]], batch.targets, batch.indices)
+    assert torch.equal(torch.stack([sample for sample, *_ in predictions.samples()]), batch.inputs)
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
@@ -208,6 +255,7 @@ def test_positions_are_read_in_any_order_and_the_end_is_detected() -> None:
         ("Toy", ["loader.weights=data"], "loader.weights=data needs a map-style dataset"),
         ("Toy", ["scheduler=step"], "scheduler=step counts epochs, and data=mine is a stream without a length"),
         ("Unsafe", [], "data=mine: its state_dict cannot be stored; use only tensors"),
+        ("Walk", ["eval_batches=null"], "eval_batches=null: data=mine is a stream without a length; define __len__"),
         ("Empty", [], "data=mine: its train split has no samples"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.recorded_code import importing_code_of
+from runner.config.recorded_code import describe_code, importing_code_of
 from runner.errors import InputError
 from runner.records.custom_code import imported_code, read_code
 from runner.records.provenance import custom_repositories, git_diff
@@ -61,7 +61,7 @@ def test_the_modules_are_those_that_the_configuration_imports(own: Path) -> None
     assert imported_code({"model": {"_target_": "torch.nn.Linear"}}).hash is None
 
 
-def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path) -> None:
+def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = imported_code(CONFIG)
     run = tmp_path / "run"
     run.mkdir()
@@ -84,6 +84,10 @@ def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path) -> None:
         assert shapes.__file__ == f"{own}/shapes/__init__.py"  # data of a package is next to it
         assert watcher.nets is nets and nets.build().__name__ == "shapes.late"
         assert imported_code(CONFIG).hash == code.hash  # of a run that imports the copy
+        # A command that imports the copy does not read it again.
+        monkeypatch.setattr("runner.config.recorded_code.read_code", lambda *_: pytest.fail("read again"))
+        with importing_code_of(run):
+            assert "the current code differs" in str(describe_code(run, uses_copy=True))
         sys.modules.pop("shapes.unused")
         assert importlib.import_module("shapes.unused")  # a module that the run has not recorded
     assert sys.modules["shapes"] is current

@@ -11,7 +11,7 @@ from runner.errors import JobFailed
 from runner.launchers.slurm.queue import submit
 from runner.records.attempts import Attempt, append_attempt
 from runner.records.console import LOGGER, logging_to
-from runner.records.custom_code import CustomModule, ImportedCode
+from runner.records.custom_code import CustomCode, CustomModule
 from runner.records.ledger import lock_sweep
 from runner.records.record_files import check_links, write_atomically
 from runner.records.result import report_failure
@@ -95,7 +95,7 @@ def test_directories_that_are_links_are_refused(tmp_path: Path, mine: Path, monk
     theirs.mkdir()
     for name in ("code", "slurm"):
         (theirs / name).symlink_to(tmp_path / "other")
-    code = ImportedCode({"a": CustomModule("/a.py", "a.py", True)}, {"a": b""})
+    code = CustomCode({"a": CustomModule("/a.py", "a.py", True)}, {"a": b""})
     with pytest.raises(OSError, match="is a link"):
         code.write(theirs)
     with pytest.raises(OSError, match="is a link"):

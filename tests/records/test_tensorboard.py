@@ -13,6 +13,7 @@ from worlds import run
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
+from runner.input.source import Source
 from runner.records.ledger import write_lines
 from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.images import draw_confusion, draw_samples, is_image
@@ -98,7 +99,7 @@ def test_predictions_are_those_of_one_process(tmp_path: Path) -> None:
 
 def test_a_model_may_have_more_outputs_than_classes_and_samples_beyond_eval_batches_are_not_drawn() -> None:
     data = [(torch.zeros(1, 2, 2), torch.tensor(n % 2)) for n in range(20)]
-    seen = Predictions(data, 2, torch.device("cpu"))
+    seen = Predictions(Source.of(data), 2, torch.device("cpu"))
     seen.add(torch.eye(3)[[0, 1, 2, 2]], torch.tensor([0, 1, 0, 1]), range(4))
     seen.add(torch.eye(3)[[0, 1]], torch.tensor([-1, -1]), (16, 17))  # loss.ignore_index=-1
     seen.gather(World(RankInfo(), None, Backend()))

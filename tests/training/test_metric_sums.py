@@ -158,6 +158,16 @@ def test_metrics_do_not_depend_on_the_world_size_and_equal_those_of_all_samples_
         }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchmetrics_accepts_outputs_in_reduced_precision(dtype: torch.dtype) -> None:
+    outputs, targets = samples()
+    outputs = outputs.to(dtype)
+    sums = MetricSums({name: TorchMetric(name, m) for name, m in of_torchmetrics().items()}, outputs[:1], targets[:1])
+    sums.add(outputs, targets, range(NUM_SAMPLES))
+    values = sums.compute(sums.flat(), World(RankInfo(), None, Backend()))
+    assert values["detections/sum"] == Detections()(outputs, targets)["sum"].item()
+
+
 def test_rows_have_the_precision_of_the_evaluation() -> None:
     third = torch.full((4, 1), 1 / 3, dtype=torch.float64)
 

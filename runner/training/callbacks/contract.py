@@ -180,15 +180,9 @@ class Callbacks:
     def is_due(self) -> bool:
         return any(callback.is_due for _, callback in self._defining("is_due"))
 
-    @property
-    def want_to_stop(self) -> bool:
-        return any(callback.wants_to_stop for _, callback in self._named)
-
-    def stop_outcome(self) -> tuple[Literal["finished", "pruned"], str]:
-        """Return the outcome and the reason if callbacks on this rank stop the run, else ("pruned", "")."""
-        reasons = {callback.stops_as: callback.stop_reason for _, callback in self._named if callback.wants_to_stop}
-        state: Literal["finished", "pruned"] = "finished" if "finished" in reasons else "pruned"
-        return state, reasons.get(state, "")
+    def stop_reasons(self) -> dict[str, str]:
+        """Return the reasons of the callbacks on this rank that stop the run, by the state in which it ends."""
+        return {callback.stops_as: callback.stop_reason for _, callback in self._named if callback.wants_to_stop}
 
     def on_start(self, run: RunInfo) -> None:
         for name, callback in self._named:
@@ -203,9 +197,6 @@ class Callbacks:
             with raised_by(f"the callback {name}", method):
                 results.append(call(callback))
         return results
-
-    def allow_update(self, update: Update) -> bool:
-        return all(self.call("allows_update", update))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from runner.optimization.parameter_patterns import counted
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callback, Progress, Update
 from runner.training.mode import ParallelModel
+from runner.training.model.forward_state import ForwardState
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class NanGuard(Callback):
         self._experiment, self._parallel_model, self._world = experiment, parallel_model, world
         # The fp16 scaler tries scales until no gradient overflows, and skips those updates itself.
         self._has_scaler = experiment.recipe.precision.scaler.is_enabled()
-        self._buffers: list[torch.Tensor] = []
+        self._before: ForwardState | None = None
         self._total_losses: dict[str, float] = {}  # of the step's updates, over all ranks, if spikes are detected
         self._recent_losses: dict[str, list[float]] = {}
         self._skipped: list[str] = []
@@ -60,9 +61,9 @@ class NanGuard(Callback):
             )
 
     def before_forward(self) -> None:
-        """Copy the buffers that the forward changes, such as BatchNorm's statistics, to restore them after a skip."""
+        """Copy what the forward changes, such as BatchNorm's statistics, to restore it after a skip."""
         if self._action == "skip":
-            self._buffers = [buffer.clone() for buffer in self._experiment.recipe.module.buffers()]
+            self._before = ForwardState(self._experiment.recipe.module)
 
     def allows_update(self, update: Update) -> bool:
         if self._action == "go_on":
@@ -77,7 +78,8 @@ class NanGuard(Callback):
         if self._action == "skip":
             skip = self._world.collectives.any_async(is_spike or not (loss_is_finite and gradient_is_finite))()
             if skip:
-                self._restore_buffers()
+                assert self._before is not None
+                self._before.restore()
                 self._skipped.append(name)
                 self._total_losses.pop(name, None)
             return not skip
@@ -108,11 +110,6 @@ class NanGuard(Callback):
 
     def load_state(self, saved: SavedState) -> None:
         self._recent_losses = {name: [*losses] for name, losses in saved.facts.get("recent_losses", {}).items()}
-
-    @torch.no_grad()
-    def _restore_buffers(self) -> None:
-        for buffer, before in zip(self._experiment.recipe.module.buffers(), self._buffers, strict=True):
-            buffer.copy_(before)
 
     def _fail_by_loss(self, update: Update) -> NoReturn:
         indices = [index for micro_batch in update.batch.micro_batches for index in micro_batch.indices]

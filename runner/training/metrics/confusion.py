@@ -1,12 +1,12 @@
 """A classifier's predictions for the validation data: the confusion matrix, and the classes of the first samples."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from runner.distributed.world import World
-from runner.input.rng import SAMPLE, seeded
+from runner.input.pytree import map_tensors
+from runner.input.source import Source
 
 MAX_CLASSES = 200  # a larger matrix is unreadable
 NUM_SAMPLES = 16
@@ -15,7 +15,7 @@ NUM_SAMPLES = 16
 class Predictions:
     """Counts that each rank adds up batch by batch, and that are then summed over all ranks."""
 
-    def __init__(self, dataset: Any, num_classes: int, device: torch.device, seed: int = 0):
+    def __init__(self, dataset: Source, num_classes: int, device: torch.device, seed: int = 0):
         self.num_classes, self.num_samples = num_classes, min(NUM_SAMPLES, len(dataset))
         self._dataset, self._seed = dataset, seed
         # The matrix in row-major order, then the predicted class + 1 of each of the first samples; 0 if not evaluated.
@@ -46,7 +46,7 @@ class Predictions:
         found = []
         for index, predicted in enumerate((self._sums[self.num_classes**2 :] - 1).tolist()):
             if predicted >= 0:  # eval_batches may end the evaluation before this sample
-                with seeded(self._seed, 0, index, SAMPLE):  # the same random numbers as in the evaluation
-                    sample, target = self._dataset[index]
-                found.append((sample, int(target), predicted))
+                # With the same random numbers as in the evaluation.
+                sample, target = self._dataset.read([index], seed=self._seed)
+                found.append((map_tensors(lambda tensor: tensor[0], sample), int(target), predicted))
         return found

@@ -13,7 +13,7 @@ from runner.errors import InputError, failed_with, raised_by
 from runner.input.pytree import describe
 from runner.training.metrics.contract import Metric, Rows
 
-_DTYPES = (
+DTYPES = (  # of sums and rows, which other ranks receive as an index of this list
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
 )
@@ -142,7 +142,7 @@ class MetricSums:
 def _layout(leaf: Any) -> Any:
     """Return (True, shape of one row) for Rows, (False, shape) for sums, and None for anything else."""
     tensor = leaf.tensor if isinstance(leaf, Rows) else leaf
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
         return None
     if isinstance(leaf, Rows):
         return (True, tensor.shape[1:]) if tensor.dim() else None
@@ -160,10 +160,10 @@ def _gather(
     kept: list[tuple[int, torch.Tensor]], shape: torch.Size, device: torch.device, world: World
 ) -> torch.Tensor:
     """Return the rows of all ranks, (number of rows, ...), in the order of the first samples of their batches."""
-    local = [(first, len(rows), _DTYPES.index(rows.dtype)) for first, rows in kept]
+    local = [(first, len(rows), DTYPES.index(rows.dtype)) for first, rows in kept]
     batches = world.collectives.gather(torch.tensor(local, dtype=torch.int64, device=device).reshape(-1, 3)).tolist()
     # A rank without outputs gets the dtype from the others; the first sample was in float32 under any precision.
-    dtype = functools.reduce(torch.promote_types, [_DTYPES[number] for _, _, number in batches] or [torch.float64])
+    dtype = functools.reduce(torch.promote_types, [DTYPES[number] for _, _, number in batches] or [torch.float64])
     empty = torch.empty((0, *shape), dtype=dtype, device=device)
     rows = world.collectives.gather(torch.cat([empty, *(rows.to(empty) for _, rows in kept)]))
     parts = rows.split([size for _, size, _ in batches])

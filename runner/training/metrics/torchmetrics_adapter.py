@@ -8,8 +8,8 @@ import torch
 from runner.errors import InputError
 from runner.input.pytree import tensors
 from runner.training.metrics.contract import Rows, Sums, Value
+from runner.training.metrics.metric_sums import DTYPES
 
-_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 _MAX_DIMS = 6  # of a tensor in a list with dist_reduce_fx=None
 
 
@@ -99,12 +99,12 @@ class TorchMetric:
 
 def _pack(state: list[torch.Tensor], device: torch.device) -> tuple[Rows, Rows]:
     """Return the elements of tensors of any shapes, (number of elements,), and dtype, dims and shape of each tensor."""
-    heads = [[_DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (_MAX_DIMS - t.dim())] for t in state]
+    heads = [[DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (_MAX_DIMS - t.dim())] for t in state]
     values = [torch.zeros(0, dtype=torch.float64, device=device), *(t.double().flatten() for t in state)]
     return Rows(torch.cat(values)), Rows(torch.tensor(heads, dtype=torch.int64, device=device).view(-1, 2 + _MAX_DIMS))
 
 
 def _unpack(values: torch.Tensor, heads: torch.Tensor) -> list[torch.Tensor]:
-    shapes = [(_DTYPES[dtype], torch.Size(dims[:count])) for dtype, count, *dims in heads.tolist()]
+    shapes = [(DTYPES[dtype], torch.Size(dims[:count])) for dtype, count, *dims in heads.tolist()]
     parts = values.split([shape.numel() for _, shape in shapes])
     return [part.to(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, shapes, strict=True)]

@@ -1,6 +1,5 @@
 """Activation checkpointing: the activations of a block are not kept for backward, but recomputed there."""
 
-import functools
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -10,7 +9,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from runner.errors import InputError
-from runner.training.model.submodules import called_modules, stages_or_children
+from runner.training.model.forward_state import ForwardState
+from runner.training.model.submodules import called_modules, stages_or_children, subclass_of
 
 Extent = str | int  # none, full, or n: every nth block
 
@@ -25,7 +25,7 @@ def checkpoint_activations(model: nn.Module, extent: Extent) -> None:
         # Changes the class instead of the object's `forward`, because DataParallel copies the object, and the copy
         # would call the `forward` of the original.
         kind: Any = type(block)
-        block.__class__ = _checkpointed(kind)
+        block.__class__ = subclass_of(kind, _Checkpointed)
 
 
 def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
@@ -50,39 +50,35 @@ def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
     return list(dict.fromkeys(blocks))[every - 1 :: every]
 
 
-@functools.cache
-def _checkpointed(kind: Any) -> type[nn.Module]:
-    class Checkpointed(kind):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return super().forward(*args, **kwargs)
-            # The contexts of the forward, and of the recomputation in backward.
-            return checkpoint(
-                super().forward,
-                *args,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), _Recomputing(self)),
-                **kwargs,
-            )
+class _Checkpointed(nn.Module):
+    """A block whose activations are recomputed; it is combined with the class of the block."""
 
-    Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__
-    Checkpointed.__module__ = kind.__module__
-    return Checkpointed
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        # The contexts of the forward, and of the recomputation in backward.
+        return checkpoint(
+            super().forward,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _Recomputing(self)),
+            **kwargs,
+        )
 
 
 class _Recomputing(AbstractContextManager[None]):
     """Restores the buffers and the torch function modes of the forward, which torch.utils.checkpoint does not restore.
 
-    Afterwards the buffers have their current values again, so that BatchNorm counts a batch once.
+    Afterwards the block has its current state again, so that BatchNorm counts a batch once.
     """
 
     def __init__(self, block: nn.Module):
         self._modes = _get_current_function_mode_stack()
-        self._buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+        self._block, self._before = block, ForwardState(block)
 
     def __enter__(self) -> None:
-        self._present = [(buffer, buffer.clone()) for buffer, _ in self._buffers]
-        _restore(self._buffers)
+        self._present = ForwardState(self._block)
+        self._before.restore()
         self._entered = ExitStack()
         active = _get_current_function_mode_stack()
         for mode in self._modes:
@@ -91,9 +87,4 @@ class _Recomputing(AbstractContextManager[None]):
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.close()
-        _restore(self._present)
-
-
-def _restore(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, value in buffers:
-        buffer.data.copy_(value)  # `data`, because autograd may have saved the buffer and checks its version
+        self._present.restore()

@@ -81,7 +81,8 @@ class InitialWeights:
             raise InputError(f"{self._option}: {error}") from None
         in_file = self._file.headers
         self._renamed = _rename(options.map, in_file)
-        tensors = _saved_tensors(module)
+        state = module.state_dict()
+        tensors = {name: tensor for name, tensor in _named_tensors(module) if name in state}
         self._in_model = {name: Header(tuple(t.shape), t.is_floating_point()) for name, t in tensors.items()}
         aliases: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
@@ -157,12 +158,6 @@ class InitialWeights:
 
 def _named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-
-
-def _saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a state dict of the module contains, by each name."""
-    state = module.state_dict()
-    return {name: tensor for name, tensor in _named_tensors(module) if name in state}
 
 
 def _rename(entries: Sequence[str], headers: Mapping[str, Header]) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Submodules of a model that sharding and activation checkpointing handle one by one."""
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +23,29 @@ def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None
         )
     module.add_module(name, submodule)
     _attached.add(submodule)
+    if isinstance(module, nn.Sequential):
+        sequential: Any = module
+        kind: Any = type(module)
+        sequential.__class__ = subclass_of(kind, _WithoutAttached)
+        sequential._attached_name = name
+
+
+class _WithoutAttached(nn.Sequential):
+    """A Sequential whose forward does not call its attached submodule, nor do its copies."""
+
+    _attached_name: str
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (child for name, child in self._modules.items() if child is not None and name != self._attached_name)
+
+    def __len__(self) -> int:
+        return len(self._modules) - 1
+
+
+@functools.cache
+def subclass_of(kind: Any, mixin: type) -> Any:
+    """Return a subclass of both, with the name and module of `kind`, to replace the class of an object."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def attached_loss(module: nn.Module) -> nn.Module | None:
@@ -42,10 +67,7 @@ def called_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
 
     A stage may be a temporary container of the model's modules; a ModuleList has no forward.
     """
-    return _called(submodule, set(model.modules()) - {model})
-
-
-def _called(submodule: nn.Module, of_model: set[nn.Module]) -> list[nn.Module]:
+    of_model = set(model.modules()) - {model}
     if submodule in of_model and type(submodule).forward is not nn.Module.forward:
         return [submodule]
-    return [called for child in submodule.children() for called in _called(child, of_model)]
+    return [called for child in submodule.children() for called in called_modules(model, child)]
