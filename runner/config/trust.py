@@ -37,7 +37,7 @@ _TEXTS = (
     *("precision", "memory_format", "sync_batchnorm", "activation_checkpointing", "micro_batches", "on_nonfinite"),
     *("monitor", "monitor_direction", "split", "transform_targets", "checkpoint.load", "export.format"),
     *("predict.format", "report.metric", "report.direction", "backend.name", "backend.device", "data.kind"),
-    *("data.unit", "parallel.schedule", "parallel.comm_hook", "parallel.updates"),
+    *("data.unit", "parallel.schedule", "parallel.balance", "parallel.comm_hook", "parallel.updates"),
     *("parallel.forward", "parallel.rest", "metrics.*.average", "metrics.*.ignore_index", "metrics.*.class_dim"),
 )
 _KEY, _TEXT = re.compile(r"[A-Za-z]\w*(\.[A-Za-z0-9]\w*)*"), re.compile(r"[\w./+-]*")

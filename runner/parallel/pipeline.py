@@ -20,6 +20,7 @@ from runner.parallel.pipeline_partition import (
     Chain,
     TiedParameters,
     find_ties,
+    num_operations,
     num_parameters,
     partition,
     trainable_units,
@@ -54,6 +55,7 @@ class Pipeline(Parallel):
         schedule: Schedule = "GPipe",
         micro_batches: int = 4,
         virtual_stages: int | None = None,
+        balance: Literal["parameters", "compute"] = "parameters",
     ):
         if micro_batches < 1:
             raise ValueError(f"parallel.micro_batches={micro_batches} must be at least 1")
@@ -65,7 +67,7 @@ class Pipeline(Parallel):
             raise ValueError(
                 f"parallel.virtual_stages={virtual_stages} must be {rule} for schedule={schedule}; try null"
             )
-        self.stages, self.schedule, self.micro_batches = stages, schedule, micro_batches
+        self.stages, self.schedule, self.micro_batches, self.balance = stages, schedule, micro_batches, balance
         self.virtual_stages = virtual_stages or least
         self._num_units: int | None = None  # of the model, known after `check`
 
@@ -132,7 +134,8 @@ class Pipeline(Parallel):
 
         units = trainable_units(module.stages())  # type: ignore[operator]
         module.eval()
-        ranges = partition(num_parameters(units), axes.stage * self.virtual_stages)
+        costs = num_parameters(units) if self.balance == "parameters" else num_operations(units, recipe.sample[0])
+        ranges = partition(costs, axes.stage * self.virtual_stages)
         stages = [Chain(*units[r.start : r.stop]) for r in ranges]
         owners = [self.owner(stage, axes.stage) for stage in range(len(stages))]
         if world.rank == 0:

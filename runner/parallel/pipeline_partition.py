@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.flop_counter import FlopCounterMode
 
+from runner.input.pytree import map_tensors
+from runner.objectives.supervised import call_model
 from runner.optimization.parameter_patterns import names_of
 from runner.parallel.parameter_update import sum_gradients
+from runner.training.model.deferred_init import probe
 
 
 class Chain(nn.Sequential):
@@ -43,6 +47,21 @@ def trainable_units(model_stages: Sequence[nn.Module]) -> list[Chain]:
 
 def num_parameters(units: Sequence[nn.Module]) -> list[int]:
     return [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+
+
+def num_operations(units: Sequence[nn.Module], inputs: Any) -> list[int]:
+    """Count the floating-point operations of each unit. They are not timed, because all ranks must agree.
+
+    inputs: those of one sample. The units should be in evaluation mode; they may be on the meta device.
+    """
+    counts = []
+    features = map_tensors(torch.Tensor.cpu, inputs)
+    with torch.no_grad():
+        for unit in units:
+            with FlopCounterMode(display=False) as counter:
+                features = probe(unit, call_model, features)
+            counts.append(counter.get_total_flops())
+    return counts
 
 
 def partition(costs: Sequence[int], num_groups: int) -> list[range]:

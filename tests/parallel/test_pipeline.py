@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from parity import assert_equal
 from torch import nn
 from worlds import Run, build_experiment, configure, run
 
 from runner.errors import InputError
 from runner.parallel.pipeline import Pipeline, Schedule
-from runner.parallel.pipeline_partition import num_parameters, partition, trainable_units
+from runner.parallel.pipeline_partition import num_operations, num_parameters, partition, trainable_units
 
 # Eight stages. 32 samples do not divide evenly, and the last step of an epoch has 3, so that micro-batches are missing.
 DEEP = (
@@ -54,7 +55,7 @@ def test_schedule_equals_one_process(
 @pytest.mark.parametrize(
     ("world_size", "count", "options"),
     [
-        (2, 6, ("micro_batches=2", "parallel.micro_batches=3")),
+        (2, 6, ("micro_batches=2", "parallel.micro_batches=3", "parallel.balance=compute")),
         (1, 4, ("parallel.schedule=LoopedBFS", "parallel.virtual_stages=4")),
         (2, 4, ("parallel.schedule=Interleaved1F1B", "parallel.virtual_stages=3")),
     ],
@@ -183,8 +184,9 @@ def test_partition_is_even() -> None:
         assert [len(group) for group in partition(costs, len(sizes))] == sizes
 
 
-def test_units_have_something_to_train() -> None:
+def test_units_have_something_to_train_and_costs() -> None:
     stages = [nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU()]
     units = trainable_units(stages)
     assert [len(unit) for unit in units] == [3, 2]
     assert num_parameters(units) == [15, 8]
+    assert num_operations(units, torch.ones(1, 2, 2)) == [24, 12]  # a multiplication and an addition per weight
