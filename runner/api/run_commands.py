@@ -109,7 +109,7 @@ def _list(args: Namespace) -> None:
         raise InputError(f"runs list {folder}: no such directory; name one that contains runs, such as outputs")
     listed = listing.list_rows(folder, args.jobs, skipped)
     rows = [row for row in listed if args.archived or not row.labels.archived]
-    rows = listing.select(rows, args.where, args.tag, args.state, args.name)
+    rows = listing.select(rows, args.where, args.tag, args.state, args.name, skipped)
     rows.sort(key=listing.ORDERS[args.sort])
     limit = args.limit if args.limit is not None else 0 if args.json else LIMIT
     shown = rows[:limit] if limit > 0 else rows

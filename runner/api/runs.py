@@ -1,5 +1,6 @@
 """Runs on disk: `open_run`, `runs` and `table`. The custom code of a run is imported only to load its model."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,11 +175,15 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
 def runs(folder: str | Path = "outputs") -> list[Run]:
     """Return all runs below a directory, including the jobs of sweeps, in the order in which they were started.
 
-    Raise InputError if the directory does not exist.
+    Raise InputError if the directory does not exist. Warn about directories that are not readable.
     """
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is no directory; name one that contains runs, such as outputs")
-    return [Run(path) for path in in_order(path for path, is_sweep in find_records(folder) if not is_sweep)]
+    skipped: list[str] = []
+    found = [Run(path) for path in in_order(path for path, is_sweep in find_records(folder, skipped) if not is_sweep)]
+    for message in skipped:
+        warnings.warn(message, stacklevel=2)
+    return found
 
 
 def table(chosen: Sequence[Run]) -> dict[str, Column]:
