@@ -39,6 +39,9 @@ class Run:
         measured = f", {monitor.name} {metrics[monitor.name]:.4f}" if monitor and monitor.name in metrics else ""
         return printable(f"<Run {self.path}: {self.state}{measured}>")
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def result(self) -> dict[str, Any]:
         """result.json: metrics, steps, speed, weights_sha256, versions, ...; empty before the run has started."""
@@ -61,12 +64,12 @@ class Run:
 
     @property
     def tags(self) -> list[str]:
-        """The tags that `python -m runner runs tag` has added."""
+        """The tags that `runner.tag` has added."""
         return read_labels(self.path).tags
 
     @property
     def note(self) -> str:
-        """The note that `python -m runner runs note` has set; empty if there is none."""
+        """The note that `runner.note` has set; empty if there is none."""
         return read_labels(self.path).note
 
     @property

@@ -11,6 +11,7 @@ from commands import Commands, newest_step, wait_until
 from many_runs import SMALL, make_run, make_sweep, owned
 
 import runner
+from runner.errors import InputError
 
 RUN, SWEEP = "run/20260101-000000", "run/sweep-20260101-000000"
 
@@ -101,11 +102,82 @@ def test_a_run_in_progress_is_not_deleted(runs: Runs, outputs: Path, yes: list[s
     assert [path for path in before if not path.exists()] == []
 
 
+def test_forks_of_a_deleted_run_are_named(runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(outputs / "longer" / "20260102-000000", parent=str(outputs / RUN))
+    make_run(outputs / "other" / "20260103-000000", parent=f"{outputs / RUN}1")
+    make_run(outputs / "other" / "20260104-000000", parent=str(outputs / SWEEP / "0-lr-0.1"))
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    for name, fork in {RUN: "longer/20260102-000000", SWEEP: "other/20260104-000000"}.items():
+        status, out, _ = runs("delete", name)
+        named = f"runs started from {Path(name).name}, and keep a copy of its checkpoint: {fork}"
+        assert status == 0 and named in out.splitlines() and "nothing was deleted" in out
+    assert "started from" not in runs("delete", "longer")[1]
+
+
+def test_a_comparison_in_progress_is_not_deleted(runs: Runs, outputs: Path) -> None:
+    """Nor is one of its runs, and nor is the comparison while only a run of it is in progress."""
+    cell = make_run(outputs / RUN / "cells" / "ddp-2")
+    for locked in (outputs / RUN, cell):
+        with owned(locked):
+            for path in (outputs / RUN, cell):
+                status, _, err = runs("delete", "--yes", str(path))
+                assert status == 2 and f"{locked} is in progress" in err
+    assert runs("delete", "--yes", str(cell))[0] == 0 and (outputs / RUN).exists()
+
+
+def test_a_run_in_the_queue_of_slurm_is_not_deleted(
+    runs: Runs, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (outputs / RUN / "slurm").mkdir()
+    (outputs / RUN / "slurm" / "job").write_text("7\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "job 7 is in Slurm's queue, but squeue is missing here" in runs("delete", "--yes", RUN)[2]
+    squeue = tmp_path / "squeue"
+    for queued in ("7", ""):
+        squeue.write_text(f"#!/bin/sh\necho {queued}\n")
+        squeue.chmod(0o755)
+        status, _, err = runs("delete", "--yes", RUN)
+        assert (status, "may be in Slurm's queue (job 7); cancel it first: scancel 7" in err) == (
+            (2, True) if queued else (0, False)
+        )
+    assert not (outputs / RUN).exists()
+
+
+def test_the_functions_do_what_the_commands_do(outputs: Path) -> None:
+    run = runner.open_run(outputs / RUN)
+    runner.tag(run, "paper", "b.2")
+    runner.tag("2026", "paper", remove=True, outputs=outputs)
+    runner.note(str(run.path), "the baseline")
+    runner.archive(run)
+    shown = runner.show("last", outputs)
+    assert (shown["path"], shown["state"], shown["best"], shown["result"]["model"]) == (
+        str(run.path),
+        "finished",
+        0.9,
+        "mlp",
+    )
+    assert (shown["tags"], shown["note"], shown["archived"]) == (["b.2"], "the baseline", True)
+    runner.archive(run, restore=True)
+    assert not runner.show(run)["archived"]
+    with pytest.raises(InputError, match="is not in progress"):
+        runner.stop(run)
+    with owned(run.path) as (process,):
+        with pytest.raises(InputError, match="is in progress"):
+            runner.delete(run)
+        assert runner.stop(run) == process.pid
+        process.join(120)
+    runner.delete(run)
+    runner.delete("sweep", outputs)
+    assert list((outputs / "run").iterdir()) == []
+    with pytest.raises(InputError, match="is no run or sweep in"):
+        runner.show(run, outputs)
+
+
 def test_a_run_that_starts_during_the_question_is_not_deleted(
     runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with owned(outputs / RUN):
-        monkeypatch.setattr("runner.api.run_commands._check_idle", lambda *args, **kwargs: None)
+        monkeypatch.setattr("runner.api.manage.check_deletable", lambda *args, **kwargs: None)
         status, _, err = runs("delete", "--yes", "2026")
         assert status == 2 and "has been locked by process" in err and (outputs / RUN / "result.json").exists()
 
