@@ -1,8 +1,7 @@
 """Functions that label, stop and delete runs and sweeps, without importing torch.
 
-`run` is a `Run`, the directory of a run, of a job or of a sweep, "last" for the newest run or sweep, or a unique prefix
-of a name in the directory `outputs`. All functions raise InputError if no run has this name, or if its files are
-damaged.
+`run` is a `Run`, the directory of a run, job or sweep, "last" (the newest run or sweep), or a unique prefix of a name
+in the directory `outputs`. The functions raise InputError if no run has this name, or if its files are damaged.
 """
 
 import os
@@ -65,11 +64,11 @@ def stop(run: Name, outputs: Name = "outputs") -> int:
     Raise InputError if the run is not in progress, or if its process is on another machine or of another user.
     """
     path = find(run, outputs)
-    owner = _living_owner(path)
+    owner = living_owner(path)
     if owner is None:
         queued = "; cancel its job in the queue" if "queued" in _states(path) else ""
         raise InputError(f"{path} is not in progress ({read_row(path, path.parent).state}){queued}")
-    if is_sweep(path.parent) and _living_owner(path.parent):
+    if is_sweep(path.parent) and living_owner(path.parent):
         job = next((job for job in read_ledger(path.parent) if job.directory == path), None)
         if job is not None and not job.slots and job.queued_as is None:
             raise InputError(f"{path} cannot be stopped without its sweep; runs stop {path.parent} stops both")
@@ -117,7 +116,7 @@ def check_deletable(path: Path, ignored: int | None = None) -> None:
     parents = [path.parent.parent] if path.parent.name == CELLS else []  # the task=compare that has started the run
     directories = list(dict.fromkeys([path, *jobs, *(each for each, _ in find_records(path)), *parents]))
     for directory in directories:
-        if (owner := _living_owner(directory)) and not (owner.is_here and owner.pid == ignored):
+        if (owner := living_owner(directory)) and not (owner.is_here and owner.pid == ignored):
             raise InputError(f"{directory} is in progress (process {owner.pid} on {owner.host}); type runs stop {path}")
     if "queued" in _states(path):
         raise InputError(f"{path} has jobs in a queue; cancel them first")
@@ -139,6 +138,6 @@ def _states(path: Path) -> set[str]:
     return {job.state for job in read_ledger(path)} if is_sweep(path) else set()
 
 
-def _living_owner(directory: Path) -> LockOwner | None:
+def living_owner(directory: Path) -> LockOwner | None:
     owner = find_owner(directory)
     return owner if owner and owner.is_alive else None

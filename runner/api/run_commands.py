@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runner.api import manage
+from runner.api.watch import watch
 from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
 from runner.records.attempts import last_line, read_attempts
@@ -25,7 +26,7 @@ that only one of them has: 20261120-19, name/20261120-19, sweep-20261120-192348/
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run a command, print its result, and return 0. Raises InputError for invalid arguments."""
+    """Run a command, print its result, and return the exit status. Raises InputError for invalid arguments."""
     parser, commands = _parser()
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         hint = did_you_mean(arguments[0], commands).replace("mean ", "mean runs ")
@@ -34,8 +35,7 @@ def run_command(arguments: Sequence[str]) -> int:
         args = parser.parse_args(arguments or ["--help"])
     except SystemExit:  # --help has been printed
         return 0
-    args.action(args)
-    return 0
+    return args.action(args) or 0
 
 
 def suggest(words: Sequence[str]) -> str | None:
@@ -86,6 +86,8 @@ def _parser() -> tuple[ArgumentParser, list[str]]:
     command.add_argument("--sort", choices=listing.ORDERS, default="started", help="the order (started)")
     command.add_argument("--limit", type=int, metavar="N", help=f"at most N rows; 0: all ({LIMIT}, with --json 0)")
     add("show", _show, "show a run, or a sweep and its jobs", "run", json="print JSON")
+    command = add("watch", _watch, "show the runs in progress, or the jobs of a sweep, until they end")
+    command.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="a directory (outputs), or RUN")
     command = add("tag", _tag, "add tags", "run", remove="remove the tags instead")
     command.add_argument("words", nargs="+", metavar="WORD")
     command = add("note", _note, "set the note; an empty TEXT removes it", "run")
@@ -114,6 +116,11 @@ def _list(args: Namespace) -> None:
     notes += [] if rows else [f"{folder} contains no {'such ' if listed else ''}run"]
     for line in (*notes, *skipped):
         print(printable(line), file=sys.stderr)
+
+
+def _watch(args: Namespace) -> int:
+    folder = Path(args.folder)
+    return watch(folder.absolute() if folder.is_dir() else manage.find(args.folder))
 
 
 def _show(args: Namespace) -> None:

@@ -168,7 +168,8 @@ def select(
         if tag not in known:
             raise InputError(f"--tag {tag}: no run has this tag{did_you_mean(tag, known)}")
         chosen = [row for row in chosen if tag in row.labels.tags]
-    records = {row: _readable(row.records, [] if skipped is None else skipped) for row in rows} if where else {}
+    skipped = [] if skipped is None else skipped
+    records = {row: [each for each in row.records if _is_readable(each, skipped)] for row in rows if where}
     for condition in where:
         key, equals, value = condition.partition("=")
         if not equals:
@@ -227,16 +228,12 @@ def _state_order(state: str) -> int:
     return STATES.index(state) if state in STATES else len(STATES)
 
 
-def _readable(records: Iterable[RunRecord], skipped: list[str]) -> list[RunRecord]:
-    """Return the records whose config.yaml is not damaged, and add a message about each of the others to `skipped`."""
-    readable = []
-    for record in records:
-        try:
-            _ = record.settings  # reads the file
-            readable.append(record)
-        except InputError as error:
-            skipped.append(f"{record.directory} is skipped: {error}")
-    return readable
+def _is_readable(record: RunRecord, skipped: list[str]) -> bool:
+    try:
+        return record.settings is not None  # reads the file
+    except InputError as error:
+        skipped.append(f"{record.directory} is skipped: {error}")
+        return False
 
 
 def _has(record: RunRecord, key: str) -> bool:

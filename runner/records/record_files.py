@@ -39,18 +39,12 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def parse_metrics(metrics: Any) -> dict[str, float]:
-    """Return the numbers of a mapping that was read from JSON, with NaN for null.
-
-    Other values, and integers that no float can represent, are left out.
-    """
+    """Return the values of a mapping from JSON that can be converted to float: its numbers, and NaN for null."""
     if not isinstance(metrics, Mapping):
         return {}
     values = {name: math.nan if value is None else value for name, value in metrics.items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, float) or (isinstance(value, int) and abs(value) < MAX_INT)
-    }
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {name: value for name, value in numbers.items() if isinstance(value, float) or abs(value) < MAX_INT}
 
 
 def without_links(path: str, flags: int) -> int:

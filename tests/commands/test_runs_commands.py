@@ -1,5 +1,6 @@
 """`python -m runner runs ...`: lists, labels, stops and deletes runs."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from many_runs import SMALL, make_run, make_sweep, owned
 
 import runner
 from runner.errors import InputError
+from runner.records.ledger import write_state
 
 RUN, SWEEP = "run/20260101-000000", "run/sweep-20260101-000000"
 
@@ -189,6 +191,7 @@ def test_a_run_is_stopped_by_the_signal_that_saves(commands: Commands, runs: Run
     status, out, _ = runs("stop", "last")
     assert status == 0 and out.startswith(f"sent SIGTERM to process {process.pid}: ")
     assert commands.finish(process).returncode == 143
+    assert runner.show("last", tmp_path / "outputs")["result"]["num_steps"] == 1_000_000  # for the time left
     status, _, err = runs("stop", "last")
     assert status == 2 and "is not in progress (preempted)" in err
 
@@ -223,6 +226,61 @@ def test_a_run_on_another_machine_is_not_stopped(runs: Runs, outputs: Path) -> N
     assert status == 2 and "runs on elsewhere; log in there and type: python -m runner runs stop /" in err
 
 
+def test_a_sweep_is_watched_until_it_ends(runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sleep of the command changes a file: the job logs a step, ends, and its sweep unlocks its directory."""
+    sweep = make_sweep(outputs / "run" / "sweep-20260101-000009", "finished", "running", "waiting")
+    job = sweep / "1-lr-0.2"
+    result = json.loads((job / "result.json").read_text()) | {"num_steps": 230}
+    (job / "result.json").write_text(json.dumps(result))
+    with contextlib.ExitStack() as owners:
+        owners.enter_context(owned(job))
+        leave_sweep = owners.enter_context(contextlib.ExitStack())
+        leave_sweep.enter_context(owned(sweep))
+
+        def log_step() -> None:
+            line = {"step": 30, "epoch": 2, "perf/step_time_s": 0.9, "val/accuracy": 0.95}
+            with (job / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+        def end_jobs() -> None:
+            (job / "result.json").write_text(json.dumps(result | {"state": "finished", "step": 230}))
+            write_state(sweep, 1, "finished")
+            write_state(sweep, 2, "failed")
+
+        changes = iter([log_step, end_jobs, leave_sweep.close])
+        monkeypatch.setattr("runner.api.watch.time.sleep", lambda seconds: next(changes)())
+        status, out, err = runs("watch", str(sweep))
+    assert (status, err, next(changes, None)) == (1, "", None)
+    first, last = ([line.split() for line in block.splitlines()] for block in out.split("\n\n")[:2])
+    assert first[0] == ["1", "of", "3", "done"] and len(out.split("\n\n")) == 3
+    assert first[2:] == [
+        ["1-lr-0.2", "running", "2/230", "val/accuracy", "0.9000"],
+        ["2-lr-0.3", "waiting"],
+        ["0-lr-0.1", "finished", "val/accuracy", "0.9000"],
+    ]
+    assert last[0] == ["2", "of", "3", "done"] and last[4][:3] == ["1-lr-0.2", "finished", "230/230"]
+
+
+def test_the_runs_in_progress_of_a_directory_are_watched(
+    runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runs("watch") == (0, "no run is in progress\n\n", "")
+    run = make_run(outputs / "run" / "20260101-000009", state="running", num_steps=230)
+    line = {"step": 30, "epoch": 2, "perf/step_time_s": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr("runner.api.watch.is_terminal", lambda: True)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with owned(run):
+        monkeypatch.setattr("runner.api.watch.time.sleep", interrupt)
+        status, out, err = runs("watch")
+    assert (status, err) == (130, "")
+    assert out.splitlines()[2].split() == ["run/20260101-000009", "running", "30/230", "val/accuracy", "3", "min"]
+    assert "0 of 1 done" in out and SWEEP not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     {
@@ -232,6 +290,7 @@ def test_a_run_on_another_machine_is_not_stopped(runs: Runs, outputs: Path) -> N
         "run stopp last": "run stopp last: not KEY=VALUE; did you mean runs stop?",
         "list": "list: not KEY=VALUE; did you mean runs list?",
         "delet x --yes": "did you mean runs delete?",
+        "runs watch nowhere": "nowhere is no run or sweep in",
         "runs list nowhere": "runs list nowhere: no such directory",
         "runs list --state gone": "runs list: argument --state: invalid choice: 'gone'",
         "runs list --wher x=1": "runs: unrecognized arguments: --wher; --help describes the arguments",
