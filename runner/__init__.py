@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner.api.experiments import compose as compose, sweep as sweep, train as train
+    from runner.api.manage import (
+        archive as archive,
+        delete as delete,
+        note as note,
+        show as show,
+        stop as stop,
+        tag as tag,
+    )
     from runner.api.runs import Run as Run, open_run as open_run, runs as runs, table as table
     from runner.config.schema import Config as Config
     from runner.errors import InputError as InputError, JobFailed as JobFailed, Preempted as Preempted
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     **dict.fromkeys(("compose", "sweep", "train"), "runner.api.experiments"),
+    **dict.fromkeys(("archive", "delete", "note", "show", "stop", "tag"), "runner.api.manage"),
     **dict.fromkeys(("Run", "open_run", "runs", "table"), "runner.api.runs"),
     **dict.fromkeys(("InputError", "JobFailed", "Preempted"), "runner.errors"),
     "Config": "runner.config.schema",

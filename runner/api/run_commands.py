@@ -1,26 +1,20 @@
 """The commands `python -m runner runs ...`, which list and manage runs without importing torch."""
 
-import os
-import shutil
-import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from runner.api import manage
+from runner.api.watch import watch
 from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
 from runner.records.attempts import last_line, read_attempts
-from runner.records.labels import read_labels, write_labels
-from runner.records.ledger import is_sweep, lock_sweep, read_ledger, unlock_sweep
 from runner.records.record_files import dumps
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS
-from runner.records.run_lock import LockOwner, find_owner, lock_directory
 from runner.records.tables import text_table
 
 LIMIT = 50
@@ -32,7 +26,7 @@ that only one of them has: 20261120-19, name/20261120-19, sweep-20261120-192348/
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run a command, print its result, and return 0. Raises InputError for invalid arguments."""
+    """Run a command, print its result, and return the exit status. Raises InputError for invalid arguments."""
     parser, commands = _parser()
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         hint = did_you_mean(arguments[0], commands).replace("mean ", "mean runs ")
@@ -41,8 +35,7 @@ def run_command(arguments: Sequence[str]) -> int:
         args = parser.parse_args(arguments or ["--help"])
     except SystemExit:  # --help has been printed
         return 0
-    args.action(args)
-    return 0
+    return args.action(args) or 0
 
 
 def suggest(words: Sequence[str]) -> str | None:
@@ -93,6 +86,8 @@ def _parser() -> tuple[ArgumentParser, list[str]]:
     command.add_argument("--sort", choices=listing.ORDERS, default="started", help="the order (started)")
     command.add_argument("--limit", type=int, metavar="N", help=f"at most N rows; 0: all ({LIMIT}, with --json 0)")
     add("show", _show, "show a run, or a sweep and its jobs", "run", json="print JSON")
+    command = add("watch", _watch, "show the runs in progress, or the jobs of a sweep, until they end")
+    command.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="a directory (outputs), or RUN")
     command = add("tag", _tag, "add tags", "run", remove="remove the tags instead")
     command.add_argument("words", nargs="+", metavar="WORD")
     command = add("note", _note, "set the note; an empty TEXT removes it", "run")
@@ -109,7 +104,7 @@ def _list(args: Namespace) -> None:
         raise InputError(f"runs list {folder}: no such directory; name one that contains runs, such as outputs")
     listed = listing.list_rows(folder, args.jobs, skipped)
     rows = [row for row in listed if args.archived or not row.labels.archived]
-    rows = listing.select(rows, args.where, args.tag, args.state, args.name)
+    rows = listing.select(rows, args.where, args.tag, args.state, args.name, skipped)
     rows.sort(key=listing.ORDERS[args.sort])
     limit = args.limit if args.limit is not None else 0 if args.json else LIMIT
     shown = rows[:limit] if limit > 0 else rows
@@ -123,12 +118,17 @@ def _list(args: Namespace) -> None:
         print(printable(line), file=sys.stderr)
 
 
+def _watch(args: Namespace) -> int:
+    folder = Path(args.folder)
+    return watch(folder.absolute() if folder.is_dir() else manage.find(args.folder))
+
+
 def _show(args: Namespace) -> None:
-    path, folder = _find(args.run, args)
-    row, result = listing.read_row(path, folder), read_result(path) or {}
     if args.json:
-        print(dumps(row.as_dict() | {"result": result}, indent=1))
+        print(dumps(manage.show(args.run, args.outputs), indent=1))
         return
+    path, folder = manage.find(args.run, args.outputs), Path(args.outputs).absolute()
+    row, result = listing.read_row(path, folder), read_result(path) or {}
     facts = {
         "path": str(path),
         "state": " ".join(filter(None, [row.state, row.done])),
@@ -153,55 +153,34 @@ def _show(args: Namespace) -> None:
 
 
 def _tag(args: Namespace) -> None:
-    path, _ = _find(args.run, args)
-    labels = read_labels(path)
-    if args.remove and (missing := [word for word in args.words if word not in labels.tags]):
-        raise InputError(f"{path} has no tag {missing[0]}{did_you_mean(missing[0], labels.tags)}")
-    others = [tag for tag in labels.tags if tag not in args.words]
-    write_labels(path, replace(labels, tags=others if args.remove else [*others, *dict.fromkeys(args.words)]))
+    manage.tag(args.run, *args.words, remove=args.remove, outputs=args.outputs)
 
 
 def _note(args: Namespace) -> None:
-    path, _ = _find(args.run, args)
-    write_labels(path, replace(read_labels(path), note=args.text))
+    manage.note(args.run, args.text, args.outputs)
 
 
 def _archive(args: Namespace) -> None:
-    for path in [_find(text, args)[0] for text in args.runs]:
-        if is_sweep(path.parent):
-            raise InputError(f"{path} is a job; archive its sweep, {path.parent}")
-        write_labels(path, replace(read_labels(path), archived=not args.restore))
+    for path in [manage.find(run, args.outputs) for run in args.runs]:  # `last` of all runs before the first change
+        manage.archive(path, args.restore)
 
 
 def _stop(args: Namespace) -> None:
-    path, folder = _find(args.run, args)
-    owner = _living_owner(path)
-    if owner is None:
-        queued = "; cancel its job in the queue" if "queued" in _states(path) else ""
-        raise InputError(f"{path} is not in progress ({listing.read_row(path, folder).state}){queued}")
-    if is_sweep(path.parent) and _living_owner(path.parent):
-        job = next((job for job in read_ledger(path.parent) if job.directory == path), None)
-        if job is not None and not job.slots and job.queued_as is None:
-            raise InputError(f"{path} cannot be stopped without its sweep; runs stop {path.parent} stops both")
-    if not owner.is_here or owner.pid is None:
-        raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
-    if not owner.is_owner:
-        raise InputError(f"{path}: its lock file and process {owner.pid} belong to different users; stop it yourself")
-    try:
-        os.kill(owner.pid, signal.SIGTERM)
-    except OSError as error:
-        raise InputError(f"process {owner.pid} of {path} cannot be signaled: {error.strerror}") from None
-    print(f"sent SIGTERM to process {owner.pid}: {path} saves a checkpoint after the current step, and ends")
+    path = manage.find(args.run, args.outputs)
+    print(f"sent SIGTERM to process {manage.stop(path)}: {path} saves a checkpoint after the current step, and ends")
 
 
 def _delete(args: Namespace) -> None:
-    found = dict.fromkeys(_find(text, args) for text in args.runs)
-    for path, _ in found:
-        if is_sweep(path.parent):
-            raise InputError(f"{path} is a job, which the ledger of its sweep names; delete the sweep, {path.parent}")
-        _check_idle(path)
-    rows = [listing.read_row(path, folder) for path, folder in found]
+    folder = Path(args.outputs).absolute()
+    paths = list(dict.fromkeys(manage.find(run, folder) for run in args.runs))
+    for path in paths:
+        manage.check_deletable(path)
+    rows = [listing.read_row(path, folder) for path in paths]
     print(text_table(listing.as_cells(rows)), flush=True)
+    for path in paths:
+        if forks := manage.forks_of(path, folder):
+            listed = ", ".join(str(fork.relative_to(folder)) for fork in forks)
+            print(printable(f"runs started from {path.name}, and keep a copy of its checkpoint: {listed}"), flush=True)
     if not args.yes:
         total = listing.describe_size(sum(row.size for row in rows))
         what = "this directory" if len(rows) == 1 else f"these {len(rows)} directories"
@@ -212,46 +191,6 @@ def _delete(args: Namespace) -> None:
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
             return
-    for path, _ in found:
-        _remove(path)
+    for path in paths:
+        manage.delete(path)
         print(f"deleted {path}", flush=True)
-
-
-def _remove(path: Path) -> None:
-    """Lock a run or a sweep, so that no process starts in it, and delete it."""
-    with ExitStack() as at_end:
-        if is_sweep(path):
-            lock_sweep(path)
-            at_end.callback(unlock_sweep, path)
-        else:
-            at_end.callback(lock_directory(path).release)
-        _check_idle(path, ignored=os.getpid())
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            raise InputError(f"{error.filename or path} cannot be deleted: {error.strerror or error}") from None
-
-
-def _check_idle(path: Path, ignored: int | None = None) -> None:
-    """Raise InputError if a process other than `ignored` has locked the run, sweep or a job, or if a job is queued."""
-    directories = [path, *(job.directory for job in read_ledger(path))] if is_sweep(path) else [path]
-    for directory in directories:
-        if (owner := _living_owner(directory)) and not (owner.is_here and owner.pid == ignored):
-            raise InputError(f"{directory} is in progress (process {owner.pid} on {owner.host}); type runs stop {path}")
-    if "queued" in _states(path):
-        raise InputError(f"{path} has jobs in a queue; cancel them first")
-
-
-def _states(path: Path) -> set[str]:
-    return {job.state for job in read_ledger(path)} if is_sweep(path) else set()
-
-
-def _living_owner(directory: Path) -> LockOwner | None:
-    owner = find_owner(directory)
-    return owner if owner and owner.is_alive else None
-
-
-def _find(text: str, args: Namespace) -> tuple[Path, Path]:
-    """Return the path of the run or sweep that `text` names, and the directory in which names are searched."""
-    folder = Path(args.outputs).absolute()
-    return listing.find_record(text, folder), folder

@@ -1,5 +1,6 @@
 """Runs on disk: `open_run`, `runs` and `table`. The custom code of a run is imported only to load its model."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ class Run:
         measured = f", {monitor.name} {metrics[monitor.name]:.4f}" if monitor and monitor.name in metrics else ""
         return printable(f"<Run {self.path}: {self.state}{measured}>")
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def result(self) -> dict[str, Any]:
         """result.json: metrics, steps, speed, weights_sha256, versions, ...; empty before the run has started."""
@@ -60,12 +64,12 @@ class Run:
 
     @property
     def tags(self) -> list[str]:
-        """The tags that `python -m runner runs tag` has added."""
+        """The tags that `runner.tag` has added."""
         return read_labels(self.path).tags
 
     @property
     def note(self) -> str:
-        """The note that `python -m runner runs note` has set; empty if there is none."""
+        """The note that `runner.note` has set; empty if there is none."""
         return read_labels(self.path).note
 
     @property
@@ -174,11 +178,15 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
 def runs(folder: str | Path = "outputs") -> list[Run]:
     """Return all runs below a directory, including the jobs of sweeps, in the order in which they were started.
 
-    Raise InputError if the directory does not exist.
+    Raise InputError if the directory does not exist. Warn about directories that are not readable.
     """
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is no directory; name one that contains runs, such as outputs")
-    return [Run(path) for path in in_order(path for path, is_sweep in find_records(folder) if not is_sweep)]
+    skipped: list[str] = []
+    found = [Run(path) for path in in_order(path for path, is_sweep in find_records(folder, skipped) if not is_sweep)]
+    for message in skipped:
+        warnings.warn(message, stacklevel=2)
+    return found
 
 
 def table(chosen: Sequence[Run]) -> dict[str, Column]:

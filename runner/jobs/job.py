@@ -30,6 +30,7 @@ from runner.records.result import report_failure, watch_outcome
 from runner.records.run_directory import OVERRIDES, Request, RunDirectory, new_directory
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
+from runner.training.trainer import count_steps
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             world_size=world.world_size,
             seed=config.seed,
             samples=count_samples(experiment),
+            num_steps=count_steps(config, experiment.train_loader.sampler.steps_per_epoch)
+            if experiment is not None and task is not None and task.trains
+            else None,
             monitor=asdict(experiment.monitor) if experiment is not None else None,
             parent=config.fork,
         )

@@ -19,6 +19,7 @@ from runner.records.monitor import Monitor, recorded_monitor
 from runner.records.records import CELLS, RunRecord, check_is_record, find_records, newest_record, read_run, single_run
 from runner.records.report.statistics import show
 from runner.records.result import read_result
+from runner.records.run_directory import OVERRIDES
 from runner.records.start_time import started_at
 from runner.records.tables import Cells, as_number, without_empty_columns
 
@@ -92,8 +93,8 @@ def list_rows(folder: Path, expands_jobs: bool = False, skipped: list[str] | Non
     """
     rows, sweeps, skipped = list[Row](), set[Path](), [] if skipped is None else skipped
     expands_jobs = expands_jobs or is_sweep(folder)
-    for path, has_jobs in find_records(folder):
-        if path.parent in sweeps or path.parent.name == CELLS:
+    for path, has_jobs in find_records(folder, skipped):
+        if path.parent in sweeps or (path.parent.name == CELLS and (path.parent.parent / OVERRIDES).is_file()):
             continue
         if has_jobs:
             sweeps.add(path)
@@ -149,11 +150,17 @@ def find_record(text: str, folder: Path) -> Path:
 
 
 def select(
-    rows: Sequence[Row], where: Iterable[str], tags: Iterable[str], states: Iterable[str], name: str
+    rows: Sequence[Row],
+    where: Sequence[str],
+    tags: Iterable[str],
+    states: Iterable[str],
+    name: str,
+    skipped: list[str] | None = None,
 ) -> list[Row]:
     """Return the rows that match all conditions. Raises InputError for a key or a tag that no row has.
 
-    where: conditions key=value on the overrides and the configuration; a sweep matches if one of its jobs does.
+    where: conditions key=value on the overrides and the configuration; a sweep matches if one of its jobs does. Runs
+    whose configuration is damaged do not match, and a message about each of them is added to `skipped`.
     """
     chosen = [row for row in rows if fnmatch.fnmatchcase(row.name, f"*{name}*")]
     for tag in tags:
@@ -161,15 +168,18 @@ def select(
         if tag not in known:
             raise InputError(f"--tag {tag}: no run has this tag{did_you_mean(tag, known)}")
         chosen = [row for row in chosen if tag in row.labels.tags]
+    skipped = [] if skipped is None else skipped
+    records = {row: [each for each in row.records if _is_readable(each, skipped)] for row in rows if where}
     for condition in where:
         key, equals, value = condition.partition("=")
         if not equals:
             raise InputError(f"--where {condition}: must be KEY=VALUE, as in --where model=mlp")
-        records = [record for row in rows for record in row.records]
-        if not any(_has(record, key) for record in records):
-            known = sorted({key for record in records[:100] for key in (*record.overrides_by_key, *record.settings)})
+        known_records = [record for found in records.values() for record in found]
+        if not any(_has(record, key) for record in known_records):
+            keys = ((*record.overrides_by_key, *record.settings) for record in known_records[:100])
+            known = sorted({key for found in keys for key in found})
             raise InputError(f"--where {condition}: no run has recorded {key}{did_you_mean(key, known)}")
-        chosen = [row for row in chosen if any(_equal(record.value(key), value) for record in row.records)]
+        chosen = [row for row in chosen if any(_equal(record.value(key), value) for record in records[row])]
     wanted = set(states)
     return [row for row in chosen if not wanted or row.state in wanted]
 
@@ -216,6 +226,14 @@ def _row_of_run(record: RunRecord, folder: Path) -> Row:
 
 def _state_order(state: str) -> int:
     return STATES.index(state) if state in STATES else len(STATES)
+
+
+def _is_readable(record: RunRecord, skipped: list[str]) -> bool:
+    try:
+        return record.settings is not None  # reads the file
+    except InputError as error:
+        skipped.append(f"{record.directory} is skipped: {error}")
+        return False
 
 
 def _has(record: RunRecord, key: str) -> bool:

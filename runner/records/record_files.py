@@ -24,6 +24,7 @@ from runner.errors import InputError
 METRICS = "metrics.jsonl"
 MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole; characters of a line
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
+MAX_INT = 2**1023  # larger integers may not be convertible to float
 _NOT_REGULAR = "it is a link or another special file, which a run does not use; remove it"
 _WRITTEN = re.compile(rb'(?:\{"step": \d+, "epoch": [^\n]*\n)*')
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
@@ -38,11 +39,12 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def parse_metrics(metrics: Any) -> dict[str, float]:
-    """Return the numbers of a mapping that was read from JSON, with NaN for null. Other values are left out."""
+    """Return the values of a mapping from JSON that can be converted to float: its numbers, and NaN for null."""
     if not isinstance(metrics, Mapping):
         return {}
     values = {name: math.nan if value is None else value for name, value in metrics.items()}
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {name: value for name, value in numbers.items() if isinstance(value, float) or abs(value) < MAX_INT}
 
 
 def without_links(path: str, flags: int) -> int:
@@ -149,7 +151,8 @@ def read_lines(path: Path) -> Iterator[str]:
 def read_bytes(path: str | Path, opener: Callable[[str, int], int] = without_links) -> bytes:
     """Return the content of a regular file. Raise OSError, and ValueError if it is larger than MAX_BYTES."""
     with open(path, "rb", opener=opener) as file:
-        content = file.read(MAX_BYTES + 1)
+        # Not read(MAX_BYTES + 1), which would first allocate as much memory: that takes longer than all the rest.
+        content = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES + 1))
     if len(content) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
     return content
@@ -157,16 +160,20 @@ def read_bytes(path: str | Path, opener: Callable[[str, int], int] = without_lin
 
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raise ValueError or RecursionError if it is invalid or nested too deeply."""
-    return _check_size(json.loads(text))
+    text = text.decode() if isinstance(text, bytes) else text
+    value = json.loads(text)
+    is_small = len(text) <= MAX_VALUES and text.count("{") + text.count("[") <= MAX_DEPTH
+    return value if is_small else _check_size(value)
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step."""
     path = directory / METRICS
     for line in read_json_lines(path) if os.path.lexists(path) else ():
-        if type(line.get("step")) is not int:
+        numbers = parse_metrics(line)
+        if type(numbers.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
-        yield parse_metrics(line)
+        yield numbers
 
 
 def check_metrics(directory: Path) -> None:
@@ -181,7 +188,7 @@ def check_metrics(directory: Path) -> None:
     deque(read_metrics(directory), maxlen=0)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path | str) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file. Raises InputError if the file contains anything else."""
     found = _parse(path)
     if not isinstance(found, dict):
@@ -189,7 +196,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_string_list(path: Path) -> list[str]:
+def read_string_list(path: Path | str) -> list[str]:
     """Return the list of strings in a YAML file. Raises InputError if the file contains anything else."""
     found = _parse(path)
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
@@ -197,10 +204,10 @@ def read_string_list(path: Path) -> list[str]:
     return found
 
 
-def _parse(path: Path) -> Any:
+def _parse(path: Path | str) -> Any:
     try:
         text = read_bytes(path)
-        if path.suffix == ".json":
+        if str(path).endswith(".json"):
             return parse_json(text)
         if b"*" in text:  # nested aliases expand exponentially; the runner writes no aliases
             aliases = (event for event in yaml.parse(text, Loader=SAFE_LOADER) if isinstance(event, yaml.AliasEvent))

@@ -19,6 +19,7 @@ from runner.records.settings import Section, read_overrides, read_settings
 from runner.records.start_time import in_order
 
 CELLS = "cells"  # the directory of the runs of task=compare, in the directory of the task
+MAX_LEVELS = 20  # of directories that are searched for runs
 # Keys that only determine where a job ran or where it was stored.
 LOCATION_KEYS = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
 
@@ -124,21 +125,18 @@ def single_run(path: Path) -> JobRecord:
 def read_run(job: JobRecord) -> RunRecord:
     """Return the run of a job. Raises InputError if its files are damaged."""
     path = job.directory
-    recorded = read_overrides(path / OVERRIDES) or job.overrides
+    recorded = read_overrides(f"{path}/{OVERRIDES}") or job.overrides  # a string: joining paths takes longer
     config_dirs = [text.removeprefix("--config-dir=") for text in recorded if text.startswith("--config-dir=")]
     overrides = [text for text in recorded if not text.startswith("--")]
     try:
-        result = read_mapping(path / RESULT)
+        result = valid_result(read_mapping(f"{path}/{RESULT}"))
     except InputError:
         if (path / RESULT).exists():
             raise
         # The job is waiting, or was refused.
         return RunRecord(path, job.label, job.state or "not run", overrides, error=job.error or "")
-    result = valid_result(result)
-    speed = {key: result.get(key) for key in ("samples_per_second", "seconds")}
-    measured = {**parse_metrics(result.get("metrics")), **speed}
-    metrics = {name: float(value) for name, value in measured.items() if isinstance(value, (int, float))}
-    best = result["best"].get("value") if isinstance(result.get("best"), dict) else None
+    speed = {key: result[key] for key in ("samples_per_second", "seconds") if result.get(key) is not None}
+    metrics = {name: float(value) for name, value in parse_metrics(result["metrics"] | speed).items()}
     return RunRecord(
         directory=path,
         label=job.label,
@@ -149,7 +147,7 @@ def read_run(job: JobRecord) -> RunRecord:
         metrics=metrics,
         monitor=recorded_monitor(result, metrics),
         world_size=int(result.get("world_size", 1)),
-        best=float(best) if isinstance(best, (int, float)) else math.nan,
+        best=float(parse_metrics(result.get("best")).get("value", math.nan)),
         started=str(result.get("started") or ""),
         error=str(job.error or result.get("error") or ""),
         code=str((result.get("code") or {}).get("hash") or ""),
@@ -190,19 +188,31 @@ def finished_jobs(jobs: Sequence[RunRecord]) -> list[RunRecord]:
     return [job for job in jobs if job.state == "finished"]
 
 
-def find_records(directory: Path | str) -> Iterator[tuple[Path, bool]]:
+def find_records(directory: Path | str, skipped: list[str] | None = None) -> Iterator[tuple[Path, bool]]:
     """Yield the path of each run and sweep at or below a directory, with True for a sweep. A sweep precedes its jobs.
 
-    Links are not followed. Below a run, only the runs of task=compare are searched.
+    Links are not followed. Below a run, only the runs of task=compare are searched. A message about each directory that
+    is not readable, or more than MAX_LEVELS levels below `directory`, is added to `skipped`.
     """
-    with os.scandir(directory) as found:
-        entries = {entry.name: entry for entry in found}
-    is_run = OVERRIDES in entries
-    if is_run or LEDGER in entries:
-        yield Path(directory), LEDGER in entries
-    for name, entry in entries.items():
-        if (not is_run or name == CELLS) and entry.is_dir(follow_symlinks=False):
-            yield from find_records(entry.path)
+    stack, skipped = [(str(directory), 0)], [] if skipped is None else skipped
+    while stack:
+        path, level = stack.pop()
+        try:
+            with os.scandir(path) as found:
+                entries = {entry.name: entry for entry in found}
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # not one that was removed meanwhile
+                skipped.append(f"{path} is skipped: {error.strerror}")
+            continue
+        is_run = OVERRIDES in entries
+        if is_run or LEDGER in entries:
+            yield Path(path), LEDGER in entries
+        searched = entries.values() if not is_run else [entries[CELLS]] if CELLS in entries else []
+        below = [(entry.path, level + 1) for entry in searched if entry.is_dir(follow_symlinks=False)]
+        if below and level == MAX_LEVELS:
+            skipped.append(f"{path} is skipped: it has more than {MAX_LEVELS} parent directories in {directory}")
+        else:
+            stack += reversed(below)
 
 
 def newest_record(parents: Iterable[Path], files: Sequence[str] = (LEDGER, OVERRIDES)) -> Path | None:

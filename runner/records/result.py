@@ -28,6 +28,7 @@ class Result:
     stopped: str | None = None  # why the run stopped before its last step
     step: int = 0
     epoch: int = 0
+    num_steps: int | None = None  # of the whole run; None if the task does not train
     world_size: int = 1
     parallel: str = ""
     model: str = ""

@@ -20,7 +20,7 @@ _OVERRIDE = re.compile(r"- ([A-Za-z][\w./]*=[\w./+-]+)")  # YAML reads such a li
 Section = Mapping[str, Any]  # values by dotted key; several runs may have the same object
 
 
-def read_settings(path: Path, chosen: Section) -> Section:
+def read_settings(path: Path | str, chosen: Section) -> Section:
     """Return the values in a config.yaml by dotted key, updated with the values of `chosen`.
 
     The file may be missing. Raises InputError if it is damaged.
@@ -37,7 +37,7 @@ def read_settings(path: Path, chosen: Section) -> Section:
     return ChainMap(cast(dict[str, Any], chosen), *cast(list[dict[str, Any]], sections))
 
 
-def read_overrides(path: Path) -> list[str]:
+def read_overrides(path: Path | str) -> list[str]:
     """Return the list of strings in an overrides.yaml; empty if it is missing. Raises InputError if it is damaged."""
     try:
         lines = [_OVERRIDE.fullmatch(line) for line in read_bytes(path).decode().splitlines()]

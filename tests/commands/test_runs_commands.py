@@ -1,5 +1,6 @@
 """`python -m runner runs ...`: lists, labels, stops and deletes runs."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ from commands import Commands, newest_step, wait_until
 from many_runs import SMALL, make_run, make_sweep, owned
 
 import runner
+from runner.errors import InputError
+from runner.records.ledger import write_state
 
 RUN, SWEEP = "run/20260101-000000", "run/sweep-20260101-000000"
 
@@ -101,11 +104,82 @@ def test_a_run_in_progress_is_not_deleted(runs: Runs, outputs: Path, yes: list[s
     assert [path for path in before if not path.exists()] == []
 
 
+def test_forks_of_a_deleted_run_are_named(runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(outputs / "longer" / "20260102-000000", parent=str(outputs / RUN))
+    make_run(outputs / "other" / "20260103-000000", parent=f"{outputs / RUN}1")
+    make_run(outputs / "other" / "20260104-000000", parent=str(outputs / SWEEP / "0-lr-0.1"))
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    for name, fork in {RUN: "longer/20260102-000000", SWEEP: "other/20260104-000000"}.items():
+        status, out, _ = runs("delete", name)
+        named = f"runs started from {Path(name).name}, and keep a copy of its checkpoint: {fork}"
+        assert status == 0 and named in out.splitlines() and "nothing was deleted" in out
+    assert "started from" not in runs("delete", "longer")[1]
+
+
+def test_a_comparison_in_progress_is_not_deleted(runs: Runs, outputs: Path) -> None:
+    """Nor is one of its runs, and nor is the comparison while only a run of it is in progress."""
+    cell = make_run(outputs / RUN / "cells" / "ddp-2")
+    for locked in (outputs / RUN, cell):
+        with owned(locked):
+            for path in (outputs / RUN, cell):
+                status, _, err = runs("delete", "--yes", str(path))
+                assert status == 2 and f"{locked} is in progress" in err
+    assert runs("delete", "--yes", str(cell))[0] == 0 and (outputs / RUN).exists()
+
+
+def test_a_run_in_the_queue_of_slurm_is_not_deleted(
+    runs: Runs, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (outputs / RUN / "slurm").mkdir()
+    (outputs / RUN / "slurm" / "job").write_text("7\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "job 7 is in Slurm's queue, but squeue is missing here" in runs("delete", "--yes", RUN)[2]
+    squeue = tmp_path / "squeue"
+    for queued in ("7", ""):
+        squeue.write_text(f"#!/bin/sh\necho {queued}\n")
+        squeue.chmod(0o755)
+        status, _, err = runs("delete", "--yes", RUN)
+        assert (status, "may be in Slurm's queue (job 7); cancel it first: scancel 7" in err) == (
+            (2, True) if queued else (0, False)
+        )
+    assert not (outputs / RUN).exists()
+
+
+def test_the_functions_do_what_the_commands_do(outputs: Path) -> None:
+    run = runner.open_run(outputs / RUN)
+    runner.tag(run, "paper", "b.2")
+    runner.tag("2026", "paper", remove=True, outputs=outputs)
+    runner.note(str(run.path), "the baseline")
+    runner.archive(run)
+    shown = runner.show("last", outputs)
+    assert (shown["path"], shown["state"], shown["best"], shown["result"]["model"]) == (
+        str(run.path),
+        "finished",
+        0.9,
+        "mlp",
+    )
+    assert (shown["tags"], shown["note"], shown["archived"]) == (["b.2"], "the baseline", True)
+    runner.archive(run, restore=True)
+    assert not runner.show(run)["archived"]
+    with pytest.raises(InputError, match="is not in progress"):
+        runner.stop(run)
+    with owned(run.path) as (process,):
+        with pytest.raises(InputError, match="is in progress"):
+            runner.delete(run)
+        assert runner.stop(run) == process.pid
+        process.join(120)
+    runner.delete(run)
+    runner.delete("sweep", outputs)
+    assert list((outputs / "run").iterdir()) == []
+    with pytest.raises(InputError, match="is no run or sweep in"):
+        runner.show(run, outputs)
+
+
 def test_a_run_that_starts_during_the_question_is_not_deleted(
     runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with owned(outputs / RUN):
-        monkeypatch.setattr("runner.api.run_commands._check_idle", lambda *args, **kwargs: None)
+        monkeypatch.setattr("runner.api.manage.check_deletable", lambda *args, **kwargs: None)
         status, _, err = runs("delete", "--yes", "2026")
         assert status == 2 and "has been locked by process" in err and (outputs / RUN / "result.json").exists()
 
@@ -117,6 +191,7 @@ def test_a_run_is_stopped_by_the_signal_that_saves(commands: Commands, runs: Run
     status, out, _ = runs("stop", "last")
     assert status == 0 and out.startswith(f"sent SIGTERM to process {process.pid}: ")
     assert commands.finish(process).returncode == 143
+    assert runner.show("last", tmp_path / "outputs")["result"]["num_steps"] == 1_000_000  # for the time left
     status, _, err = runs("stop", "last")
     assert status == 2 and "is not in progress (preempted)" in err
 
@@ -151,6 +226,61 @@ def test_a_run_on_another_machine_is_not_stopped(runs: Runs, outputs: Path) -> N
     assert status == 2 and "runs on elsewhere; log in there and type: python -m runner runs stop /" in err
 
 
+def test_a_sweep_is_watched_until_it_ends(runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sleep of the command changes a file: the job logs a step, ends, and its sweep unlocks its directory."""
+    sweep = make_sweep(outputs / "run" / "sweep-20260101-000009", "finished", "running", "waiting")
+    job = sweep / "1-lr-0.2"
+    result = json.loads((job / "result.json").read_text()) | {"num_steps": 230}
+    (job / "result.json").write_text(json.dumps(result))
+    with contextlib.ExitStack() as owners:
+        owners.enter_context(owned(job))
+        leave_sweep = owners.enter_context(contextlib.ExitStack())
+        leave_sweep.enter_context(owned(sweep))
+
+        def log_step() -> None:
+            line = {"step": 30, "epoch": 2, "perf/step_time_s": 0.9, "val/accuracy": 0.95}
+            with (job / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+        def end_jobs() -> None:
+            (job / "result.json").write_text(json.dumps(result | {"state": "finished", "step": 230}))
+            write_state(sweep, 1, "finished")
+            write_state(sweep, 2, "failed")
+
+        changes = iter([log_step, end_jobs, leave_sweep.close])
+        monkeypatch.setattr("runner.api.watch.time.sleep", lambda seconds: next(changes)())
+        status, out, err = runs("watch", str(sweep))
+    assert (status, err, next(changes, None)) == (1, "", None)
+    first, last = ([line.split() for line in block.splitlines()] for block in out.split("\n\n")[:2])
+    assert first[0] == ["1", "of", "3", "done"] and len(out.split("\n\n")) == 3
+    assert first[2:] == [
+        ["1-lr-0.2", "running", "2/230", "val/accuracy", "0.9000"],
+        ["2-lr-0.3", "waiting"],
+        ["0-lr-0.1", "finished", "val/accuracy", "0.9000"],
+    ]
+    assert last[0] == ["2", "of", "3", "done"] and last[4][:3] == ["1-lr-0.2", "finished", "230/230"]
+
+
+def test_the_runs_in_progress_of_a_directory_are_watched(
+    runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runs("watch") == (0, "no run is in progress\n\n", "")
+    run = make_run(outputs / "run" / "20260101-000009", state="running", num_steps=230)
+    line = {"step": 30, "epoch": 2, "perf/step_time_s": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr("runner.api.watch.is_terminal", lambda: True)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with owned(run):
+        monkeypatch.setattr("runner.api.watch.time.sleep", interrupt)
+        status, out, err = runs("watch")
+    assert (status, err) == (130, "")
+    assert out.splitlines()[2].split() == ["run/20260101-000009", "running", "30/230", "val/accuracy", "3", "min"]
+    assert "0 of 1 done" in out and SWEEP not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     {
@@ -160,6 +290,7 @@ def test_a_run_on_another_machine_is_not_stopped(runs: Runs, outputs: Path) -> N
         "run stopp last": "run stopp last: not KEY=VALUE; did you mean runs stop?",
         "list": "list: not KEY=VALUE; did you mean runs list?",
         "delet x --yes": "did you mean runs delete?",
+        "runs watch nowhere": "nowhere is no run or sweep in",
         "runs list nowhere": "runs list nowhere: no such directory",
         "runs list --state gone": "runs list: argument --state: invalid choice: 'gone'",
         "runs list --wher x=1": "runs: unrecognized arguments: --wher; --help describes the arguments",

@@ -1,8 +1,11 @@
 """Lists of runs, and the names by which commands find them."""
 
+import errno
 import math
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -100,6 +103,50 @@ def test_a_damaged_run_is_skipped_with_a_message(outputs: Path) -> None:
     skipped: list[str] = []
     assert [row.done for row in list_rows(outputs, skipped=skipped)] == ["1/3"]
     assert ["result.json" in line or "labels.json" in line for line in skipped] == [True, True]
+
+
+def test_a_damaged_configuration_is_named_and_does_not_match(outputs: Path) -> None:
+    for damaged in ("run/20260101-000000", "run/sweep-20260101-000000/1-lr-0.2"):
+        (outputs / damaged / "config.yaml").write_text("a: [\n")
+    skipped: list[str] = []
+    rows = select(list_rows(outputs), ["optimizer.lr=0.1"], (), (), "", skipped)
+    assert sorted(row.name for row in rows) == ["other/20260101-000001", "run/sweep-20260101-000000"]
+    assert sorted(line.split(" is skipped: ")[0] for line in skipped) == [
+        f"{outputs}/run/20260101-000000",
+        f"{outputs}/run/sweep-20260101-000000/1-lr-0.2",
+    ]
+
+
+def test_unreadable_and_deep_directories_are_named(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scandir fails by a patch, because root may read every directory."""
+    make_run(outputs / "run" / "locked" / "20260101-000002")
+    make_run(outputs.joinpath("run", *["d"] * 18, "20260101-000003"))  # at the limit
+    deep = outputs.joinpath("run", *["d"] * 19)
+    make_run(deep / "20260101-000004")
+    scandir = os.scandir
+
+    def scan(path: Any) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    skipped: list[str] = []
+    assert len(list_rows(outputs, skipped=skipped)) == 4
+    assert sorted(skipped) == [
+        f"{deep} is skipped: it has more than 20 parent directories in {outputs}",
+        f"{outputs}/run/locked is skipped: Permission denied",
+    ]
+    with pytest.warns(UserWarning) as warned:
+        assert len(runner.runs(outputs)) == 5
+    assert sorted(str(each.message) for each in warned) == sorted(skipped)
+
+
+def test_runs_of_the_name_cells_are_listed(tmp_path: Path) -> None:
+    """Unlike the runs of task=compare, which are in the directory `cells` of a run."""
+    make_run(tmp_path / "cells" / "20260101-000000")
+    make_run(tmp_path / "cells" / "20260101-000000" / "cells" / "ddp-2")
+    assert [row.name for row in list_rows(tmp_path)] == ["cells/20260101-000000"]
 
 
 def test_labels_are_checked_and_an_empty_file_is_removed(tmp_path: Path) -> None:

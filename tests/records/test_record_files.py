@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from many_runs import make_run
 from worlds import run
 
 import runner
 from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
+from runner.records.listing import list_rows
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.record_files import dumps, parse_metrics, read_string_list
+from runner.records.record_files import dumps, parse_json, parse_metrics, read_string_list
 from runner.records.records import read_jobs
 from runner.records.report.render import best
 from runner.records.report.statistics import summarize
@@ -36,6 +38,27 @@ def test_non_finite_numbers_are_written_as_null_and_read_as_nan() -> None:
     metrics = parse_metrics({"x": None, "y": 2, "z": "text"})
     assert math.isnan(metrics.pop("x")) and metrics == {"y": 2}
     assert parse_metrics(None) == {}
+
+
+def test_integers_that_no_float_can_represent_are_left_out(tmp_path: Path) -> None:
+    huge = 10**400
+    make_run(tmp_path / "run", seconds=huge, metrics={"val/accuracy": 0.5, "x": huge}, best={"step": 1, "value": huge})
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1, "val/accuracy": huge, "y": -huge}) + "\n")
+    (row,) = list_rows(tmp_path)
+    assert (row.best, row.last) == (0.5, 0.5)
+    assert set(runner.table(runner.runs(tmp_path))) == {"path", "state", "val/accuracy"}
+    assert set(runner.open_run(tmp_path / "run").metrics) == {"step", "epoch"}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": huge}) + "\n")
+    with pytest.raises(InputError, match="has no step"):
+        _ = runner.open_run(tmp_path / "run").metrics
+
+
+def test_the_size_of_each_value_is_bounded() -> None:
+    """Also of those whose text has few brackets."""
+    for text in ("[" * 60 + "]" * 60, "[" + "1," * 1_000_000 + "1]", b"[" * 60 + b"]" * 60):
+        with pytest.raises(ValueError, match="levels of nesting"):
+            parse_json(text)
+    assert parse_json(b'{"a": [1, "[[[["]}') == {"a": [1, "[[[["]}
 
 
 @pytest.mark.parametrize(("text", "problem"), [("a: 1", "must contain a list"), ("[", "cannot")])

@@ -1,0 +1,143 @@
+"""Functions that label, stop and delete runs and sweeps, without importing torch.
+
+`run` is a `Run`, the directory of a run, job or sweep, "last" (the newest run or sweep), or a unique prefix of a name
+in the directory `outputs`. The functions raise InputError if no run has this name, or if its files are damaged.
+"""
+
+import os
+import shutil
+import signal
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runner.errors import InputError, did_you_mean
+from runner.records.labels import read_labels, write_labels
+from runner.records.ledger import is_sweep, lock_sweep, read_ledger, unlock_sweep
+from runner.records.listing import find_record, read_row
+from runner.records.records import CELLS, find_records
+from runner.records.result import read_result
+from runner.records.run_lock import LockOwner, find_owner, lock_directory
+
+Name = str | os.PathLike[str]
+
+
+def find(run: Name, outputs: Name = "outputs") -> Path:
+    """Return the absolute path of the run or sweep."""
+    return find_record(os.fspath(run), Path(outputs).absolute())
+
+
+def show(run: Name, outputs: Name = "outputs") -> dict[str, Any]:
+    """Return what `runs show --json` prints: state, monitor, best and last value, labels, size, and result.json."""
+    path = find(run, outputs)
+    return read_row(path, Path(outputs).absolute()).as_dict() | {"result": read_result(path) or {}}
+
+
+def tag(run: Name, *words: str, remove: bool = False, outputs: Name = "outputs") -> None:
+    """Add tags to a run or sweep, or remove them. Raise InputError for an invalid tag, or a removed one if missing."""
+    path = find(run, outputs)
+    labels = read_labels(path)
+    if remove and (missing := [word for word in words if word not in labels.tags]):
+        raise InputError(f"{path} has no tag {missing[0]}{did_you_mean(missing[0], labels.tags)}")
+    others = [tag for tag in labels.tags if tag not in words]
+    write_labels(path, replace(labels, tags=others if remove else [*others, *dict.fromkeys(words)]))
+
+
+def note(run: Name, text: str, outputs: Name = "outputs") -> None:
+    """Set the note of a run or sweep, one line. An empty text removes it."""
+    path = find(run, outputs)
+    write_labels(path, replace(read_labels(path), note=text))
+
+
+def archive(run: Name, restore: bool = False, outputs: Name = "outputs") -> None:
+    """Hide a run or sweep from `runs list`, or list it again. Raise InputError for a job of a sweep."""
+    path = find(run, outputs)
+    if is_sweep(path.parent):
+        raise InputError(f"{path} is a job; archive its sweep, {path.parent}")
+    write_labels(path, replace(read_labels(path), archived=not restore))
+
+
+def stop(run: Name, outputs: Name = "outputs") -> int:
+    """Send SIGTERM to the process of a run or sweep, which saves a checkpoint and exits, and return its id.
+
+    Raise InputError if the run is not in progress, or if its process is on another machine or of another user.
+    """
+    path = find(run, outputs)
+    owner = living_owner(path)
+    if owner is None:
+        queued = "; cancel its job in the queue" if "queued" in _states(path) else ""
+        raise InputError(f"{path} is not in progress ({read_row(path, path.parent).state}){queued}")
+    if is_sweep(path.parent) and living_owner(path.parent):
+        job = next((job for job in read_ledger(path.parent) if job.directory == path), None)
+        if job is not None and not job.slots and job.queued_as is None:
+            raise InputError(f"{path} cannot be stopped without its sweep; runs stop {path.parent} stops both")
+    if not owner.is_here or owner.pid is None:
+        raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
+    if not owner.is_owner:
+        raise InputError(f"{path}: its lock file and process {owner.pid} belong to different users; stop it yourself")
+    try:
+        os.kill(owner.pid, signal.SIGTERM)
+    except OSError as error:
+        raise InputError(f"process {owner.pid} of {path} cannot be signaled: {error.strerror}") from None
+    return owner.pid
+
+
+def delete(run: Name, outputs: Name = "outputs") -> None:
+    """Delete a run or sweep, without a confirmation.
+
+    Raise InputError if it is in progress or queued, if it is a job of a sweep, or if a file cannot be deleted.
+    """
+    path = find(run, outputs)
+    check_deletable(path)
+    with ExitStack() as at_end:  # locked, so that no process starts in it
+        if is_sweep(path):
+            lock_sweep(path)
+            at_end.callback(unlock_sweep, path)
+        else:
+            at_end.callback(lock_directory(path).release)
+        check_deletable(path, ignored=os.getpid())
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise InputError(f"{error.filename or path} cannot be deleted: {error.strerror or error}") from None
+
+
+def check_deletable(path: Path, ignored: int | None = None) -> None:
+    """Raise InputError for a job of a sweep, and for a run or sweep that is in progress or queued, or part of which is.
+
+    ignored: a process whose locks do not count.
+    """
+    from runner.launchers.slurm.queue import find_ended, last_job
+
+    if is_sweep(path.parent):
+        raise InputError(f"{path} is a job, which the ledger of its sweep names; delete the sweep, {path.parent}")
+    jobs = [job.directory for job in read_ledger(path)] if is_sweep(path) else []
+    parents = [path.parent.parent] if path.parent.name == CELLS else []  # the task=compare that has started the run
+    directories = list(dict.fromkeys([path, *jobs, *(each for each, _ in find_records(path)), *parents]))
+    for directory in directories:
+        if (owner := living_owner(directory)) and not (owner.is_here and owner.pid == ignored):
+            raise InputError(f"{directory} is in progress (process {owner.pid} on {owner.host}); type runs stop {path}")
+    if "queued" in _states(path):
+        raise InputError(f"{path} has jobs in a queue; cancel them first")
+    submitted = {job: directory for directory in directories if (job := last_job(directory))}
+    ended = find_ended([*submitted])
+    for job, directory in submitted.items():
+        if job not in ended:
+            raise InputError(f"{directory} may be in Slurm's queue (job {job}); cancel it first: scancel {job}")
+
+
+def forks_of(path: Path, folder: Path) -> list[Path]:
+    """Return the runs below `folder` that started from a checkpoint of the run, or of a job of the sweep, in `path`."""
+    results = ((other, read_result(other) or {}) for other, is_sweep in find_records(folder) if not is_sweep)
+    forks = [other for other, result in results if Path(result.get("parent") or "").is_relative_to(path)]
+    return [fork for fork in forks if not fork.is_relative_to(path)]
+
+
+def _states(path: Path) -> set[str]:
+    return {job.state for job in read_ledger(path)} if is_sweep(path) else set()
+
+
+def living_owner(directory: Path) -> LockOwner | None:
+    owner = find_owner(directory)
+    return owner if owner and owner.is_alive else None
