@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.errors import InputError, did_you_mean
 from runner.records.labels import read_labels, write_labels
-from runner.records.ledger import is_sweep, lock_sweep, read_ledger, unlock_sweep
+from runner.records.ledger import STOPPING, is_sweep, lock_sweep, read_ledger, unlock_sweep, write_state
 from runner.records.listing import find_record, read_row
 from runner.records.records import CELLS, find_records
 from runner.records.result import read_result
@@ -61,6 +61,8 @@ def archive(run: Name, restore: bool = False, outputs: Name = "outputs") -> None
 def stop(run: Name, outputs: Name = "outputs") -> int:
     """Send SIGTERM to the process of a run or sweep, which saves a checkpoint and exits, and return its id.
 
+    If the run is a job, its sweep continues with the next job.
+
     Raise InputError if the run is not in progress, or if its process is on another machine or of another user.
     """
     path = find(run, outputs)
@@ -68,15 +70,17 @@ def stop(run: Name, outputs: Name = "outputs") -> int:
     if owner is None:
         queued = "; cancel its job in the queue" if "queued" in _states(path) else ""
         raise InputError(f"{path} is not in progress ({read_row(path, path.parent).state}){queued}")
-    if is_sweep(path.parent) and living_owner(path.parent):
-        job = next((job for job in read_ledger(path.parent) if job.directory == path), None)
-        if job is not None and not job.slots and job.queued_as is None:
-            raise InputError(f"{path} cannot be stopped without its sweep; runs stop {path.parent} stops both")
     if not owner.is_here or owner.pid is None:
         raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
     if not owner.is_owner:
         raise InputError(f"{path}: its lock file and process {owner.pid} belong to different users; stop it yourself")
+    jobs = read_ledger(path.parent) if is_sweep(path.parent) and living_owner(path.parent) else []
+    job = next((job for job in jobs if job.directory == path), None)
+    if job is not None and job.stop_requested:
+        raise InputError(f"{path} is stopping already; runs stop {path.parent} stops its sweep")
     try:
+        if job is not None:  # its sweep continues with the next job
+            write_state(path.parent, job.number, STOPPING)
         os.kill(owner.pid, signal.SIGTERM)
     except OSError as error:
         raise InputError(f"process {owner.pid} of {path} cannot be signaled: {error.strerror}") from None

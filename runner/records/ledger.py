@@ -22,7 +22,8 @@ from runner.records.result import RESULT, RUNNING, current_state, read_result
 from runner.records.run_lock import RunLock, find_owner, lock_directory
 
 LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
-DONE = ("finished", "pruned")
+DONE, REMOVED = ("finished", "pruned"), "removed"
+STOPPING = "stopping"  # a line with this state is a request and does not change the state of the job
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _locks: dict[Path, tuple[int, RunLock]] = {}  # by sweep: the descriptor of sweep.lock, and the run lock
@@ -46,6 +47,8 @@ class JobRecord:
     queue: str = ""  # the launcher's `_target_`
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    stop_requested: bool = False  # `runs stop` stopped the last start of this job, but not its sweep
+    result: dict[str, Any] | None = None  # the content of its result.json; None if there is none
 
 
 @dataclass
@@ -65,9 +68,10 @@ def is_sweep(directory: Path) -> bool:
 def read_ledger(directory: Path) -> list[JobRecord]:
     """Return the jobs, sorted by number. Raises OSError if the ledger is missing and InputError if it is damaged.
 
-    A run's result.json takes precedence if the run is finished or pruned: the sweep may have been killed before it
-    wrote the line in the ledger, or the job was resumed as a single run. A running job is lost if
-    the owner of its directory's lock is dead, or, before it locks its directory, if the process of the sweep is dead.
+    A run's result.json takes precedence if the ledger or result.json has the state finished or pruned: the sweep may
+    have been killed before it wrote the line in the ledger, or the job was resumed as a single run. A finished or
+    pruned job without result.json is removed. A running job is lost if the owner of its directory's lock is dead, or,
+    before it locks its directory, if the process of the sweep is dead.
     """
     sweep_owner = find_owner(directory)  # first, so that a job that ends meanwhile is not lost
     jobs: dict[int, JobRecord] = {}
@@ -78,14 +82,8 @@ def read_ledger(directory: Path) -> list[JobRecord]:
         elif "state" in line and line["number"] in jobs:
             _update(jobs[line["number"]], line)
     for job in jobs.values():
-        if job.state not in DONE and job.num_starts and (result := read_result(job.directory)):
-            if result["state"] in DONE:
-                job.state, job.metrics, job.error, job.end = result["state"], result["metrics"], None, None
-            elif job.state == "queued":
-                if (job.directory / RESULT).stat().st_mtime >= (job.start or 0):  # not from an earlier start
-                    job.state, job.error = result["state"], result["error"]
-            elif job.error is None:
-                job.error = result["error"]
+        if job.num_starts:
+            _add_result(job)
         if job.state == RUNNING:
             # The sweep's process starts the job, which locks its own directory after it has loaded its data.
             owner = find_owner(job.directory) or sweep_owner
@@ -166,10 +164,29 @@ def _is_valid(line: dict[str, Any]) -> bool:
     return not line.keys() & {"sweep", "label", "state"}
 
 
+def _add_result(job: JobRecord) -> None:
+    """Update a job that has started from the result.json of its run."""
+    job.result = result = read_result(job.directory)
+    if result is None:
+        if job.state in DONE and not (job.directory / RESULT).exists():
+            job.state, job.metrics, job.error = REMOVED, {}, "its directory was removed; -m resume= runs it again"
+    elif job.state in DONE or result["state"] in DONE:
+        job.end = job.end if job.state == result["state"] else None
+        job.state, job.metrics, job.error = result["state"], result["metrics"], result["error"]
+    elif job.state == "queued":
+        if (job.directory / RESULT).stat().st_mtime >= (job.start or 0):  # not from an earlier start
+            job.state, job.error = result["state"], result["error"]
+    elif job.error is None:
+        job.error = result["error"]
+
+
 def _update(job: JobRecord, line: dict[str, Any]) -> None:
+    if line["state"] == STOPPING:
+        job.stop_requested = True
+        return
     job.state = line["state"]
     if job.state in ("running", "queued"):
-        job.num_starts += 1
+        job.num_starts, job.stop_requested = job.num_starts + 1, False
         job.queued_as, job.queue = line.get("queued_as"), line.get("queue", "")
         job.start, job.end, job.slots, job.error = line["at"], None, line.get("slots", []), None
     else:

@@ -24,7 +24,7 @@ from runner.records.start_time import started_at
 from runner.records.tables import Cells, as_number, without_empty_columns
 
 # The state of a sweep is the first of these states that one of its jobs has.
-STATES = ("running", "queued", "lost", "failed", "refused", "preempted", "waiting", "pruned", "finished")
+STATES = ("running", "queued", "lost", "failed", "refused", "preempted", "removed", "waiting", "pruned", "finished")
 UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 

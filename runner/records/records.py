@@ -18,6 +18,7 @@ from runner.records.run_directory import CONFIG, OVERRIDES
 from runner.records.settings import Section, read_overrides, read_settings
 from runner.records.start_time import in_order
 
+DAMAGED = "damaged"  # the state of a job whose files cannot be read
 CELLS = "cells"  # the directory of the runs of task=compare, in the directory of the task
 MAX_LEVELS = 20  # of directories that are searched for runs
 # Keys that only determine where a job ran or where it was stored.
@@ -83,15 +84,12 @@ class RunRecord:
 
 
 def read_jobs(
-    path: Path,
-    key: str,
-    read_sweep_jobs: Callable[[Path], list[JobRecord]] = read_ledger,
-    skipped: list[str] | None = None,
+    path: Path, key: str, read_sweep_jobs: Callable[[Path], list[JobRecord]] = read_ledger
 ) -> list[RunRecord]:
     """Return the jobs of the sweep, or the single run, in the directory `path`, which the option `key` names.
 
-    A job whose files are damaged is skipped, and a message is added to `skipped`. If `skipped` is None, InputError is
-    raised, as it is for a directory without a sweep or run.
+    A job whose files are damaged has the state damaged, and an error that names the file. Raises InputError for a
+    directory without a sweep or run.
     """
     check_is_record(path, key)
     records = []
@@ -103,9 +101,7 @@ def read_jobs(
             records.append(record)
         except (AttributeError, KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError) as error:
             message = str(error) if isinstance(error, InputError) else f"{job.directory / RESULT} is damaged ({error})"
-            if skipped is None:
-                raise InputError(message) from None
-            skipped.append(f"{job.label} is skipped: {message}")
+            records.append(RunRecord(job.directory, job.label, DAMAGED, job.overrides, error=message))
     return records
 
 
@@ -129,11 +125,11 @@ def read_run(job: JobRecord) -> RunRecord:
     config_dirs = [text.removeprefix("--config-dir=") for text in recorded if text.startswith("--config-dir=")]
     overrides = [text for text in recorded if not text.startswith("--")]
     try:
-        result = valid_result(read_mapping(f"{path}/{RESULT}"))
+        result = job.result or valid_result(read_mapping(f"{path}/{RESULT}"))
     except InputError:
         if (path / RESULT).exists():
             raise
-        # The job is waiting, or was refused.
+        # The job is waiting, or was refused, or its directory was removed.
         return RunRecord(path, job.label, job.state or "not run", overrides, error=job.error or "")
     speed = {key: result[key] for key in ("samples_per_second", "seconds") if result.get(key) is not None}
     metrics = {name: float(value) for name, value in parse_metrics(result["metrics"] | speed).items()}

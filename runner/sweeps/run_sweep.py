@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
@@ -12,10 +11,10 @@ from hydra.errors import InstantiationException
 from runner.config.compose import compose
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed, Preempted, printable
-from runner.records.ledger import DONE, JobRecord, SweepRecord, is_sweep, read_ledger, unlock_sweep
+from runner.errors import InputError, JobFailed, Preempted
+from runner.records.ledger import DONE, SweepRecord, is_sweep, read_ledger, unlock_sweep
 from runner.records.monitor import main_metrics
-from runner.records.records import read_jobs
+from runner.records.records import RunRecord, read_jobs
 from runner.records.report.render import closing
 from runner.records.report.statistics import at_best, monitors_of
 from runner.records.tables import text_table
@@ -89,17 +88,11 @@ def _finish(sweep: Sweep) -> int:
 
 def print_summary(directory: Path) -> bool:
     """Print the outcome of the jobs. Return True if any is not finished or pruned."""
-    jobs = read_jobs_and_queues(directory)
-    skipped: list[str] = []
-    runs = read_jobs(directory, "run", read_jobs_and_queues, skipped)
-    measured = {run.directory: at_best(run).metrics for run in runs}  # as in the comparison below the table
-    jobs = [replace(job, metrics=measured.get(job.directory, job.metrics)) for job in jobs]
+    jobs = [at_best(job) for job in read_jobs(directory, "run", read_jobs_and_queues)]
     known = {name for job in jobs for name in job.metrics}
-    print(f"\n{job_table(jobs, main_metrics(monitors_of(runs), known)[:MAX_METRICS])}\n", flush=True)
-    if report := closing(runs):
+    print(f"\n{job_table(jobs, main_metrics(monitors_of(jobs), known)[:MAX_METRICS])}\n", flush=True)
+    if report := closing(jobs):
         print(f"{report}\n", flush=True)
-    for line in skipped:
-        print(printable(line), flush=True)
     for job in jobs:
         if job.state == "failed":
             print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)
@@ -110,11 +103,11 @@ def print_summary(directory: Path) -> bool:
     return len(done) < len(jobs)
 
 
-def job_table(jobs: Sequence[JobRecord], metrics: Sequence[str] = ()) -> str:
+def job_table(jobs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> str:
     """Return a table with a row per job: its state, its values of `metrics`, and one line of its error."""
     cells = [["job", "state", *metrics, "why"]]
     for job in jobs:
-        error = (job.error or "").strip().splitlines() or [""]
+        error = job.error.strip().splitlines() or [""]
         values = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in metrics]
         cells.append([job.label, job.state, *values, error[-1 if job.state == "failed" else 0]])
     return text_table(cells)

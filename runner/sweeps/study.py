@@ -78,10 +78,19 @@ class Study:
         self.study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + num_trials}))
 
     def next_trials(self) -> list[JobWithPruner]:
-        """Return the trials that were interrupted, or else at most `n_jobs` new ones; none after `n_trials`."""
+        """Return the trials that were interrupted, or else at most `n_jobs` new ones; none after `n_trials`.
+
+        A trial that was stopped by itself is interrupted, but this sweep does not run it again. The study keeps the
+        value of a job whose directory was removed.
+        """
         self.report_outcomes()
-        jobs = read_ledger(Path(str(self.sweep.directory)))
-        interrupted = [job for job in jobs if job.trial is not None and job.state not in (*DONE, *FAILED)]
+        jobs, known = read_ledger(Path(str(self.sweep.directory))), self.study.get_trials(deepcopy=False)
+        tried = {job.number for job in self.sweep.jobs}
+        interrupted = [
+            job
+            for job in jobs
+            if job.trial is not None and job.number not in tried and not known[job.trial].state.is_finished()
+        ]
         if interrupted:
             return [self._with_pruner(Job(job.number, job.label, job.overrides), job.trial) for job in interrupted]
         trials = []

@@ -17,6 +17,7 @@ from runner.config.recorded_code import importing_code_of
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.failures.signals import forget_signal, received
 from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.records.ledger import (
     DONE,
@@ -28,7 +29,7 @@ from runner.records.ledger import (
     write_lines,
     write_state,
 )
-from runner.records.result import read_result
+from runner.records.result import read_result, write_result
 from runner.records.run_directory import Request, new_directory
 from runner.sweeps.jobs import Composer, Job, check_shared, make_label, number_jobs, shared_values
 from runner.sweeps.queues import check_launchers, find_unfinished
@@ -177,11 +178,24 @@ class Sweep:
                 print_messages(error.messages)
             state, text = _outcome_of(error)
             self.write_state(job, state, error=text)
+            if self._continues(job, isinstance(error, Preempted)):
+                return {}
             if isinstance(error, Preempted):
                 raise SystemExit(143) from None  # unlike an Exception, it also ends Hydra's loop over the jobs
             raise
         self.write_outcome(job, metrics)
+        self._continues(job)
         return metrics
+
+    def _continues(self, job: Job, is_stopped: bool = False) -> bool:
+        """Return True if `runs stop` has stopped only this job, which may have ended before it received the signal."""
+        if not (is_stopped or received()):
+            return False
+        jobs = read_ledger(self.path(job).parent)
+        if not any(each.number == job.number and each.stop_requested for each in jobs):
+            return False
+        forget_signal()
+        return True
 
     def request(self, job: Job, overrides: list[str], choices: dict[str, str]) -> Request:
         """Return the request of a job. `overrides` are those with which it is composed."""
@@ -207,7 +221,13 @@ class Sweep:
 
     def write_outcome(self, job: Job, metrics: dict[str, float]) -> str:
         """Record that a job has finished or was pruned, and return this state."""
-        result = (read_result(self.path(job)) if self.rank_info.rank == 0 else None) or {"state": "finished"}
+        if self.rank_info.rank != 0:
+            return "finished"
+        path, result = self.path(job), read_result(self.path(job))
+        if result is None:  # a task such as compare writes to another directory
+            result = {"state": "finished", "metrics": metrics}
+            path.mkdir(exist_ok=True)
+            write_result(path, result)
         state = result["state"] if result["state"] in DONE else "finished"
         self.write_state(job, state, metrics=metrics)
         return state

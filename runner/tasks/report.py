@@ -6,10 +6,10 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
-from runner.errors import InputError, printable
+from runner.errors import InputError
 from runner.jobs.task import LaunchingTask
 from runner.records.record_files import write_atomically
-from runner.records.records import read_jobs
+from runner.records.records import DAMAGED, read_jobs
 from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
 from runner.records.report.statistics import Summary, summarize
@@ -30,12 +30,9 @@ class Report(LaunchingTask):
         """
         named = [("run", config.run)] if config.run else []
         named += [("report.runs", path) for path in config.report.runs]
-        skipped: list[str] = []
-        jobs = [
-            job for key, path in named for job in read_jobs(Path(path).absolute(), key, read_jobs_and_queues, skipped)
-        ]
-        if skipped and not jobs:
-            raise InputError(*skipped)
+        jobs = [job for key, path in named for job in read_jobs(Path(path).absolute(), key, read_jobs_and_queues)]
+        if all(job.state == DAMAGED for job in jobs):
+            raise InputError(*(job.error for job in jobs))
         unique = list({job.directory: job for job in jobs}.values())  # a job may be named in addition to its sweep
         options = config.report
         summary = summarize(unique, options.metric, options.direction, options.value, options.over)
@@ -47,7 +44,7 @@ class Report(LaunchingTask):
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be written ({error}); name another directory") from None
         if rank_info.rank == 0:  # the files exist already if a reader such as `head` closes the pipe
-            print(as_text(summary), *map(printable, skipped), f"\nreport: {written}", sep="\n", flush=True)
+            print(as_text(summary), f"\nreport: {written}", sep="\n", flush=True)
         best = summary.best
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 

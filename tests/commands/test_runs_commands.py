@@ -13,7 +13,7 @@ from many_runs import SMALL, make_run, make_sweep, owned
 
 import runner
 from runner.errors import InputError
-from runner.records.ledger import write_state
+from runner.records.ledger import read_ledger, write_state
 
 RUN, SWEEP = "run/20260101-000000", "run/sweep-20260101-000000"
 
@@ -196,18 +196,16 @@ def test_a_run_is_stopped_by_the_signal_that_saves(commands: Commands, runs: Run
     assert status == 2 and "is not in progress (preempted)" in err
 
 
-def test_a_job_is_stopped_alone_if_it_has_a_process(runs: Runs, outputs: Path) -> None:
+def test_a_job_is_stopped_without_its_sweep(runs: Runs, outputs: Path) -> None:
     sweep = make_sweep(outputs / "run" / "sweep-20260101-000009", "running", slots=[0])
     with owned(sweep, sweep / "0-lr-0.1") as (_, job):
         assert runs("stop", str(sweep / "0-lr-0.1"))[0] == 0
         job.join(120)
         assert job.exitcode == -signal.SIGTERM
-    other = make_sweep(outputs / "run" / "sweep-20260101-000010", "running")
-    with owned(other, other / "0-lr-0.1") as (sweep_process, _):
-        status, _, err = runs("stop", str(other / "0-lr-0.1"))
-        assert status == 2 and f"cannot be stopped without its sweep; runs stop {other} stops both" in err
-        assert runs("stop", str(other))[0] == 0
-        sweep_process.join(120)
+        assert read_ledger(sweep)[0].stop_requested
+        with owned(sweep / "0-lr-0.1"):
+            status, _, err = runs("stop", str(sweep / "0-lr-0.1"))
+            assert status == 2 and f"is stopping already; `runs stop {sweep}` stops its sweep" in err
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")

@@ -27,6 +27,9 @@ def test_later_lines_add_to_earlier_ones(tmp_path: Path) -> None:
     write_state(tmp_path, 0, "failed", error="lost")
     write_state(tmp_path, 0, "running")
     write_state(tmp_path, 0, "finished", metrics={"val/loss": 0.5})
+    (tmp_path / "0-seed-0").mkdir()
+    result = {"state": "finished", "metrics": {"val/loss": 0.5}, "error": None}
+    (tmp_path / "0-seed-0" / "result.json").write_text(json.dumps(result))
     first, second = read_ledger(tmp_path)
     assert is_sweep(tmp_path) and read_sweep(tmp_path).typed == ["seed=0,1"]
     assert (first.state, first.num_starts, first.metrics, first.error) == ("finished", 2, {"val/loss": 0.5}, None)

@@ -16,7 +16,8 @@ from commands import Commands, wait_until
 from worlds import jobs_of, only_run
 
 from runner.records.ledger import JobRecord
-from runner.sweeps.run_sweep import job_table
+from runner.records.records import RunRecord
+from runner.sweeps.run_sweep import job_table, print_summary
 from runner.sweeps.slot_process import confine
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
@@ -29,20 +30,26 @@ from pathlib import Path
 
 import numpy
 import torch
+from runner.api.run_commands import run_command
 from runner.shipped.models.toy import Toy
+
+RANK = os.environ.get("RANK", "0")
 
 
 class Model(Toy):
     def __init__(self, sample_shape, num_outputs, fails=False, sleeps_s=0.0, job=""):
         super().__init__(sample_shape, num_outputs)
         self.fails, self.sleeps_s, self.job, self.calls = fails, sleeps_s, job, 0
-        if job:
+        if job and job != "stopped":
             Path(f"cores-{job}-{os.getpid()}").write_text(",".join(map(str, sorted(os.sched_getaffinity(0)))))
         self.noise = random.random() + numpy.random.random()
         self.default_dtype = torch.get_default_dtype()
 
     def forward(self, samples):
         self.calls += self.training
+        if self.job == "stopped" and self.calls == 3 and RANK == "0" and not Path("stopped").exists():
+            Path("stopped").touch()
+            run_command(["stop", *map(str, Path().glob("outputs/run/sweep-*/0-*"))])
         while self.job == "first" and not list(Path().glob("cores-third-*")):
             time.sleep(0.02)
         if self.training:
@@ -145,6 +152,47 @@ def test_values_of_zipped_keys_change_together(here: Here, tmp_path: Path, capfd
     ):
         assert here("-m", *swept, f"hydra.sweeper.zip={zipped}") == 2
         assert message in capfd.readouterr().err
+
+
+def test_a_removed_job_is_named_and_runs_again(here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that was resumed by itself has its new metrics in the table of jobs and in the comparison."""
+    assert here("-m", *TOY, "seed=0,1,2") == 0
+    removed, longer, _ = [job.directory for job in jobs_of(tmp_path)]
+    shutil.rmtree(removed)
+    assert here(f"resume={longer}", "epochs=2") == 0
+    assert here("task=report", "run=last") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-3] for line in lines if line.endswith("1 removed")] == ["1"]  # n of the two with epochs=1
+    assert any(line.split()[:2] == [removed.name, "removed"] and "runs it again" in line for line in lines)
+    assert print_summary(removed.parent)
+    assert "2 of 3 jobs finished" in capsys.readouterr().out
+
+    loss = f"{result_of(longer)['metrics']['val/loss']:.4f}"
+    assert here("-m", "resume=last") == 0
+    output = capsys.readouterr().out
+    assert "2 jobs are done, 1 unfinished, 0 new" in output
+    (row,) = (line for line in output.splitlines() if line.startswith(longer.name))
+    assert loss in row.split() and loss in output.partition(row)[2]
+    assert [(job.state, job.num_starts) for job in jobs_of(tmp_path)] == [("finished", count) for count in (2, 1, 1)]
+    # As if the job had been resumed by itself once more, and stopped.
+    (longer / "result.json").write_text(json.dumps(result_of(longer) | {"state": "preempted"}))
+    assert [job.state for job in jobs_of(tmp_path)] == ["finished", "preempted", "finished"]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_one_job_of_a_serial_sweep_is_stopped(ranks: int, commands: Commands, custom: Path) -> None:
+    """The first job stops itself in its third step, by `runs stop`; the sweep runs the second one to its end."""
+    arguments = ("-m", *CUSTOM, "model.job=stopped,other", *["parallel=ddp"] * (ranks > 1))
+    first, *_ = done = commands.forked_world(ranks, *arguments)
+    assert [each.returncode for each in done] == [1] * ranks, first.stdout + first.stderr
+    assert [job.state for job in jobs_of(custom)] == ["preempted", "finished"]
+    assert list(jobs_of(custom)[0].directory.glob("checkpoints/step_[34]")) != []
+    assert "1 of 2 jobs finished" in first.stdout
+    done = commands.forked_world(ranks, "-m", "resume=last")
+    assert [each.returncode for each in done] == [0] * ranks, done[0].stdout + done[0].stderr
+    assert [(job.state, job.num_starts) for job in jobs_of(custom)] == [("finished", 2), ("finished", 1)]
+    one, other = (result_of(job.directory) for job in jobs_of(custom))
+    assert one["step"] == other["step"] and one["weights_sha256"] == other["weights_sha256"]
 
 
 @pytest.mark.fault("kill -9 of a sweep", outcome="survived")
@@ -276,6 +324,6 @@ def test_slots_are_refused_inside_a_world(
 
 def test_the_table_of_jobs_shows_brackets_in_errors(tmp_path: Path) -> None:
     error = "Traceback\nRuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]"
-    lines = job_table([JobRecord(0, "0-seed-0", [], tmp_path, state="failed", error=error)]).splitlines()
+    lines = job_table([RunRecord(tmp_path, "0-seed-0", "failed", error=error)]).splitlines()
     assert lines[1].split(maxsplit=2)[:2] == ["0-seed-0", "failed"]
     assert lines[1].rstrip().endswith("RuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]")

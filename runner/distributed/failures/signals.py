@@ -47,6 +47,7 @@ class _State:
 
     reason: str | None = None  # the first signal's name, or `requested_reason`
     received_at: float = 0.0  # monotonic seconds
+    num_received: int = 0
     on_first: Callable[[str], None] = _note
     pid: int | None = None  # the process that installed the handlers; a forked process installs its own
     num_interrupts: int = 0  # of SIGINT: a launcher may pass on a terminal's SIGINT as another signal
@@ -61,6 +62,13 @@ _state = _State()
 def received() -> str | None:
     """Return the reason why this process has to stop, for example "SIGTERM"; None if it does not."""
     return _state.reason
+
+
+def forget_signal() -> None:
+    """Continue after the first signal. If a second one has arrived meanwhile, the process still has to stop."""
+    _state.num_received -= 1
+    if _state.num_received <= 0:
+        _state.num_received, _state.reason = 0, None
 
 
 def seconds_since_received() -> float:
@@ -155,7 +163,8 @@ def exit_at_once_with_parent() -> None:
 
 
 def _install(on_first: Callable[[str], None]) -> None:
-    _state.reason, _state.on_first, _state.pid, _state.num_interrupts = None, on_first, os.getpid(), 0
+    _state.reason, _state.on_first, _state.pid = None, on_first, os.getpid()
+    _state.num_received = _state.num_interrupts = 0
     _state.terminals = tuple(stream for stream in (1, 2) if os.isatty(stream))
     for number in STOP_SIGNALS:
         if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
@@ -167,6 +176,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         return  # in a process that was just forked, and is about to install its own handlers
     if number == signal.SIGHUP:
         detach_terminal()
+    _state.num_received += 1
     _state.num_interrupts += number == signal.SIGINT
     if _state.reason is None:
         _state.reason = _state.requested_reason or signal.Signals(number).name
