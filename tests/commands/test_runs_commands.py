@@ -205,7 +205,7 @@ def test_a_job_is_stopped_without_its_sweep(runs: Runs, outputs: Path) -> None:
         assert read_ledger(sweep)[0].stop_requested
         with owned(sweep / "0-lr-0.1"):
             status, _, err = runs("stop", str(sweep / "0-lr-0.1"))
-            assert status == 2 and f"is stopping already; `runs stop {sweep}` stops its sweep" in err
+            assert status == 2 and f"is stopping already; runs stop {sweep} stops its sweep" in err
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
