@@ -23,6 +23,7 @@ from runner.records.record_files import without_links
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # https://github.com/huggingface/safetensors#format
 # Keys of a file's metadata, as torch.distributed.checkpoint's HuggingFaceStorageReader reads them.
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_PAIRS = "complex128"  # names of tensors that are stored as pairs of float64, because the format has no complex128
 _SYNC = 2**26  # bytes, after which data are flushed to the disk, so that other ranks see the file grow
 _BLOCK = 2**22  # bytes that are written, hashed and if necessary copied at a time
 
@@ -126,15 +127,21 @@ def open_shards(files: Iterable[Path]) -> dict[str, SavedTensor]:
     for file in sorted(file for file in files if file.suffix == ".safetensors"):
         try:
             opened: Any = safe_open(str(file), framework="pt", device="cpu")
-            offsets = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))  # whole tensors without it
+            metadata = opened.metadata() or {}
+            offsets = json.loads(metadata.get(_SHARDING, "{}"))  # whole tensors without it
+            pairs = json.loads(metadata.get(_PAIRS, "[]"))
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 part = opened.get_slice(name)
                 dtype: Any = _TYPES[part.get_dtype()]
-                saved = tensors.setdefault(name, SavedTensor(dtype))
                 shape = tuple(part.get_shape())
                 start = tuple(offsets[name][_OFFSETS]) if offsets else (0,) * len(shape)
+                read = functools.partial(_read, opened, name)
+                if name in pairs:
+                    dtype, shape, start = torch.complex128, shape[:-1], start[:-1]
+                    read = functools.partial(_read_pairs, opened, name)
+                saved = tensors.setdefault(name, SavedTensor(dtype))
                 if start not in [chunk.offsets for chunk in saved.chunks]:  # another rank may have written the same box
-                    saved.chunks.append(SavedChunk(start, shape, functools.partial(_read, opened, name)))
+                    saved.chunks.append(SavedChunk(start, shape, read))
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error}); the file is damaged") from None
     return tensors
@@ -145,11 +152,22 @@ def _read(file: Any, name: str, slices: Slices) -> Tensor:
     return tensor
 
 
+def _read_pairs(file: Any, name: str, slices: Slices) -> Tensor:
+    return torch.view_as_complex(_read(file, name, (*slices, slice(0, 2))))
+
+
 def _header(chunks: Mapping[str, LocalChunk]) -> bytes:
+    pairs = {
+        name: LocalChunk(torch.view_as_real(chunk.tensor), (*chunk.offsets, 0))
+        for name, chunk in chunks.items()
+        if chunk.tensor.dtype == torch.complex128
+    }
+    chunks = {**chunks, **pairs}
     listed: dict[str, Any] = {
         "__metadata__": {
             "format": "pt",
             "DCP_VERSION": "1.0",
+            _PAIRS: json.dumps([*pairs]),
             _SHARDING: json.dumps({name: {_OFFSETS: list(chunk.offsets)} for name, chunk in chunks.items()}),
         }
     }

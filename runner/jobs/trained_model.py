@@ -19,7 +19,7 @@ from runner.config.resume import read_overrides
 from runner.config.schema import Config
 from runner.config.trust import check_code, check_targets
 from runner.errors import InputError
-from runner.optimization.precision import Precision
+from runner.optimization.precision import Precision, convert
 from runner.records.run_directory import CHECKPOINTS
 
 
@@ -93,4 +93,5 @@ def make_model(config: Config, choices: Mapping[str, str]) -> nn.Module:
         torch.default_generator.manual_seed(config.seed)
         model: nn.Module = make_group(choices, "model", node)
     cpu = torch.device("cpu")
-    return model.to(device=cpu, dtype=Precision(config.precision, cpu).parameter_dtype)
+    convert(model.to(device=cpu), Precision(config.precision, cpu).parameter_dtype)
+    return model

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from runner.input.batch import cast_floating
 
 
 class Precision:
@@ -29,6 +32,23 @@ class Precision:
                 if self._device_type == "cpu" and not torch.cpu._is_amx_tile_supported():
                     stack.enter_context(CpuAttention())
             yield
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Convert a module's parameters and buffers, in place. Complex tensors stay complex, unlike with nn.Module.to.
+
+    Return the names of those that do not keep their values or had 8 bits; values on the meta device are unknown.
+    """
+    named = chain(module.named_parameters(), module.named_buffers())
+    changed = [name for name, tensor in named if _changes(tensor, cast_floating(tensor, dtype))]
+    module._apply(lambda tensor: cast_floating(tensor, dtype))
+    return changed
+
+
+def _changes(tensor: Tensor, converted: Tensor) -> bool:
+    if converted.element_size() >= tensor.element_size():
+        return tensor.dtype.is_floating_point and tensor.element_size() == 1
+    return not (tensor.is_meta or torch.allclose(converted.to(tensor.dtype), tensor, rtol=0, atol=0, equal_nan=True))
 
 
 class CpuAttention(TorchFunctionMode):

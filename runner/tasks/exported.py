@@ -18,7 +18,7 @@ from runner.input.batch import MicroBatch, cast_floating
 from runner.input.pytree import map_tensors, named_tensors, tensors
 from runner.input.source import Source
 from runner.objectives.supervised import Supervised, call_model
-from runner.optimization.precision import Precision
+from runner.optimization.precision import Precision, convert
 from runner.training.components import make_objective, make_parallel
 
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
@@ -47,7 +47,7 @@ def make_example(
     dtype = Precision(config.precision, torch.device("cpu")).parameter_dtype
     objective = make_objective(config, choices, make_parallel(config, choices))
     if isinstance(objective, nn.Module):
-        objective.to(dtype=dtype)
+        convert(objective, dtype)
     calls: list[tuple[Any, Any]] = []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True

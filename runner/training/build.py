@@ -25,8 +25,8 @@ from runner.input.sampler import Sampler
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised
 from runner.optimization.optimizers import OptimizerFactory
-from runner.optimization.parameter_patterns import freeze
-from runner.optimization.precision import Precision
+from runner.optimization.parameter_patterns import counted, freeze
+from runner.optimization.precision import Precision, convert
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import Monitor
 from runner.training.callbacks.contract import Callback
@@ -115,7 +115,12 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         warnings += compare_samples(config, choices, module, objective, train_data)
     objective.is_distributed = world.world_size > 1
     attach_objective(module, objective, world.device, precision.parameter_dtype)
-    module.to(device=None if deferred else world.device, dtype=precision.parameter_dtype)
+    module.to(device=None if deferred else world.device)
+    if changed := convert(module, precision.parameter_dtype):
+        warnings.append(
+            f"precision={config.precision}: {counted(changed, 3)} of model={choices['model']} had another dtype, and "
+            f"the conversion to {precision.parameter_dtype} changes their values or format"
+        )
     memory_format = _memory_format(config.memory_format, module)
     module.to(memory_format=memory_format)
     frozen = freeze(config.freeze, module)

@@ -15,6 +15,7 @@ from runner.objectives.losses import Auto as AutoLoss
 from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
 from runner.optimization.parameter_patterns import keep_in_evaluation_mode
+from runner.optimization.precision import convert
 from runner.records.loggers.composite import CompositeLogger
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import BY_LOSS, LOSS, Monitor
@@ -91,7 +92,8 @@ def attach_objective(module: nn.Module, objective: Objective, device: torch.devi
     """
     name, part = ("loss", objective.function) if isinstance(objective, Supervised) else ("objective", objective)
     if isinstance(part, nn.Module):
-        part.to(device=device, dtype=dtype)
+        part.to(device=device)
+        convert(part, dtype)
         if any(True for _ in part.parameters()) or (part is objective and part.state_dict()):
             attach_submodule(module, name, part)
             for submodule in [each for each in part.modules() if not each.training]:

@@ -10,6 +10,7 @@ from torch import nn
 from runner.checkpoints.layout import LAST, TrainState, read_train_state
 from runner.checkpoints.saved_state import open_on_all_ranks
 from runner.distributed.world import World
+from runner.optimization.precision import convert
 from runner.training.callbacks.contract import Callbacks
 from runner.training.mode import ParallelModel
 
@@ -45,7 +46,8 @@ def copy_model(
     weights = parallel_model.weights()
     if world.rank != 0:
         return None
-    model = make_model().to(dtype=dtype)
+    model = make_model()
+    convert(model, dtype)
     # The weights of an objective or its loss are not part of the model that `make_model` builds.
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
     return model.eval()
