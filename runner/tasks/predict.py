@@ -13,13 +13,14 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import JobFailed, require_packages
+from runner.input.loader import Loader
 from runner.input.sampler import BlockSampler
 from runner.jobs.task import JobTask
 from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
 from runner.records.run_directory import RunDirectory
 from runner.tasks.evaluate import restore_run
-from runner.tasks.prediction_files import SUFFIXES, Columns, columns_of, writing
+from runner.tasks.prediction_files import OUTPUT, SUFFIXES, TARGET, Columns, columns_of, writing
 from runner.tasks.train import name_classes
 from runner.training.build import Experiment
 from runner.training.mode import ParallelModel
@@ -88,8 +89,10 @@ def _predict(
     ranks.
     """
     loader, axes = experiment.val_loader, experiment.axes
-    size, by_sample = config.predict.batch_size, config.predict.format == "jsonl"
-    num_samples, step_size, own = loader.sampler.num_samples, size * axes.data_ranks, axes.data_rank(world.rank)
+    num_samples, own = loader.sampler.num_samples, axes.data_rank(world.rank)
+    step_size, by_sample = config.predict.batch_size * axes.data_ranks, set[str]()
+    if config.predict.format == "jsonl":
+        by_sample = _find_lists(loader, parallel_model, min(num_samples, 2), reads=own is not None)
     loader.use_sampler(BlockSampler(num_samples, step_size, data_rank=own, data_ranks=axes.data_ranks, shuffle=False))
     counts, names = axes.counts(world.rank), list[str]()
     steps = loader.steps(epoch=0)
@@ -108,6 +111,22 @@ def _predict(
             writer.add(columns)
             names = list(columns)
     return names
+
+
+def _find_lists(loader: Loader, parallel_model: ParallelModel, num_samples: int, reads: bool) -> set[str]:
+    """Return which of TARGET and OUTPUT are lists with an element per sample. All ranks must call it.
+
+    The length of such a list is the number of samples for one sample and for two. A collated list, or the list of the
+    outputs of a model, has the same length for both. reads: this rank reads samples; all of them read the same.
+    """
+    found = {TARGET, OUTPUT}
+    for count in range(1, num_samples + 1):
+        loader.use_sampler(BlockSampler(count, count, data_rank=0 if reads else None, shuffle=False))
+        ((micro_batch,),) = (batch.micro_batches for batch in loader.steps(epoch=0))
+        prediction = parallel_model.predict(micro_batch)
+        trees = {} if prediction is None else {TARGET: prediction.targets, OUTPUT: prediction.outputs}
+        found &= {name for name, tree in trees.items() if isinstance(tree, list) and len(tree) == count}
+    return found
 
 
 def _lacks_predict(objective: type) -> str | None:

@@ -3,7 +3,7 @@
 import contextlib
 import csv
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,16 @@ MAX_NUMBERS = 1000  # an output with more numbers per sample has no column for e
 GROUP_NUMBERS = 1 << 24  # in a Parquet row group, which is kept in memory
 
 
-def columns_of(outputs: Any, targets: Any, indices: Sequence[int], by_sample: bool = False) -> Columns:
+def columns_of(outputs: Any, targets: Any, indices: Sequence[int], by_sample: Collection[str] = ()) -> Columns:
     """Return the columns index, target, prediction, probability and output, in this order.
 
     Mappings and sequences have a column for each tensor, such as output.size. If a target is a class (integers in the
     output's shape without its class dim), `prediction` is the class of the largest output and `probability` its softmax
-    probability; other targets have neither column. With `by_sample`, a list with one element per sample becomes a last
-    column of these elements, which may have any structure and shapes. Raises JobFailed if a tensor does not have one
-    row per sample.
+    probability; other targets have neither column. `by_sample` names those of TARGET and OUTPUT that are lists with one
+    element per sample: a last column of these elements, which may have any structure and shapes. Raises JobFailed if a
+    tensor does not have one row per sample.
     """
-    trees = {TARGET: targets, OUTPUT: outputs} if by_sample else {}
-    listed = {name: tree for name, tree in trees.items() if isinstance(tree, list) and len(tree) == len(indices)}
+    listed = {name: tree for name, tree in ((TARGET, targets), (OUTPUT, outputs)) if name in by_sample}
     outputs, targets = (None if OUTPUT in listed else outputs), (None if TARGET in listed else targets)
     found, expected = _rows(outputs, len(indices), "outputs"), _rows(targets, len(indices), "targets")
     classes = {path: _classify(found[path], target) for path, target in expected.items() if path in found}

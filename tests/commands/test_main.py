@@ -28,6 +28,7 @@ RESULT = {
     "best": dict,
     "stopped": type(None),
     "step": int,
+    "num_steps": int,
     "epoch": int,
     "world_size": int,
     "parallel": str,

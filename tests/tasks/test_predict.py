@@ -47,6 +47,18 @@ class Boxes(Objective):
         return outputs, batch[1]
 """
 
+PAIRS = """
+from runner import Objective
+
+class Pairs(Objective):
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+
+    def predict(self, model, batch):
+        outputs = model(batch[0])
+        return [outputs, 2 * outputs], [batch[1], 2 * batch[1]]
+"""
+
 
 def train(folder: Path, *args: str, ranks: int = 1) -> Run:
     return run(folder, ranks, *args, "logger=none", "max_steps=3", "optimizer.lr=0.01")
@@ -216,6 +228,21 @@ def test_an_objective_without_predict_is_refused(tmp_path: Path) -> None:
         done = train(tmp_path / name, "model=linear", "data=random", "data.num_train=60", *arguments)
         with pytest.raises(Exception, match=r"objective: \w+ has no predict\(model, batch\)"):
             predicted(done, tmp_path / "predictions", 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_list_of_outputs_is_no_list_of_samples(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has two outputs, and a piece two samples; a target of a sample is a list of two, which is collated."""
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("model=toy", "data=toy", "data.num_train=20", "data.num_val=5", "batch_size=8", "metrics=none")
+    done = train(tmp_path / "train", *options, "objective._target_=pairs.Pairs", "precision=fp64")
+    there = predicted(done, tmp_path / "there", 1, "predict.format=jsonl", f"predict.batch_size={size}")
+    rows = [json.loads(line) for line in (there.path / "predictions.jsonl").read_text().splitlines()]
+    assert [[*row] for row in rows] == [["index", "target.0", "target.1", "output.0", "output.1"]] * 5
+    for row in rows:
+        assert row["target.1"] == [2 * value for value in row["target.0"]]
+        assert row["output.1"] == [2 * value for value in row["output.0"]]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -131,9 +131,11 @@ def test_missing_configurations_of_a_grid_are_named_with_the_command_that_adds_t
         write_lines(
             sweep, {"number": number, "label": str(number), "overrides": [f"optimizer.lr={lr}", f"seed={seed}"]}
         )
+        write_state(sweep, number, "running")
     text = as_text(summarize(read_jobs(sweep, "run")))
     assert "1 missing of the grid: optimizer.lr=0.3 seed=1\n" in text
     assert f"  python -m runner -m resume={sweep} optimizer.lr=0.1,0.2,0.3 seed=0,1" in text.splitlines()
+    assert "1 missing of the grid" in closing(read_jobs(sweep, "run"))  # below the table of a resumed sweep
     assert summarize(read_jobs(sweep, "run")[:4]).missing == []
     assert summarize(read_jobs(sweep, "run")[1:3]).missing == ["optimizer.lr=0.1 seed=0", "optimizer.lr=0.2 seed=1"]
 
@@ -253,16 +255,15 @@ def test_code_that_a_directory_names_is_not_executed(here: Callable[..., int], t
 
 
 @pytest.mark.parametrize("text", ["[1]", "{"])
-def test_a_run_with_damaged_files_is_skipped(text: str, tmp_path: Path) -> None:
+def test_a_run_with_damaged_files_is_named(text: str, tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path)
     jobs = read_jobs(sweep, "run")
     names = ["result.json", "config.yaml", *["metrics.jsonl"] * (text != "{")]
     for job, name in zip(jobs, names, strict=False):
         (job.directory / name).write_text(text)
-    skipped: list[str] = []
-    remaining = read_jobs(sweep, "run", skipped=skipped)
-    assert [job.label for job in remaining] == [job.label for job in jobs[len(names) :]]
-    assert [name in line for name, line in zip(names, skipped, strict=True)] == [True] * len(names)
+    damaged = [job for job in read_jobs(sweep, "run") if job.state == "damaged"]
+    assert [job.label for job in damaged] == [job.label for job in jobs[: len(names)]]
+    assert [name in job.error for name, job in zip(names, damaged, strict=True)] == [True] * len(names)
 
 
 def test_a_sweep_ends_with_a_comparison_of_its_jobs(tmp_path: Path) -> None:
