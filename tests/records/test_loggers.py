@@ -135,6 +135,7 @@ def test_chosen_loggers_are_called(word: str, mine: Path, here: Callable[..., in
             "flush, close, which runner.records.loggers.contract.Logger declares",
         ),
         (["logger=mlflow"], "logger=mlflow needs mlflow; pip install 'experiment-runner[mlflow]'"),
+        (["logger=wandb"], "logger=wandb needs wandb; pip install 'experiment-runner[wandb]'"),
         (["logger=mlflow", "logger.mlflow.uri=here"], "logger.mlflow.uri=here must be a URI; try uri=sqlite:///here"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
