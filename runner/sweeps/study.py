@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.schema import Config
 from runner.errors import InputError, first_line
-from runner.records.ledger import DONE, is_sweep, read_ledger
+from runner.records.ledger import DONE, REMOVED, is_sweep, read_ledger
 from runner.sweeps.jobs import Job, complete_overrides, first_value
 from runner.sweeps.study_options import Options, TrialPruner, check_options, distribution, open_storage
 from runner.sweeps.sweep import Sweep
@@ -89,7 +89,8 @@ class Study:
         interrupted = [
             job
             for job in jobs
-            if job.trial is not None and job.number not in tried and not known[job.trial].state.is_finished()
+            if job.trial is not None and job.number not in tried and job.state not in (*DONE, *FAILED)
+            if job.state != REMOVED or not known[job.trial].state.is_finished()
         ]
         if interrupted:
             return [self._with_pruner(Job(job.number, job.label, job.overrides), job.trial) for job in interrupted]
