@@ -7,6 +7,7 @@ in the directory `outputs`. The functions raise InputError if no run has this na
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 
 from runner.errors import InputError, did_you_mean
 from runner.records.labels import read_labels, write_labels
-from runner.records.ledger import STOPPING, is_sweep, lock_sweep, read_ledger, unlock_sweep, write_state
+from runner.records.ledger import STOPPING, JobRecord, is_sweep, lock_sweep, read_ledger, unlock_sweep, write_state
 from runner.records.listing import find_record, read_row
 from runner.records.records import CELLS, find_records
 from runner.records.result import read_result
-from runner.records.run_lock import LockOwner, find_owner, lock_directory
+from runner.records.run_lock import living_owner, lock_directory
 
 Name = str | os.PathLike[str]
 
@@ -68,7 +69,7 @@ def stop(run: Name, outputs: Name = "outputs") -> int:
     path = find(run, outputs)
     owner = living_owner(path)
     if owner is None:
-        queued = "; cancel its job in the queue" if "queued" in _states(path) else ""
+        queued = "; cancel its job in the queue" if is_sweep(path) and _is_queued(read_ledger(path)) else ""
         raise InputError(f"{path} is not in progress ({read_row(path, path.parent).state}){queued}")
     if not owner.is_here or owner.pid is None:
         raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
@@ -116,13 +117,14 @@ def check_deletable(path: Path, ignored: int | None = None) -> None:
 
     if is_sweep(path.parent):
         raise InputError(f"{path} is a job, which the ledger of its sweep names; delete the sweep, {path.parent}")
-    jobs = [job.directory for job in read_ledger(path)] if is_sweep(path) else []
+    jobs = read_ledger(path) if is_sweep(path) else []
     parents = [path.parent.parent] if path.parent.name == CELLS else []  # the task=compare that has started the run
-    directories = list(dict.fromkeys([path, *jobs, *(each for each, _ in find_records(path)), *parents]))
+    below = [each for each, _ in find_records(path)]
+    directories = list(dict.fromkeys([path, *(job.directory for job in jobs), *below, *parents]))
     for directory in directories:
         if (owner := living_owner(directory)) and not (owner.is_here and owner.pid == ignored):
             raise InputError(f"{directory} is in progress (process {owner.pid} on {owner.host}); type runs stop {path}")
-    if "queued" in _states(path):
+    if _is_queued(jobs):
         raise InputError(f"{path} has jobs in a queue; cancel them first")
     submitted = {job: directory for directory in directories if (job := last_job(directory))}
     ended = find_ended([*submitted])
@@ -138,10 +140,5 @@ def forks_of(path: Path, folder: Path) -> list[Path]:
     return [fork for fork in forks if not fork.is_relative_to(path)]
 
 
-def _states(path: Path) -> set[str]:
-    return {job.state for job in read_ledger(path)} if is_sweep(path) else set()
-
-
-def living_owner(directory: Path) -> LockOwner | None:
-    owner = find_owner(directory)
-    return owner if owner and owner.is_alive else None
+def _is_queued(jobs: Sequence[JobRecord]) -> bool:
+    return any(job.state == "queued" for job in jobs)

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.live import Live
 from rich.text import Text
 
-from runner.api.manage import living_owner
 from runner.errors import InputError, printable
 from runner.records.console import is_terminal
 from runner.records.ledger import DONE, is_sweep
@@ -18,6 +17,7 @@ from runner.records.listing import ORDERS, Row, describe_age, list_rows
 from runner.records.record_files import parse_metrics, read_metrics
 from runner.records.report.statistics import show
 from runner.records.result import RUNNING, read_result
+from runner.records.run_lock import living_owner
 from runner.records.start_time import MAX_TIME
 from runner.records.tables import text_table, without_empty_columns
 

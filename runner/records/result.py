@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from runner.records.console import LOG
 from runner.records.record_files import dumps, parse_json, parse_metrics, read_bytes, without_links, write_atomically
-from runner.records.run_lock import find_owner
+from runner.records.run_lock import living_owner
 
 RESULT = "result.json"
 RUNNING, LOST = "running", "lost"
@@ -79,9 +79,9 @@ def valid_result(result: Mapping[str, Any]) -> dict[str, Any]:
 def current_state(directory: Path, recorded: object) -> str:
     """Return the state that result.json has recorded, or "lost" if it is running but the process has died.
 
-    The process has died if the directory has no lock file, or if `find_owner` reports that the lock's owner is dead.
+    The process has died if the directory has no lock file, or if the lock's owner is dead.
     """
-    if recorded != RUNNING or ((owner := find_owner(directory)) and owner.is_alive):
+    if recorded != RUNNING or living_owner(directory):
         return str(recorded)
     result = read_result(directory) or {}  # again: the run may have ended after `recorded` was read
     return LOST if result.get("state", RUNNING) == RUNNING else str(result["state"])

@@ -141,6 +141,12 @@ def find_owner(directory: Path) -> LockOwner | None:
     return LockOwner(is_alive, is_here, is_owner, pid if type(pid) is int else None, str(facts.get("host")))
 
 
+def living_owner(directory: Path) -> LockOwner | None:
+    """Return the owner of the newest lock file if it is alive, otherwise None."""
+    owner = find_owner(directory)
+    return owner if owner and owner.is_alive else None
+
+
 def _is_here(facts: Mapping[str, Any]) -> bool:
     return facts.get("machine") == _machine() and type(facts.get("pid")) is int
 
