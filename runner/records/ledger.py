@@ -169,7 +169,8 @@ def _add_result(job: JobRecord) -> None:
     job.result = result = read_result(job.directory)
     if result is None:
         if job.state in DONE and not (job.directory / RESULT).exists():
-            job.state, job.metrics, job.error = REMOVED, {}, "its directory was removed; -m resume= runs it again"
+            again = "; -m resume= runs it again" if job.trial is None else ""  # a study keeps a trial's outcome
+            job.state, job.metrics, job.error = REMOVED, {}, f"its directory was removed{again}"
     elif job.state in DONE or result["state"] in DONE:
         job.end = job.end if job.state == result["state"] else None
         job.state, job.metrics, job.error = result["state"], result["metrics"], result["error"]

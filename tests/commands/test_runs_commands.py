@@ -131,6 +131,9 @@ def test_a_run_in_the_queue_of_slurm_is_not_deleted(
     runs: Runs, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (outputs / RUN / "slurm").mkdir()
+    os.mkfifo(outputs / RUN / "slurm" / "job")
+    assert "slurm/job cannot be read: it is a link or another special file" in runs("delete", "--yes", RUN)[2]
+    (outputs / RUN / "slurm" / "job").unlink()
     (outputs / RUN / "slurm" / "job").write_text("7\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "job 7 is in Slurm's queue, but squeue is missing here" in runs("delete", "--yes", RUN)[2]

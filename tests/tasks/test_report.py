@@ -230,10 +230,13 @@ def test_invalid_input_is_refused_and_nothing_is_written(
 ) -> None:
     sweep = make_sweep(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "jobless").mkdir()
+    (tmp_path / "jobless" / "ledger.jsonl").touch()
     before = sorted(tmp_path.rglob("*"))
     for args, message in {
         f"task=report run={sweep} report.metric=val/acuracy": "no such metric; did you mean val/accuracy?",
         "task=report run=empty": "is no sweep or run (it has neither ledger.jsonl nor overrides.yaml)",
+        "task=report run=jobless": f"run={tmp_path}/jobless: its ledger has no jobs; name another sweep or run",
         "task=report report.runs=[nowhere]": "nowhere is no directory; name one under outputs/",
         "task=report run=last name=other": "run=last: there is no sweep or run under",
         "task=report": "task=report needs the run to read; type run=last",

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
 from runner.errors import InputError, JobFailed
-from runner.records.record_files import make_directory, write_atomically
+from runner.records.record_files import make_directory, read_bytes, write_atomically
 from runner.records.result import read_result
 
 JOB = Path("slurm") / "job"  # the file with the id of the directory's last job
@@ -49,8 +49,14 @@ def submit(script: str, directory: Path, name: str = "job.sh") -> str:
 
 
 def last_job(directory: Path) -> str | None:
-    """Return the id of the job that was last submitted for the directory."""
-    return (directory / JOB).read_text().strip() if (directory / JOB).exists() else None
+    """Return the id of the job that was last submitted for the directory, or None. Raises InputError if unreadable."""
+    try:
+        return read_bytes(directory / JOB).decode().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{directory / JOB} cannot be read: {reason}") from None
 
 
 def find_ended(names: Sequence[str]) -> set[str]:
