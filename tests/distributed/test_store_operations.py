@@ -14,6 +14,7 @@ from worlds import configure
 from runner.distributed import rendezvous
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.world_store import STOPPED
 from runner.jobs.job import run_job
 from runner.training.trainer import Trainer
 
@@ -67,7 +68,11 @@ class CountingStore(dist.Store):
 
 
 def number_of(operations: list[tuple[str, tuple[str, ...]]]) -> int:
-    """Return the number of operations; a repeated check counts as one."""
+    """Return the number of operations; a repeated check counts as one.
+
+    A rank looks for a stop only if it has to wait, which depends on the speed of the other ranks.
+    """
+    operations = [each for each in operations if not each[1][-1].endswith(STOPPED)]
     polls = {each for each in operations if each[0] == "check"}
     return len(polls) + sum(operation != "check" for operation, _ in operations)
 

@@ -183,7 +183,12 @@ def half_written(folder: Path) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir(SHARED)) if SHARED.is_dir() else set()
+    """Return the names of the files in shared memory.
+
+    torch unlinks its files right after it has created them. One that is left belongs to a process that was killed
+    between the two calls, which no program can prevent.
+    """
+    return {name for name in os.listdir(SHARED) if not name.startswith("torch_")} if SHARED.is_dir() else set()
 
 
 def unused(names: set[str]) -> list[str]:
