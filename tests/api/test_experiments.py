@@ -225,6 +225,7 @@ print(run.result["world_size"], run.state, multiprocessing.active_children(), ch
 """
 
 
+@pytest.mark.thorough
 def test_script_without_a_main_guard_and_with_its_own_module_data_starts_the_rank_once(
     commands: Commands, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pandas
 import pytest
 import yaml
 
@@ -31,6 +30,7 @@ def write(path: Path, words: list[str], metrics: dict[str, float], lines: Sequen
 
 
 def test_metrics_are_columns_with_a_row_per_step(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
     lines = [
         {"step": 1, "epoch": 1, "train/loss": 3.0},
         {"step": 2, "epoch": 1, "train/loss": 2.0},

@@ -39,6 +39,7 @@ def both(*acts: Callable[[Trainer, Any], None]) -> Callable[[Trainer, Any], None
 
 
 @pytest.mark.fault("three preemptions in one epoch", outcome="survived")
+@pytest.mark.thorough
 def test_three_times_in_one_epoch(tmp_path: Path) -> None:
     """Either rank receives the signal. The steps 17, 22 and 26 are in the second of four epochs."""
     args = (*OVERRIDES, "parallel=ddp")

@@ -152,7 +152,7 @@ def train(folder: Path, ranks: int, kind: str, *more: str, size: int = 90) -> Ru
     return run(folder, ranks, *overrides(folder.parent / kind, kind, *options))
 
 
-@pytest.mark.parametrize("kind", ["Toy", "Sized"])
+@pytest.mark.parametrize("kind", ["Toy", pytest.param("Sized", marks=pytest.mark.thorough)])
 def test_a_stream_trains_like_a_map_style_dataset_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     shapes = (f"data.num_train={NUM_TRAIN}", "data.num_val=50", "loader.shuffle=false", "batch_size=90")
     expected = run(tmp_path / "map", 1, "model=toy", "data=toy", *shapes, *COMMON, "micro_batches=2")
@@ -168,7 +168,7 @@ def test_a_stream_trains_like_a_map_style_dataset_on_any_number_of_ranks(kind: s
             assert [index for index, _ in pairs] == list(sizes)
 
 
-@pytest.mark.parametrize("kind", ["Walk", "Stateful"])
+@pytest.mark.parametrize("kind", [pytest.param("Walk", marks=pytest.mark.thorough), "Stateful"])
 def test_a_resumed_run_reads_the_same_samples(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random samples in mid-epoch, on 2 ranks with 2 workers, then on 3 ranks without."""
     monkeypatch.chdir(tmp_path)

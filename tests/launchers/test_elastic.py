@@ -124,6 +124,7 @@ def test_rank_that_exits_with_status_0_has_failed_and_the_failure_is_recorded(
     assert result is not None and (result["state"], result["error"]) == ("failed", line)
 
 
+@pytest.mark.thorough
 def test_two_agents_restart_and_give_up_together(tmp_path: Path) -> None:
     assert launch_on_two(tmp_path, [(3, SIGKILL)] * 4, 3) == [3, 3]
     assert len(list(tmp_path.glob("start_0_*"))) == 2

@@ -82,6 +82,7 @@ def test_average_equals_one_process(
         assert not torch.allclose(tensor, expected.weights[name], atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_at_the_same_average_to_the_bit(tmp_path: Path) -> None:
     """In another mode, the values are equal up to rounding. An evaluation of the checkpoint equals that of the run."""
     whole = run(tmp_path, 2, *MIXED, "precision=fp32", "parallel=fsdp", "max_steps=7")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fault_matrix import BEGIN, END
 
 TESTS = """
@@ -84,6 +85,7 @@ def pytest_in(folder: Path, *args: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_leftovers_fail_their_test_and_faults_are_in_the_matrix(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     old = "| fault |\n|---|\n| older | 1 | refused cleanly | - | x |\n| a half | 1 | FAILED |"

@@ -109,6 +109,7 @@ def test_what_sbatch_refuses_leaves_no_directory(here: Here, slurm: Path, capfd:
         assert printed.out == "" and list((slurm / "outputs" / "run").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_large_grid_becomes_several_arrays_and_resume_submits_what_was_refused(
     here: Here, slurm: Path, capfd: Capture
 ) -> None:

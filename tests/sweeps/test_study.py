@@ -96,6 +96,7 @@ def test_a_resumed_study_repeats_interrupted_trials_but_not_failed_ones(here: He
         assert (job.state, trial.state.name) == (("failed", "FAIL") if hidden == 1 else ("finished", "COMPLETE"))
 
 
+@pytest.mark.thorough
 def test_a_resumed_study_keeps_its_storage_and_direction_and_proposes_new_trials(
     here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +129,7 @@ def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path) -> None:
     gc.collect()
 
 
+@pytest.mark.thorough
 def test_a_study_stops_after_its_first_job_without_the_metric(
     here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -243,6 +243,7 @@ def test_a_failure_on_one_rank_fails_only_its_job(commands: Commands, custom: Pa
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no CPU affinity")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two slots need two cores")
+@pytest.mark.thorough
 def test_slots_have_one_job_at_a_time_and_jobs_start_as_soon_as_slots_are_free(
     commands: Commands, custom: Path
 ) -> None:
