@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from runner.errors import InputError
 
@@ -79,11 +80,17 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         master_port=integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         directory=environ.get("RUNNER_DIRECTORY"),
-        restart_file=environ.get("RUNNER_RESTART_FILE"),
+        restart_file=environ.get("RUNNER_RESTART_FILE") or _file_of_torchrun(environ),
         inferred=tuple(name for name, key in local.items() if not environ.get(key)),
         has_parent=is_torchrun,
         on_one_machine=(is_size_known or master_addr.startswith("127.")) and local_world_size == world_size,
     )
+
+
+def _file_of_torchrun(environ: Mapping[str, str]) -> str | None:
+    """Return a file in the private directory that the agent of the command torchrun keeps while it restarts ranks."""
+    file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))  # DIRECTORY/attempt_N/LOCAL_RANK/error.json
+    return str(file.parents[2] / "restart") if file.parent.parent.name.startswith("attempt_") else None
 
 
 def integer(environ: Mapping[str, str], key: str, default: int | None = None) -> int:

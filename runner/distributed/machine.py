@@ -74,8 +74,9 @@ def available_memory() -> float:
 
 def _user_set_threads(rank_info: RankInfo) -> bool:
     """Return True if the user has set OMP_NUM_THREADS. The command torchrun sets it to 1 if it is not set."""
-    value, is_own_agent = os.environ.get("OMP_NUM_THREADS"), rank_info.restart_file is not None
-    return value is not None and (is_own_agent or (value, rank_info.source) != ("1", "torchrun"))
+    value = os.environ.get("OMP_NUM_THREADS")
+    by_command = rank_info.source == "torchrun" and bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    return value is not None and not (by_command and value == "1")
 
 
 def _memory_of_machine() -> Iterator[int]:

@@ -36,7 +36,7 @@ class ProcessGroup:
         self._choose_interface(backend)
         self._local_ranks.discover()
         listener = None if self._local_ranks.own is None else Listener(self._local_ranks.own)
-        store = self._store.namespace("group")
+        store = dist.PrefixStore("torch", self._store.namespace("group"))  # whose values are not signed
         store.set_timeout(backend.timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
         try:
             dist.init_process_group(

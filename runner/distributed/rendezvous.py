@@ -1,12 +1,15 @@
 """The rendezvous of a world's processes: each connects to the world's store, once."""
 
 import json
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
 from runner.distributed.network import is_loopback
+from runner.distributed.signed_store import SignedStore, below, publish_secret, read_secret
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
 from runner.distributed.world_store import call_in_daemon, set_tcp_timeouts
@@ -35,8 +39,9 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
     if rank_info not in _joined:
         if rank_info.has_parent:
             exit_with_parent()
-        store = _connect(rank_info, backend.init, timeout_s)
-        set_tcp_timeouts(store, backend.timeout_s)
+        connection = _connect(rank_info, backend.init, timeout_s)
+        set_tcp_timeouts(connection, backend.timeout_s)
+        store = _with_signatures(connection, rank_info, timeout_s)
         complete = rank_info if store is None else _wait_for_all(store, rank_info, timeout_s)
         _joined[rank_info] = World(complete, store, backend)
     return _joined[rank_info]
@@ -108,16 +113,34 @@ def _connect_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.
     return connecting.result()
 
 
+def _with_signatures(store: dist.Store | None, rank_info: RankInfo, timeout_s: float) -> dist.Store | None:
+    """Return the store with signed values if it is on one machine, or if the environment has a secret."""
+    secret = os.environ.get("RUNNER_STORE_SECRET", "").encode()
+    is_local = rank_info.on_one_machine and sys.platform == "linux"
+    if not isinstance(store, dist.TCPStore) or not (secret or is_local):
+        return store
+    key = f"secret{rank_info.restart}"
+    if not secret and rank_info.rank == 0:
+        publish_secret(store, key)
+    deadline = time.monotonic() + timeout_s + REPORT_TIMEOUT_S
+    if not secret and not (secret := _poll(partial(read_secret, store, key), deadline)):
+        raise InputError(
+            f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s, or is in another container than "
+            f"rank {rank_info.rank}; in that case set RUNNER_STORE_SECRET to the same random text for all ranks"
+        )
+    return SignedStore("runner", store, secret)
+
+
 def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
     """Wait until all ranks have connected. Return the info, with the fields that the environment did not define."""
-    arrivals = dist.PrefixStore(f"here{rank_info.restart}", store)
+    arrivals = below(f"here{rank_info.restart}", store)
     arrivals.set(str(rank_info.rank), socket.gethostname())
     if rank_info.rank == 0:
         deadline = time.monotonic() + timeout_s
         ranks = [str(rank) for rank in range(rank_info.world_size)]
         missing: list[int] = []
-        if not _are_set(arrivals, ranks, deadline):
-            missing = [rank for rank in range(rank_info.world_size) if not _are_set(arrivals, [str(rank)], deadline)]
+        if not _poll(partial(arrivals.check, ranks), deadline):
+            missing = [int(rank) for rank in ranks if not _poll(partial(arrivals.check, [rank]), deadline)]
         # One operation for all hosts, so that the number of operations does not grow with the number of ranks.
         hosts = [] if missing else [host.decode() for host in arrivals.multi_get(ranks)]
         arrivals.set("hosts", json.dumps(hosts))
@@ -126,7 +149,7 @@ def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> R
                 f"ranks {missing} of {rank_info.world_size} did not appear within launcher.join_timeout_s="
                 f"{timeout_s:g}; check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
             )
-    elif not _are_set(arrivals, ["hosts"], time.monotonic() + timeout_s + REPORT_TIMEOUT_S):
+    elif not _poll(partial(arrivals.check, ["hosts"]), time.monotonic() + timeout_s + REPORT_TIMEOUT_S):
         raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
     elif not (hosts := json.loads(arrivals.get("hosts"))):  # rank 0 reports the missing ranks
         raise InputError
@@ -142,11 +165,11 @@ def _count_local_ranks(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
     return replace(rank_info, on_one_machine=on_one_machine)
 
 
-def _are_set(store: dist.Store, keys: list[str], deadline: float) -> bool:
-    """Return True if all keys are set in time. Poll, because store.wait logs lines at the timeout."""
+def _poll(find: Callable[[], Any], deadline: float) -> Any:
+    """Return the first true result of `find`, or the last one in time. store.wait would log lines at the timeout."""
     start = time.monotonic()
     try:
-        while not (found := store.check(keys)) and time.monotonic() < deadline:
+        while not (found := find()) and time.monotonic() < deadline:
             _check_stop(start)
             time.sleep(0.02)
     except RuntimeError:  # the process that served the store has exited

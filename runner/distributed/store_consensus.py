@@ -69,12 +69,9 @@ class StoreConsensus:
         return value
 
     def keep_for_restart(self, topic: str, value: str) -> None:
-        """Keep a value for `before_restart`, in the restart file of each agent or, without such files, in the store."""
-        if (file := self._store.restart_file()) is not None:
-            if self._rank_info.local_rank == 0:
-                file.keep(topic, value)
-        elif self._rank_info.rank == 0 and (store := self._store.across_restarts()) is not None:
-            store.set(topic, value)
+        """Keep a value for `before_restart`, in the restart file of each agent."""
+        if self._rank_info.local_rank == 0 and (file := self._store.restart_file()) is not None:
+            file.keep(topic, value)
 
     def load_kept(self) -> None:
         """Load the values that the agent of any machine keeps for this job. All ranks must call it when the job starts.
@@ -88,12 +85,7 @@ class StoreConsensus:
 
     def before_restart(self, topic: str) -> str | None:
         """Return the value kept under the topic before the agent restarted this world; None if there is none."""
-        if self._rank_info.restart_file is not None:
-            return self._kept.get(topic)
-        store = self._store.across_restarts()
-        if store is None or not self._rank_info.restart or not store.check([topic]):
-            return None
-        return store.get(topic).decode()
+        return self._kept.get(topic)
 
     def run_in_order(self, topic: str, function: Callable[[], None]) -> None:
         """Call `function` on rank 0, then on the first rank of each other machine, then on the rest.
@@ -111,11 +103,10 @@ class StoreConsensus:
         """Return the texts of the other ranks on this machine. All ranks must call it."""
         if self._store.job is None:
             return []
-        store, host = self._store.namespace(topic), socket.gethostname()
-        own = store.add(host, 1)  # not LOCAL_RANK: users start several ranks with the same value, each with its own GPU
-        store.set(f"{host}/{own}", text)
-        others = [number for number in range(1, self._rank_info.local_world_size + 1) if number != own]
-        return [text.decode() for text in store.multi_get([f"{host}/{other}" for other in others])]
+        store, own, host = self._store.namespace(topic), self._rank_info.rank, socket.gethostname()
+        store.set(str(own), json.dumps([host, text]))
+        found = map(json.loads, store.multi_get([str(rank) for rank in range(self._rank_info.world_size)]))
+        return [other for rank, (place, other) in enumerate(found) if place == host and rank != own]
 
     def _collect(self, topic: str) -> list[str] | str:
         """Return the messages of the lowest rank that has any, or a line about ranks that are missing."""

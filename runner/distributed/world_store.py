@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from runner.distributed.environment import RankInfo
+from runner.distributed.signed_store import below
 
 T = TypeVar("T")
 RESPONSE_S = 5.0  # for the store to respond
@@ -32,35 +33,32 @@ class WorldStore:
         """connection: to the store of the ranks' rendezvous; None in a world of one rank."""
         self._rank_info, self._connection = rank_info, connection
         # A restarted world must not read keys that the one before it left in an agent's store (pytorch issue 135712).
-        self.root = None if connection is None else dist.PrefixStore(f"attempt{rank_info.restart}", connection)
+        self.root = None if connection is None else below(f"attempt{rank_info.restart}", connection)
         self.job: dist.Store | None = self.root
         self._num_jobs = 0
 
     def begin_job(self) -> None:
         """Use new keys for the next job. All ranks must call it."""
         if self.root is not None:
-            self.job = dist.PrefixStore(f"job{self._num_jobs}", self.root)
+            self.job = below(f"job{self._num_jobs}", self.root)
         self._num_jobs += 1
 
     def namespace(self, name: str) -> dist.Store:
         """Return a store of this job's keys under `name`."""
-        return dist.HashStore() if self.job is None else dist.PrefixStore(name, self.job)
-
-    def across_restarts(self) -> dist.Store | None:
-        """Return a store of this job's keys that outlast a restart of all ranks by an agent."""
-        return None if self._connection is None else dist.PrefixStore(f"kept/job{self._num_jobs}", self._connection)
+        return dist.HashStore() if self.job is None else below(name, self.job)
 
     def restart_file(self) -> "RestartFile | None":
-        """Return the file in which this machine's agent keeps these values, if any, in case another machine is lost."""
+        """Return the file in which this machine's agent keeps values for restarted ranks; None if there is none."""
         path = self._rank_info.restart_file
         return None if path is None else RestartFile(Path(f"{path}-{self._num_jobs}"))
 
     def is_reachable(self) -> bool:
         """Return True if a process listens at the store's address. Without this check, torch would log thirty lines."""
-        if not isinstance(self._connection, dist.TCPStore):
-            return self._connection is not None
+        store = getattr(self._connection, "underlying_store", self._connection)
+        if not isinstance(store, dist.TCPStore):
+            return store is not None
         try:
-            socket.create_connection((self._connection.host, self._connection.port), timeout=RESPONSE_S).close()
+            socket.create_connection((store.host, store.port), timeout=RESPONSE_S).close()
         except OSError:
             return False
         return True

@@ -153,7 +153,8 @@ def _gradient_of(reply: object) -> torch.Tensor | None:
 
 def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
     """Connect the ranks for the rest of the job. server: None except on rank 0. All ranks must call it."""
-    _servers[:], _stores[:] = [server] if server else [], [world.store.namespace("rpc")]
+    _servers[:] = [server] if server else []
+    _stores[:] = [torch.distributed.PrefixStore("torch", world.store.namespace("rpc"))]  # its values are not signed
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="runner://",  # torch's own store would listen on all interfaces
         rpc_timeout=world.backend.timeout_s,

@@ -46,7 +46,9 @@ def test_torchrun_agent_serves_the_store() -> None:
         2,
         2,
     )
-    assert not rank_info.hosts_store
+    assert not rank_info.hosts_store and rank_info.restart_file is None
+    error_file = {"TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_x/none_y/attempt_1/0/error.json"}
+    assert find_rank_info(environ={**TORCHRUN, **error_file}).restart_file == "/tmp/torchelastic_x/none_y/restart"
 
 
 def test_other_rendezvous_needs_no_master() -> None:

@@ -38,6 +38,7 @@ def test_cores_are_divided_among_ranks(
 ) -> None:
     if source == "torchrun":
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
 
     def take(rank: int, world_size: int) -> int:
         os.sched_getaffinity = lambda pid: cores[rank]  # type: ignore[assignment]
@@ -56,7 +57,7 @@ def test_threads_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     set_threads(world, 2)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
-    by_agent = World(RankInfo(source="torchrun", restart_file="restart"), None, Backend(name="gloo", device="cpu"))
+    by_agent = World(RankInfo(source="torchrun"), None, Backend(name="gloo", device="cpu"))
     for each, value in ((world, "5"), (by_agent, "1")):  # launcher=torchrun does not set the variable
         monkeypatch.setenv("OMP_NUM_THREADS", value)
         set_threads(each, None)

@@ -14,6 +14,7 @@ from worlds import configure
 from runner.distributed import rendezvous
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.signed_store import SignedStore
 from runner.distributed.world_store import STOPPED
 from runner.jobs.job import run_job
 from runner.training.trainer import Trainer
@@ -86,6 +87,7 @@ def until_first_step(outputs: Path, world_size: int, monkeypatch: pytest.MonkeyP
     def act(rank: int, world_size: int) -> tuple[int, int]:
         operations: list[tuple[str, tuple[str, ...]]] = []
         found: list[tuple[int, int]] = []
+        stores: list[dist.Store] = []  # a store in C++ does not keep the Python object of the store that it contains
 
         def first_step(*args: Any, **options: Any) -> Any:
             of_group = [each for each in operations if GROUP in each[1][0]]
@@ -95,7 +97,8 @@ def until_first_step(outputs: Path, world_size: int, monkeypatch: pytest.MonkeyP
         def counting(*args: Any) -> dist.Store:
             store = connect(*args)
             assert store is not None
-            return CountingStore(store, operations)
+            stores.append(CountingStore(store, operations))
+            return SignedStore("runner", stores[0], b"secret")
 
         monkeypatch.setattr(Trainer, "step", first_step)
         monkeypatch.setattr(rendezvous, "_connect", counting)

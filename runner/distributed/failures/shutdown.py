@@ -40,7 +40,7 @@ class Shutdown:
     def begin_job(self, timeout_s: float) -> None:
         """Reset the state for a new job. timeout_s: of the backend."""
         self.failed, self.is_reporter, self.timeout_s = False, self._rank_info.rank == 0, timeout_s
-        self._reporter, self._num_missing = 0, 0  # missing ranks were killed, or are on an unreachable machine
+        self._reporter, self._missing = 0, list[int]()  # ranks that were killed, or are on an unreachable machine
         self.stacks_dir: Path | None = None
         self.patience_s = PATIENCE_S
         self.report_late: Callable[[str], None] = lambda text: None
@@ -65,9 +65,8 @@ class Shutdown:
         )
         if recorded is None:
             return self._failure_without_store(text)
-        text, missing = recorded
-        self._num_missing = len(missing)
-        self._reporter = min(set(range(self._rank_info.world_size)) - set(missing), default=0)
+        text, self._missing = recorded
+        self._reporter = min(set(range(self._rank_info.world_size)) - set(self._missing), default=0)
         self.is_reporter = self._rank_info.rank == self._reporter and (self._reporter == 0 or not self._is_reported())
         return text
 
@@ -160,11 +159,12 @@ class Shutdown:
         if root is None:
             return
         try:
-            root.add("closed", 1)
+            root.set(f"closed/{self._rank_info.rank}", "")
             if self._rank_info.hosts_store:
                 deadline = time.monotonic() + REPORT_TIMEOUT_S
-                others = self._rank_info.world_size - self._num_missing
-                while root.add("closed", 0) < others and not self._is_last() and time.monotonic() < deadline:
+                ranks = set(range(self._rank_info.world_size)) - set(self._missing)
+                keys = [f"closed/{rank}" for rank in ranks]
+                while not root.check(keys) and not self._is_last() and time.monotonic() < deadline:
                     time.sleep(0.01)
         except RuntimeError:
             pass
