@@ -142,7 +142,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if config.compile:
         module.compile()
 
-    make_optimizer = OptimizerFactory(config.optimizer, choices, module)
+    make_optimizer = OptimizerFactory(config.optimizer, choices, module, parallel.shards_matrices)
 
     def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
         sampler = Sampler(

@@ -125,6 +125,7 @@ class Parallel(Protocol):
         needs_group: A process group is also needed in a world of one.
         meta_init: The model is built on the meta device; `prepare` calls `Recipe.materialize`.
         spans_devices: A model may be spread over several devices of one rank.
+        shards_matrices: An optimizer updates shards of matrices.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
             loss, and losses that gather the rows of all ranks).
@@ -135,6 +136,7 @@ class Parallel(Protocol):
     needs_group: bool = False
     meta_init: bool = False
     spans_devices: bool = False
+    shards_matrices: bool = False
     supported_objectives: SupportedObjectives = "one_loss"
     fails_at_once: bool = True
 
