@@ -40,7 +40,7 @@ from runner.training.components import (
     make_objective,
     make_parallel,
 )
-from runner.training.dry_run import compare_samples, dry_run, read_sample
+from runner.training.dry_run import check_all_used, compare_samples, dry_run, read_sample
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
@@ -113,7 +113,6 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     prediction = dry_run(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
     if deferred is None:
         warnings += compare_samples(config, choices, module, objective, train_data)
-    objective.is_distributed = world.world_size > 1
     attach_objective(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device)
     if changed := convert(module, precision.parameter_dtype):
@@ -132,6 +131,14 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if initial is not None:
         initial.fill(module)
     axes = make_axes(config, parallel, world.world_size)  # `check` may have adapted the mode to the model
+
+    def on_device(batch: Any) -> Any:
+        return map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), batch)
+
+    if parallel.needs_all_gradients:
+        local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
+        check_all_used(config, choices, module, objective, train_data, local_size, on_device)
+    objective.is_distributed = world.world_size > 1
     if _synchronizes_batch_norm(config, module, axes):
         try:
             # A deferred model is still on the meta device.
@@ -189,7 +196,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             precision,
             config.clip_grad_norm,
             world.device,
-            map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), sample),
+            on_device(sample),
             materialize=materialize,
         ),
         make_model=make_model,

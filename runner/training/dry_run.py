@@ -1,6 +1,6 @@
 """A dry run of model, data and objective with one sample, before anything is written."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from runner.input.pytree import describe, map_tensors, split, tensors
 from runner.input.rng import isolated
 from runner.input.source import Source
 from runner.objectives.losses import ELEMENTWISE, are_log_probabilities
-from runner.objectives.objective import Objective, Prediction
+from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
+from runner.optimization.parameter_patterns import counted
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
@@ -109,6 +110,50 @@ def compare_samples(
         f"separate losses is {_mean(apart):.4g}, so it depends on the number of ranks and micro_batches; if it "
         "compares samples, declare gathers = True in an objective and use self.gather"
     ]
+
+
+def check_all_used(
+    config: Config,
+    choices: Mapping[str, str],
+    module: nn.Module,
+    objective: Objective,
+    source: Source,
+    local_size: int,
+    on_device: Callable[[Any], Any],
+) -> None:
+    """Raise InputError if a loss does not depend on all parameters that it trains, in training mode.
+
+    A model may choose parameters by the samples. So if two samples do not use all of them, those of a local micro-batch
+    are tried. Exceptions are ignored, because training reports them.
+    """
+    unused: list[str] = []
+    for count in (2, max(2, local_size)):
+        indices = range(min(count, len(source)))
+        try:
+            with restoring_state(module, objective), isolated():
+                micro_batch = MicroBatch(on_device(source.read(indices, seed=config.seed)), indices)
+                unused = _find_unused(module, objective, micro_batch)
+        except Exception:
+            return
+        finally:
+            module.zero_grad()
+            objective.take_logged(torch.device("cpu"))
+        if not unused:
+            return
+    raise InputError(
+        f"parallel={choices['parallel']} needs the gradients of all trained parameters, but the loss does not depend "
+        f"on {counted(unused)}; try parallel.find_unused_parameters=true"
+    )
+
+
+def _find_unused(module: nn.Module, objective: Objective, micro_batch: MicroBatch) -> list[str]:
+    unused: list[str] = []
+    for group in loss_groups(objective, module):
+        objective.measure(module, group.name, micro_batch).value.sum().backward()
+        without = {parameter for parameter in group.parameters if parameter.requires_grad and parameter.grad is None}
+        unused += [name for name, parameter in module.named_parameters() if parameter in without]
+        module.zero_grad()
+    return unused
 
 
 def _mean(losses: torch.Tensor) -> float:
