@@ -229,6 +229,5 @@ def check_batch(config: Config, parallel_micro_batches: int = 1) -> list[str]:
     if config.batch_size >= least:
         return []
     counts = f" = {' x '.join(map(str, factors.values()))}" if len(factors) > 1 else ""
-    return [
-        f"batch_size={config.batch_size} must be at least {' x '.join(factors)}{counts} = {least}; try batch_size={least}"
-    ]
+    least_of = f"{' x '.join(factors)}{counts} = {least}"
+    return [f"batch_size={config.batch_size} must be at least {least_of}; try batch_size={least}"]

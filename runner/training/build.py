@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.config.instantiate import make_group
 from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
-from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm
+from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation, synchronize_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.input.batch import cast_floating
+from runner.input.batch import MicroBatch, cast_floating
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
@@ -108,9 +108,11 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         module = make_model()
     precision = Precision(config.precision, world.device)
     objective = make_objective(config, choices, parallel)
-    sample, data_warnings = read_sample(config, choices, train_data)
+    indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
+    sample, data_warnings = read_sample(config, choices, train_data, indices)
     sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
-    prediction = dry_run(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
+    tried = MicroBatch(sample, indices)
+    prediction = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
     if deferred is None:
         warnings += compare_samples(config, choices, module, objective, train_data)
     attach_objective(module, objective, world.device, precision.parameter_dtype)

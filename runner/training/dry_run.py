@@ -1,6 +1,6 @@
-"""A dry run of model, data and objective with one sample, before anything is written."""
+"""A dry run of model, data and objective with one sample or two, before anything is written."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
 
-def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> tuple[Any, list[str]]:
-    """Return the first sample as a batch of one, and warnings. Raise InputError if it cannot be read or collated."""
+def read_sample(
+    config: Config, choices: Mapping[str, str], source: Source, indices: Sequence[int]
+) -> tuple[Any, list[str]]:
+    """Return the samples as a batch, and warnings. Raise InputError if they cannot be read or collated."""
     try:
-        batch = source.read([0], seed=config.seed)
+        batch = source.read(indices, seed=config.seed)
         if len(source) > 1 and (hasattr(source, "collate") or source.reads_ahead):
             pair = source.read([0, 1], seed=config.seed)  # detects a collate that drops samples
             if source.reads_ahead:
@@ -41,12 +43,18 @@ def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> t
 
 
 def dry_run(
-    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, batch: Any, ragged: bool
+    config: Config,
+    choices: Mapping[str, str],
+    module: nn.Module,
+    objective: Objective,
+    micro_batch: MicroBatch,
+    ragged: bool,
 ) -> Prediction:
-    """Evaluate the objective for a batch of one sample on the CPU. A supervised objective first chooses its loss.
+    """Evaluate the objective for a sample or two on the CPU. A supervised objective first chooses its loss.
 
     `ragged` means that other samples may have other shapes. Raises InputError if the components do not fit each other.
     """
+    batch = micro_batch.data
     if isinstance(objective, Supervised):
         _check_pair(config, batch)
     random_state = torch.get_rng_state()
@@ -55,7 +63,7 @@ def dry_run(
         with torch.no_grad():
             if isinstance(objective, Supervised):
                 _settle(choices, module, objective, batch, ragged)
-            prediction: Prediction = probe(module, objective.evaluate, MicroBatch(batch, [0]))
+            prediction: Prediction = probe(module, objective.evaluate, micro_batch)
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything

@@ -58,7 +58,7 @@ class Recipe:
     precision: Precision
     clip_grad_norm: float | None
     device: torch.device
-    sample: Any  # a batch of one sample of the training data, on the device
+    sample: Any  # a batch of training data on the device: one sample, or two if BatchNorm needs them
     # Creates the initial weights of submodules on the device, if the module was built on the meta device.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda submodules: None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from mode_cases import Case
-from parity import COMMON
+from parity import COMMON, assert_equal
 from runner.shipped.data.toy import ToyRegression
 from torch import Tensor, nn
 from worlds import build_experiment, run
@@ -107,3 +107,22 @@ def test_a_parameter_without_elements_is_not_sharded(tmp_path: Path) -> None:
 def test_sparse_gradients_are_refused_by_modes_that_shard() -> None:
     with pytest.raises(InputError, match=r"cannot reduce the sparse gradients of embed; try parallel=ddp"):
         build_experiment(*of_model("SparseEmbedding"), "parallel=fsdp")
+
+
+class BatchStatistics(nn.Sequential):
+    """Normalizes by the statistics of the batch in evaluation mode, too."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        norm = nn.BatchNorm1d(8, track_running_stats=False)
+        super().__init__(nn.Linear(sample_shape[0], 8), norm, nn.Linear(8, num_outputs))
+
+    def stages(self) -> list[nn.Module]:
+        return [*self]
+
+
+@pytest.mark.parametrize("case", [Case("ddp", 2), Case("fsdp", 2), Case("pipeline", 2)], ids=str)
+def test_batch_norm_without_running_statistics_equals_one_process(case: Case, tmp_path: Path) -> None:
+    words = of_model("BatchStatistics")
+    assert_equal(
+        run(tmp_path / "made", case.world_size, *words, *case.overrides), run(tmp_path, 1, *words, *case.reference)
+    )
