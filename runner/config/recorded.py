@@ -157,7 +157,10 @@ def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -
     before, options = read_config(run), read_choices(run)
     found = differences(_relevant(before), _relevant(config))
     refused = {key: values for key, values in found.items() if _is_under(key, FIXED) or f"{key}{_TARGET}" in FIXED}
-    patterns = [[str(group.get("match")) for group in each.optimizer.get("groups") or ()] for each in (before, config)]
+    patterns = [
+        [" ".join(str(group[key]) for key in ("match", "_target_") if key in group) for group in groups or ()]
+        for groups in (each.optimizer.get("groups") for each in (before, config))
+    ]
     if "optimizer" not in found and patterns[0] != patterns[1]:
         refused["optimizer.groups"] = patterns
     messages = []

@@ -219,16 +219,15 @@ def check_values(config: Config) -> list[str]:
     return messages
 
 
-def check_batch(config: Config, data_ranks: int, parallel_micro_batches: int = 1) -> list[str]:
-    """Check that every rank has a sample in each micro-batch of a full step; a mode may split them further."""
+def check_batch(config: Config, parallel_micro_batches: int = 1) -> list[str]:
+    """Check that each micro-batch of a full step has a sample on some rank; a mode may split them further."""
     # The search for micro_batches=auto starts with one micro-batch.
-    factors = {"data ranks": data_ranks, "micro_batches": 1 if config.micro_batches == AUTO else config.micro_batches}
+    factors = {"micro_batches": 1 if config.micro_batches == AUTO else config.micro_batches}
     if parallel_micro_batches > 1:
         factors["parallel.micro_batches"] = parallel_micro_batches
     least = math.prod(factors.values())
     if config.batch_size >= least:
         return []
-    return [
-        f"batch_size={config.batch_size} must be at least {' x '.join(factors)} = "
-        f"{' x '.join(map(str, factors.values()))} = {least}; try batch_size={least}"
-    ]
+    counts = f" = {' x '.join(map(str, factors.values()))}" if len(factors) > 1 else ""
+    least_of = f"{' x '.join(factors)}{counts} = {least}"
+    return [f"batch_size={config.batch_size} must be at least {least_of}; try batch_size={least}"]

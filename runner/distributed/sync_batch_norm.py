@@ -16,6 +16,11 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
+def normalizes_in_evaluation(model: nn.Module) -> bool:
+    """Return True if the model has BatchNorm without running statistics, which uses those of each batch instead."""
+    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
+
+
 def synchronize_batch_norm(
     model: nn.Module, process_group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> nn.Module:
@@ -65,10 +70,10 @@ def keeps_all_buffers(model: nn.Module) -> bool:
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization whose training statistics are those of the samples of all ranks of the group.
 
-    In training, all ranks must call it, also with an empty batch: forward gathers once, and backward sums once.
-    Output, input gradient and running statistics are those of nn.BatchNorm on the concatenated batch. Gradients of
-    weight and bias are this rank's term of their sum, which DDP or an all_reduce computes. In evaluation and in a
-    world of one rank it is plain batch norm. Raises ValueError on all ranks if the whole batch has one value per
+    In training, and always without running statistics, all ranks must call it, also with an empty batch: forward
+    gathers once, and backward sums once. Output, input gradient and running statistics are those of nn.BatchNorm on the
+    concatenated batch. Gradients of weight and bias are this rank's term of their sum, which DDP or an all_reduce
+    computes. Otherwise it is plain batch norm. Raises ValueError on all ranks if the whole batch has one value per
     channel, as nn.BatchNorm does.
     """
 
@@ -80,7 +85,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # (N, C, ...) -> (N, C, ...)
         is_joined = dist.is_available() and dist.is_initialized()
-        if not (self.training and is_joined and dist.get_world_size(self.process_group) > 1):
+        uses_batch = self.training or self.running_mean is None
+        if not (uses_batch and is_joined and dist.get_world_size(self.process_group) > 1):
             return super().forward(input)
         return self._forward_synchronized(input)
 

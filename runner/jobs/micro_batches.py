@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from runner.config.schema import Config
-from runner.config.validate import check_batch
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
 from runner.records.run_directory import Request
@@ -32,8 +31,8 @@ def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:
     """Return True if the job is repeated with twice as many micro-batches; the same on all ranks."""
     if RAN_OUT not in text.partition("\n")[0]:
         return False
-    twice = replace(config, micro_batches=2 * config.micro_batches)
-    return not check_batch(twice, experiment.axes.data_ranks, experiment.axes.micro_batches)
+    axes = experiment.axes
+    return 2 * config.micro_batches * axes.micro_batches * axes.data_ranks <= config.batch_size
 
 
 def run_until_it_fits(

@@ -1,6 +1,6 @@
 """Construction of the optimizer, with the parameter groups that the configuration forms by parameter names."""
 
-import functools
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import make_group
 from runner.errors import InputError
-from runner.optimization.parameter_patterns import first_match, names_of, near
+from runner.optimization.parameter_patterns import counted, first_match, names_of, near
 
 DEFAULT = "default"  # the name of the group of the parameters that no pattern matches
+TARGET = "_target_"  # a group with this key has an optimizer of its own
+# Their update of a matrix depends on its rows and columns together; torch computes it wrongly, or fails, for shards.
+NEED_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.Muon)
 
 Options = dict[str, Any]  # of a parameter group of torch, without its parameters
 
@@ -24,25 +28,64 @@ Options = dict[str, Any]  # of a parameter group of torch, without its parameter
 def try_options(node: Mapping[str, Any], choices: Mapping[str, str]) -> list[Options]:
     """Return the options of each parameter group, the default group first.
 
-    They are tried with a dummy parameter. Raises InputError for an option that the constructor rejects, and for one
-    that cannot differ between groups.
+    They are tried with a dummy parameter. Raises InputError for an option that the constructor rejects, for one that
+    cannot differ between groups, and for an optimizer that the runner cannot use.
     """
-    options = {name: value for name, value in node.items() if name != "groups"}
+    (_, options), *nodes = _nodes(node)
     default = _try(choices, "optimizer", options)
-    if "lr" not in default:
-        raise InputError(f"optimizer._target_={node['_target_']} has no lr, which the schedule multiplies")
     of_groups = []
-    for index, group in enumerate(node.get("groups", [])):
-        key = f"optimizer.groups.{index}"
+    for (key, of_group), group in zip(nodes, node.get("groups", []), strict=True):
         overrides = {name: value for name, value in group.items() if name != "match"}
-        if unknown := [name for name in overrides if name not in default]:
+        unknown = [name for name in overrides if name not in default]
+        if TARGET not in group and unknown:
             known = ", ".join(name for name in default if name in options)
             raise InputError(
-                f"{key}.{unknown[0]}={show(overrides[unknown[0]])}: {node['_target_']} has one {unknown[0]} for "
+                f"{key}.{unknown[0]}={show(overrides[unknown[0]])}: {node[TARGET]} has one {unknown[0]} for "
                 f"all parameters; options that may differ between groups: {known}"
             )
-        of_groups.append(_try({key: show(group)}, key, {**options, **overrides}))
+        of_groups.append(_try({key: show(group)}, key, of_group))
     return [default, *of_groups]
+
+
+def _nodes(node: Mapping[str, Any]) -> list[tuple[str, Options]]:
+    """Return the key, and the class and options, of the optimizer of each parameter group, the default group first."""
+    common = {name: value for name, value in node.items() if name != "groups"}
+    nodes = [("optimizer", common)]
+    for index, group in enumerate(node.get("groups", [])):
+        own = {name: value for name, value in group.items() if name != "match"}
+        nodes.append((f"optimizer.groups.{index}", own if TARGET in own else {**common, **own}))
+    return nodes
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """The optimizers of separate parameter groups as one, which shares their groups and state.
+
+    Args:
+        parts: The optimizers.
+        groups: The parameter groups of all of them, in order: the same dicts that they have.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer], groups: list[dict[str, Any]]):
+        super().__init__(groups, {})
+        self._parts = parts
+        for part in parts:
+            self.state.update(part.state)  # some constructors create a state
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self._parts:
+            part.step()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set a loaded state. torch passes new dicts for the parameter groups; the shared ones are updated instead."""
+        groups = self.param_groups
+        super().__setstate__(state)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups
+        for part in self._parts:
+            part.state = self.state
 
 
 class OptimizerFactory:
@@ -52,19 +95,23 @@ class OptimizerFactory:
     order. Groups without local parameters are kept, so that all ranks of a pipeline have equal groups. A group is
     split by device mesh, because one foreach operator cannot combine meshes. Frozen parameters are in no group.
 
+    Args:
+        shards: The optimizer updates shards of matrices.
+
     Attributes:
         num_parameters: Number of trained parameters in each group, by the group's label.
 
     Raises:
-        InputError: The constructor rejects an option, or the group of a pattern would have no parameter.
+        InputError: A constructor rejects an option or a parameter, an optimizer cannot update shards, or the group of a
+            pattern would have no parameter.
     """
 
-    def __init__(self, node: Mapping[str, Any], choices: Mapping[str, str], module: nn.Module):
-        options = {name: value for name, value in node.items() if name != "groups"}
-        self._make = functools.partial(make_group, choices, "optimizer", options)
-        self._module = module
+    def __init__(self, node: Mapping[str, Any], choices: Mapping[str, str], module: nn.Module, shards: bool = False):
+        self._module, self._choices, self._nodes = module, choices, _nodes(node)
         self._options = try_options(node, choices)
-        patterns: list[str] = [group["match"] for group in node.get("groups", [])]
+        groups: list[Mapping[str, Any]] = node.get("groups", [])
+        self._optimizer_of = [index if TARGET in group else 0 for index, group in enumerate([{}, *groups])]
+        patterns: list[str] = [group["match"] for group in groups]
         names = names_of([(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad])
         if not names:
             raise InputError("model: no parameter has requires_grad, so that nothing can be trained")
@@ -72,7 +119,8 @@ class OptimizerFactory:
         self._group_of = {name: 0 if match is None else match + 1 for name, match in found.items()}
         frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         _check_matches(patterns, found, list(names.values()), frozen)
-        labels = [DEFAULT, *(_label(index, group) for index, group in enumerate(node.get("groups", [])))]
+        self._check_parameters(shards)
+        labels = [DEFAULT, *(_label(index, group) for index, group in enumerate(groups))]
         sizes = Counter({label: 0 for label in labels if label != DEFAULT})
         for parameter, aliases in names.items():
             sizes[labels[self._group_of[aliases[0]]]] += parameter.numel()
@@ -82,7 +130,7 @@ class OptimizerFactory:
         """Return the optimizer of some of the module's parameters, or of the groups of an existing optimizer."""
         given = list(parameters)
         if given and isinstance(given[0], dict):
-            return self._make(given)
+            return self._make(given)  # type: ignore[arg-type]
         wanted = set(given)
         assert wanted <= set(self._module.parameters()), "parameters are grouped by their names in the module"
         groups: list[list[nn.Parameter]] = [[] for _ in self._options]
@@ -96,6 +144,34 @@ class OptimizerFactory:
                 for parameters in by_mesh(group) or [[]]
             ]
         )
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        of_optimizer: dict[int, list[dict[str, Any]]] = {}
+        for group in groups:
+            of_optimizer.setdefault(self._optimizer_of[group["group"]], []).append(group)
+        parts = [make_group(self._choices, *self._nodes[index], own) for index, own in of_optimizer.items()]
+        return parts[0] if len(parts) == 1 else CombinedOptimizer(parts, groups)
+
+    def _check_parameters(self, shards: bool) -> None:
+        """Raise InputError if an optimizer rejects some of its parameters, or cannot update their shards."""
+        rejected: dict[str, list[str]] = {}
+        for name, index in self._group_of.items():
+            key, options = self._nodes[index]
+            if shards and locate(options[TARGET]) in NEED_WHOLE_MATRICES:
+                raise InputError(
+                    f"{key}._target_={options[TARGET]} needs whole matrices, but parallel={self._choices['parallel']} "
+                    "shards them; try parallel=ddp or parallel=zero"
+                )
+            parameter = self._module.get_parameter(name)
+            try:  # one number that is expanded, without memory for the others
+                _try(self._choices, key, options, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+            except InputError as error:
+                rejected.setdefault(key, [str(error)]).append(name)
+        for message, *names in rejected.values():
+            raise InputError(
+                f"{message} ({counted(names)}); choose another optimizer for these parameters, as in "
+                "optimizer.groups=[{match: bias$, _target_: torch.optim.AdamW, lr: 0.001}]"
+            )
 
 
 def _label(index: int, group: Mapping[str, Any]) -> str:
@@ -112,10 +188,19 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def _try(choices: Mapping[str, str], key: str, options: Options) -> Options:
-    """Construct the optimizer of a dummy parameter with these options. Return all options, including the defaults."""
-    optimizer = make_group(choices, key, options, [nn.Parameter(torch.zeros(2, 2))])
-    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+def _try(choices: Mapping[str, str], key: str, options: Options, parameter: torch.Tensor | None = None) -> Options:
+    """Construct the optimizer of a parameter, by default a dummy. Return all options, including the defaults."""
+    optimizer = make_group(choices, key, options, [nn.Parameter(torch.zeros(2, 2) if parameter is None else parameter)])
+    tried = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    if "lr" not in tried:
+        raise InputError(f"{key}._target_={options[TARGET]} has no lr, which the schedule multiplies")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            f"{key}._target_={options[TARGET]} computes the loss several times per step, but a step of the runner "
+            "computes it once; try optimizer=adam"
+        )
+    return tried
 
 
 def _check_matches(

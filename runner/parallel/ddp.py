@@ -59,6 +59,7 @@ class DDP(Parallel):
             raise ValueError(f"powersgd_rank={powersgd_rank} must be at least 1; try 1")
         if powersgd_rank != 1 and comm_hook != "powersgd":
             raise ValueError(f"powersgd_rank={powersgd_rank} has no effect; try parallel.comm_hook=powersgd with it")
+        self.needs_all_gradients = not (find_unused_parameters or static_graph)
         self.static_graph, self.comm_hook, self.powersgd_rank = static_graph, comm_hook, powersgd_rank
         self.options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,

@@ -16,6 +16,7 @@ from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
 from runner.input.pytree import map_tensors
 from runner.objectives.objective import ForwardWrapper, LossGroup
+from runner.optimization.parameter_patterns import counted
 from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
@@ -36,6 +37,7 @@ class FSDP(Parallel):
     """
 
     needs_group = True
+    shards_matrices = True
     supported_objectives = "several_losses"
     fails_at_once = False
 
@@ -56,7 +58,7 @@ class FSDP(Parallel):
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if self.mixed_precision and config.precision != "bf16":
             return ["parallel.mixed_precision=true computes in bfloat16; try precision=bf16"]
-        return []
+        return check_sparse(module)
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         axes = self.axes(world.world_size)
@@ -97,10 +99,10 @@ def shard(
         materialize(unit)
         for submodule in unit:
             submodule.register_forward_hook(_copy_views)
-        fully_shard(unit, mesh=mesh, **options, **_ignore_scalars(unit))
+        fully_shard(unit, mesh=mesh, **options, **_ignore_others(unit))
     materialize([model])
     root = ForwardWrapper(model)
-    fully_shard(root, mesh=mesh, **options, **_ignore_scalars([model]))
+    fully_shard(root, mesh=mesh, **options, **_ignore_others([model]))
     return root
 
 
@@ -116,10 +118,23 @@ def replica_options(root: nn.Module, num_ranks: int, sum_over: Callable[[torch.T
     }
 
 
-def _ignore_scalars(modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """Return the option of fully_shard that leaves scalar parameters whole on every rank, as it cannot shard them."""
-    scalars = {parameter for module in modules for parameter in module.parameters() if parameter.dim() == 0}
-    return {"ignored_params": scalars} if scalars else {}
+def check_sparse(module: nn.Module) -> list[str]:
+    """Return a message if the model has an embedding with sparse gradients, which fully_shard cannot reduce."""
+    embeddings = [
+        (name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    names = [name for name, part in embeddings if part.sparse and part.weight.requires_grad]
+    return [f"fully_shard cannot reduce the sparse gradients of {counted(names)}; try parallel=ddp"] if names else []
+
+
+def _can_be_sharded(parameter: nn.Parameter) -> bool:
+    return parameter.dim() > 0 and parameter.numel() > 0
+
+
+def _ignore_others(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return the option of fully_shard that leaves scalar and empty parameters whole on every rank."""
+    others = {parameter for module in modules for parameter in module.parameters() if not _can_be_sharded(parameter)}
+    return {"ignored_params": others} if others else {}
 
 
 def _average_unsharded(
@@ -164,7 +179,7 @@ def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     for stage in stages_or_children(model):
-        unit = [part for part in called_modules(model, stage) if any(p.dim() for p in part.parameters())]
+        unit = [part for part in called_modules(model, stage) if any(map(_can_be_sharded, part.parameters()))]
         inside = {module for part in unit for module in part.modules()}
         if unit and all(owners[parameter] <= inside for part in unit for parameter in part.parameters()):
             yield unit

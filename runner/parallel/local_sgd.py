@@ -1,6 +1,7 @@
 """Local SGD: ranks step separately on their own samples; every few steps their weights are averaged."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -174,7 +175,9 @@ class LocalReplica(Replica):
                 f"resume on {local['num_ranks']} ranks"
             )
         own = saved.under(f"local_sgd.rank_{self._world.rank}") if same else saved
-        self.load_weights(own if same and own.model() else saved)
+        average = {name: tensor for name, tensor in saved.tensors.items() if name.startswith(MODEL)}
+        own = replace(own, tensors={**average, **own.tensors})  # replicas are stored only between two averages
+        self.load_weights(own)
         self.load_optimizer(own)
         self._steps = local["steps"]
         for velocity in (tensor for name, tensor in self._shared.items() if name not in saved.tensors):

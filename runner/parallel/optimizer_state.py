@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_with_path
 
-from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.checkpoints.shard_file import LocalChunk, SavedTensor
 
 OPTIMIZER = "optimizer."  # the state of a parameter is stored as optimizer.PARAMETER.KEY
@@ -94,6 +94,17 @@ def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, sa
             state[name] = fill_structure(structure, targets)
     packed["state"] = {number: state[name] for number, name in zip(numbers, parameters, strict=True) if name in state}
     optimizer.load_state_dict(packed)
+    for number, (name, parameter) in zip(numbers, parameters.items(), strict=True):
+        weight = saved.tensors.get(MODEL + name)
+        if name in state and weight is not None and weight.dtype == parameter.dtype:
+            # torch has converted the state to the parameter's dtype, but some optimizers use float32 for parts of it.
+            optimizer.state[parameter] = tree_map(_with_dtype, optimizer.state[parameter], packed["state"][number])
+
+
+def _with_dtype(loaded: Any, given: Any) -> Any:
+    """Return the loaded value of an optimizer's state, with the dtype of the given one if it is a tensor."""
+    is_converted = isinstance(loaded, torch.Tensor) and loaded.dtype != given.dtype
+    return given.to(loaded.device) if is_converted else loaded
 
 
 def _parameter_of(name: str, parameters: dict[str, nn.Parameter]) -> str:

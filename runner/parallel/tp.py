@@ -17,7 +17,7 @@ from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
 from runner.optimization.parameter_patterns import names_of
-from runner.parallel.fsdp import replica_options, shard
+from runner.parallel.fsdp import check_sparse, replica_options, shard
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
@@ -36,6 +36,7 @@ class TP(Parallel):
     """
 
     needs_group = True
+    shards_matrices = True
     fails_at_once = False
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
@@ -57,6 +58,8 @@ class TP(Parallel):
         if config.precision == "fp16":
             # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
             return ["precision=fp16 does not work with parallel=tp; try precision=bf16"]
+        if self.rest == "fsdp" and (messages := check_sparse(module)):
+            return messages
         tensor = self.axes(self._world_size).tensor
         plan: Plan = module.tensor_plan()  # type: ignore[operator]
         if messages := _check_plan(module, plan, tensor, self._world_size):

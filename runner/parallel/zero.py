@@ -19,6 +19,7 @@ class Zero(Parallel):
     def __init__(self, parameters_as_bucket_view: bool = False, find_unused_parameters: bool = False):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
+        self.needs_all_gradients = not find_unused_parameters
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         return prepare_loss_groups(recipe, lambda loss_group: self._prepare_group(recipe, loss_group, world))

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config
+from runner.distributed.sync_batch_norm import normalizes_in_evaluation, use_group
 from runner.distributed.world import World
 from runner.errors import JobFailed, require_packages
 from runner.input.loader import Loader
@@ -89,6 +91,8 @@ def _predict(
     ranks.
     """
     loader, axes = experiment.val_loader, experiment.axes
+    if dist.is_initialized() and normalizes_in_evaluation(experiment.recipe.module):
+        use_group(experiment.recipe.module, dist.new_subgroups(1)[0])  # each rank normalizes its own pieces
     num_samples, own = loader.sampler.num_samples, axes.data_rank(world.rank)
     step_size, by_sample = config.predict.batch_size * axes.data_ranks, set[str]()
     if config.predict.format == "jsonl":

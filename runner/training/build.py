@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.config.instantiate import make_group
 from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
-from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm
+from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation, synchronize_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.input.batch import cast_floating
+from runner.input.batch import MicroBatch, cast_floating
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
@@ -40,7 +40,7 @@ from runner.training.components import (
     make_objective,
     make_parallel,
 )
-from runner.training.dry_run import compare_samples, dry_run, read_sample
+from runner.training.dry_run import check_all_used, compare_samples, dry_run, read_sample
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
@@ -108,12 +108,13 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
         module = make_model()
     precision = Precision(config.precision, world.device)
     objective = make_objective(config, choices, parallel)
-    sample, data_warnings = read_sample(config, choices, train_data)
+    indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
+    sample, data_warnings = read_sample(config, choices, train_data, indices)
     sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
-    prediction = dry_run(config, choices, module, objective, sample, ragged=hasattr(train_data, "collate"))
+    tried = MicroBatch(sample, indices)
+    prediction = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
     if deferred is None:
         warnings += compare_samples(config, choices, module, objective, train_data)
-    objective.is_distributed = world.world_size > 1
     attach_objective(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device)
     if changed := convert(module, precision.parameter_dtype):
@@ -132,6 +133,14 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if initial is not None:
         initial.fill(module)
     axes = make_axes(config, parallel, world.world_size)  # `check` may have adapted the mode to the model
+
+    def on_device(batch: Any) -> Any:
+        return map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), batch)
+
+    if parallel.needs_all_gradients:
+        local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
+        check_all_used(config, choices, module, objective, train_data, local_size, on_device)
+    objective.is_distributed = world.world_size > 1
     if _synchronizes_batch_norm(config, module, axes):
         try:
             # A deferred model is still on the meta device.
@@ -142,7 +151,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if config.compile:
         module.compile()
 
-    make_optimizer = OptimizerFactory(config.optimizer, choices, module)
+    make_optimizer = OptimizerFactory(config.optimizer, choices, module, parallel.shards_matrices)
 
     def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
         sampler = Sampler(
@@ -189,7 +198,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             precision,
             config.clip_grad_norm,
             world.device,
-            map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), sample),
+            on_device(sample),
             materialize=materialize,
         ),
         make_model=make_model,

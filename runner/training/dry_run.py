@@ -1,6 +1,6 @@
-"""A dry run of model, data and objective with one sample, before anything is written."""
+"""A dry run of model, data and objective with one sample or two, before anything is written."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,19 @@ from runner.input.pytree import describe, map_tensors, split, tensors
 from runner.input.rng import isolated
 from runner.input.source import Source
 from runner.objectives.losses import ELEMENTWISE, are_log_probabilities
-from runner.objectives.objective import Objective, Prediction
+from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
+from runner.optimization.parameter_patterns import counted
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
 
-def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> tuple[Any, list[str]]:
-    """Return the first sample as a batch of one, and warnings. Raise InputError if it cannot be read or collated."""
+def read_sample(
+    config: Config, choices: Mapping[str, str], source: Source, indices: Sequence[int]
+) -> tuple[Any, list[str]]:
+    """Return the samples as a batch, and warnings. Raise InputError if they cannot be read or collated."""
     try:
-        batch = source.read([0], seed=config.seed)
+        batch = source.read(indices, seed=config.seed)
         if len(source) > 1 and (hasattr(source, "collate") or source.reads_ahead):
             pair = source.read([0, 1], seed=config.seed)  # detects a collate that drops samples
             if source.reads_ahead:
@@ -40,12 +43,18 @@ def read_sample(config: Config, choices: Mapping[str, str], source: Source) -> t
 
 
 def dry_run(
-    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, batch: Any, ragged: bool
+    config: Config,
+    choices: Mapping[str, str],
+    module: nn.Module,
+    objective: Objective,
+    micro_batch: MicroBatch,
+    ragged: bool,
 ) -> Prediction:
-    """Evaluate the objective for a batch of one sample on the CPU. A supervised objective first chooses its loss.
+    """Evaluate the objective for a sample or two on the CPU. A supervised objective first chooses its loss.
 
     `ragged` means that other samples may have other shapes. Raises InputError if the components do not fit each other.
     """
+    batch = micro_batch.data
     if isinstance(objective, Supervised):
         _check_pair(config, batch)
     random_state = torch.get_rng_state()
@@ -54,7 +63,7 @@ def dry_run(
         with torch.no_grad():
             if isinstance(objective, Supervised):
                 _settle(choices, module, objective, batch, ragged)
-            prediction: Prediction = probe(module, objective.evaluate, MicroBatch(batch, [0]))
+            prediction: Prediction = probe(module, objective.evaluate, micro_batch)
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything
@@ -109,6 +118,50 @@ def compare_samples(
         f"separate losses is {_mean(apart):.4g}, so it depends on the number of ranks and micro_batches; if it "
         "compares samples, declare gathers = True in an objective and use self.gather"
     ]
+
+
+def check_all_used(
+    config: Config,
+    choices: Mapping[str, str],
+    module: nn.Module,
+    objective: Objective,
+    source: Source,
+    local_size: int,
+    on_device: Callable[[Any], Any],
+) -> None:
+    """Raise InputError if a loss does not depend on all parameters that it trains, in training mode.
+
+    A model may choose parameters by the samples. So if two samples do not use all of them, those of a local micro-batch
+    are tried. Exceptions are ignored, because training reports them.
+    """
+    unused: list[str] = []
+    for count in (2, max(2, local_size)):
+        indices = range(min(count, len(source)))
+        try:
+            with restoring_state(module, objective), isolated():
+                micro_batch = MicroBatch(on_device(source.read(indices, seed=config.seed)), indices)
+                unused = _find_unused(module, objective, micro_batch)
+        except Exception:
+            return
+        finally:
+            module.zero_grad()
+            objective.take_logged(torch.device("cpu"))
+        if not unused:
+            return
+    raise InputError(
+        f"parallel={choices['parallel']} needs the gradients of all trained parameters, but the loss does not depend "
+        f"on {counted(unused)}; try parallel.find_unused_parameters=true"
+    )
+
+
+def _find_unused(module: nn.Module, objective: Objective, micro_batch: MicroBatch) -> list[str]:
+    unused: list[str] = []
+    for group in loss_groups(objective, module):
+        objective.measure(module, group.name, micro_batch).value.sum().backward()
+        without = {parameter for parameter in group.parameters if parameter.requires_grad and parameter.grad is None}
+        unused += [name for name, parameter in module.named_parameters() if parameter in without]
+        module.zero_grad()
+    return unused
 
 
 def _mean(losses: torch.Tensor) -> float:

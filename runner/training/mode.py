@@ -58,7 +58,7 @@ class Recipe:
     precision: Precision
     clip_grad_norm: float | None
     device: torch.device
-    sample: Any  # a batch of one sample of the training data, on the device
+    sample: Any  # a batch of training data on the device: one sample, or two if BatchNorm needs them
     # Creates the initial weights of submodules on the device, if the module was built on the meta device.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda submodules: None
 
@@ -125,6 +125,8 @@ class Parallel(Protocol):
         needs_group: A process group is also needed in a world of one.
         meta_init: The model is built on the meta device; `prepare` calls `Recipe.materialize`.
         spans_devices: A model may be spread over several devices of one rank.
+        needs_all_gradients: Each loss of a step must depend on all parameters that it trains.
+        shards_matrices: An optimizer updates shards of matrices.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
             loss, and losses that gather the rows of all ranks).
@@ -135,6 +137,8 @@ class Parallel(Protocol):
     needs_group: bool = False
     meta_init: bool = False
     spans_devices: bool = False
+    needs_all_gradients: bool = False
+    shards_matrices: bool = False
     supported_objectives: SupportedObjectives = "one_loss"
     fails_at_once: bool = True
 
@@ -154,12 +158,12 @@ class Parallel(Protocol):
 
 
 def make_axes(config: Config, parallel: Parallel, world_size: int) -> Axes:
-    """Return the mode's mesh. Raise InputError if none fits the world, or if a rank would have no sample."""
+    """Return the mode's mesh. Raise InputError if none fits the world, or if a micro-batch would have no sample."""
     try:
         axes = parallel.axes(world_size)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if messages := check_batch(config, axes.data_ranks, axes.micro_batches):
+    if messages := check_batch(config, axes.micro_batches):
         raise InputError(*messages)
     return axes
 

@@ -89,7 +89,7 @@ TABLE = {
     "launcher=spawn launcher.master_port=1234": "launcher.master_port=1234 needs several nodes",
     # valid values that do not work together
     "model=[toy,mlp]": "model=[toy,mlp] must be one option; to run several type -m model=",
-    "batch_size=2 micro_batches=4": "batch_size=2 must be at least data ranks x micro_batches = 1 x 4 = 4",
+    "batch_size=2 micro_batches=4": "batch_size=2 must be at least micro_batches = 4",
     "model=convnet data=toy": "convnet needs image samples ... (10,); choose ... digits ... mlp",
     "data.sample_shape=[3,28,28]": "data.sample_shape=[3, 28, 28] must ... try [1, 28, 28]",
     "loss=mse": "loss=mse compares numbers of one shape ... try loss=auto",

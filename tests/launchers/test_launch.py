@@ -17,7 +17,7 @@ QUEUED = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=2")
 # In a world of four ranks.
 WRONG = {
     "parallel=none launcher.dry_run=true": "parallel=none is for one process, but the world has 4; try parallel=ddp",
-    "parallel=ddp batch_size=3": "batch_size=3 must be at least data ranks x micro_batches = 4 x 1 = 4",
+    "parallel=ddp batch_size=3 micro_batches=4": "batch_size=3 must be at least micro_batches = 4",
     "parallel=pipeline parallel.stages=3": "parallel.stages=3 must divide the world of 4 ranks; try 2 or 4",
     "parallel=ddp optimizer.lr=-1": "optimizer.lr=-1",
 }

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from parity import COMMON, assert_equal
 from ranks import RankError
 from torch.nn.parallel import DistributedDataParallel
 from worlds import run
@@ -41,6 +42,12 @@ def test_powersgd_compresses_from_the_third_step_on_and_resumes_exactly(tmp_path
     assert "comm_hook=powersgd restarts" not in (part.path / "log.txt").read_text()
     run(tmp_path / "part", 1, f"resume={part.path}", "max_steps=11")
     assert "drops the gradients that it had not sent yet" in (part.path / "log.txt").read_text()
+
+
+def test_a_batch_may_have_fewer_samples_than_there_are_ranks(tmp_path: Path) -> None:
+    words = ("model=mlp", "model.hidden=[8]", "model.batch_norm=true", "data=toy", "data.num_train=8", "batch_size=2")
+    one, three = (run(tmp_path / str(n), n, *words, *COMMON, f"parallel={m}") for n, m in ((1, "none"), (3, "ddp")))
+    assert_equal(three, one)
 
 
 def test_invalid_options_are_refused() -> None:

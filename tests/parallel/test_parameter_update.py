@@ -12,10 +12,10 @@ from torch import nn
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.save import save
 from runner.checkpoints.save_coordination import SaveCoordinator
-from runner.checkpoints.saved_state import SavedState
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.distributed.world import World
 from runner.optimization.precision import Precision
-from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, sum_gradients
 
 FP32 = Precision("fp32", torch.device("cpu"))
@@ -58,6 +58,27 @@ def test_a_loaded_optimizer_state_has_the_strides_of_its_parameter(tmp_path: Pat
         for key, tensor in optimizer.state[parameter].items():
             assert torch.equal(again.state[parameter][key], tensor)
             assert again.state[parameter][key].stride() == tensor.stride(), key
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_a_loaded_optimizer_state_has_its_own_dtypes(name: str, tmp_path: Path) -> None:
+    """torch would convert all of it to the parameter's dtype, but these optimizers compute parts of it in float32."""
+    module, make = nn.Linear(3, 2).double(), getattr(torch.optim, name)
+    optimizer = make(module.parameters(), lr=0.1)
+    module(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    model = LocalState(chunks_to_write({MODEL + name: p for name, p in module.named_parameters()}))
+    saved = optimizer_state(module, optimizer) | model
+    path = save(tmp_path, saved, TrainState(1, 0, 1, batch_size=1), SaveCoordinator())
+    again = make(module.parameters(), lr=0.1)
+    load_optimizer_state(module, again, SavedState.open(path))
+    for parameter in module.parameters():
+        torch.testing.assert_close(again.state[parameter], optimizer.state[parameter], rtol=0, atol=0)
+    changed = nn.Linear(3, 2)  # in another precision, the state has that of the parameters
+    again = make(changed.parameters(), lr=0.1)
+    load_optimizer_state(changed, again, SavedState.open(path))
+    changed(torch.randn(2, 3)).sum().backward()
+    again.step()
 
 
 def test_gradients_are_summed_over_ranks_that_use_different_parameters(tmp_path: Path) -> None:

@@ -108,11 +108,38 @@ def test_frozen_parameters_stay_unchanged(tmp_path: Path) -> None:
     assert "1,317 parameters, 789 of them trained, fp64" in (made.path / "log.txt").read_text()
 
 
-def test_parameters_that_no_loss_depends_on_are_named(tmp_path: Path) -> None:
-    """The first step fails, before replicas diverge; torch would report it in the second step."""
-    named = r"blocks\.0\.unused\.weight, blocks\.0\.unused\.bias and 2 more"
-    with pytest.raises(RankError, match=rf"does not depend on {named}.*; try parallel\.find_unused_parameters=true"):
-        run(tmp_path, 2, *of_model("Idle"), "parallel=ddp", "max_steps=1")
+def test_parameters_that_no_loss_depends_on_are_named_before_the_run() -> None:
+    named = r"the loss does not depend on blocks\.0\.unused\.weight, blocks\.0\.unused\.bias, .*unused"
+    for mode in ("ddp", "zero"):
+        with pytest.raises(InputError, match=f"parallel={mode} needs .*{named}.*; try parallel.find_unused_parameters"):
+            build_experiment(*of_model("Idle"), f"parallel={mode}")
+    build_experiment(*of_model("Idle"), "parallel=ddp", "parallel.find_unused_parameters=true")
+    build_experiment(*of_model("Idle"), "parallel=ddp", "freeze=[unused]")
+
+
+class Router(nn.Module):
+    """Uses an expert for each kind of samples, as a mixture of experts does; the step `idle` is the last one."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int, idle: int = 99):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(sample_shape[0], num_outputs) for _ in range(2))
+        self.idle, self.step = idle, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.step += self.training
+        used = [self.experts[0](inputs)]
+        if len(inputs) > 2 and self.step < self.idle:
+            used.append(self.experts[1](inputs))
+        return torch.stack(used).sum(0)
+
+
+def test_parameters_that_depend_on_the_samples_are_named_in_the_first_step_without_them(tmp_path: Path) -> None:
+    """That step fails, before replicas diverge; torch would report it in the next step."""
+    router = ("model=linear", "model._target_=test_special_parameters.Router", *TOY, "parallel=ddp", "max_steps=2")
+    run(tmp_path, 2, *router)
+    named = r"does not depend on experts\.1\.weight, experts\.1\.bias.*; try parallel\.find_unused_parameters=true"
+    with pytest.raises(RankError, match=named):
+        run(tmp_path, 2, *router, "+model.idle=2")
 
 
 @pytest.mark.parametrize("case", [Case("fsdp", 2), Case("pipeline", 2, ("parallel.schedule=ZBV",))], ids=str)

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from mode_cases import Case
-from parity import COMMON
+from parity import COMMON, assert_equal
 from runner.shipped.data.toy import ToyRegression
 from torch import Tensor, nn
 from worlds import build_experiment, run
 
+from runner.errors import InputError
 from runner.jobs.trained_model import load_trained
 
 TOY = ("data=toy", "data.num_train=90", "batch_size=90", *COMMON, "max_steps=3")
@@ -72,3 +73,56 @@ def test_tensors_that_do_not_keep_their_values_are_named() -> None:
     assert warning.startswith("precision=fp32: fine, small of model=linear had another dtype")
     (warning,) = build_experiment(*words).warnings
     assert warning.startswith("precision=fp64: small of model=linear")
+
+
+class Empty(nn.Linear):
+    """Has a parameter without elements, as Linear(0, n) has."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(sample_shape[0], num_outputs)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.empty.sum()
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3, 8, sparse=True), nn.Linear(8, num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.embed(inputs.sign().long() + 1).sum(1))
+
+
+def test_a_parameter_without_elements_is_not_sharded(tmp_path: Path) -> None:
+    made, one = (
+        run(tmp_path / name, n, *of_model("Empty"), f"parallel={name}") for name, n in (("fsdp", 2), ("none", 1))
+    )
+    assert made.losses == pytest.approx(one.losses, rel=1e-9)
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(made.weights[name], tensor, rtol=0, atol=1e-9)
+
+
+def test_sparse_gradients_are_refused_by_modes_that_shard() -> None:
+    with pytest.raises(InputError, match=r"cannot reduce the sparse gradients of embed; try parallel=ddp"):
+        build_experiment(*of_model("SparseEmbedding"), "parallel=fsdp")
+
+
+class BatchStatistics(nn.Sequential):
+    """Normalizes by the statistics of the batch in evaluation mode, too."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        norm = nn.BatchNorm1d(8, track_running_stats=False)
+        super().__init__(nn.Linear(sample_shape[0], 8), norm, nn.Linear(8, num_outputs))
+
+    def stages(self) -> list[nn.Module]:
+        return [*self]
+
+
+@pytest.mark.parametrize("case", [Case("ddp", 2), Case("fsdp", 2), Case("pipeline", 2)], ids=str)
+def test_batch_norm_without_running_statistics_equals_one_process(case: Case, tmp_path: Path) -> None:
+    words = of_model("BatchStatistics")
+    assert_equal(
+        run(tmp_path / "made", case.world_size, *words, *case.overrides), run(tmp_path, 1, *words, *case.reference)
+    )

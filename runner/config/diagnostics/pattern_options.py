@@ -42,6 +42,9 @@ def check_optimizer_groups(node: Mapping[str, Any], provided: Collection[str]) -
         if message := _pattern_problem(group["match"]):
             messages.append(f"{key}.match={show(group['match'])} {message}")
         options = {name: value for name, value in group.items() if name != "match"}
+        if "_target_" in options:  # another optimizer
+            messages += check_options(key, options, provided)
+            continue
         # With the other options of the optimizer, whose own problems are reported elsewhere.
         checked = check_options(key, {**optimizer, **options}, provided)
         begins = tuple(f"{key}.{name}{end}" for name in options for end in ("=", " ", "."))

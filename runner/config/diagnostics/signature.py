@@ -37,7 +37,7 @@ def check_options(
     messages = _check_call(key, node, provided, described) if "_target_" in node else []
     if node.get("_recursive_") is not False:  # otherwise the constructor creates the nested objects itself
         for name, value in node.items():
-            messages += _check_nested(f"{key}.{name}", value)
+            messages += [] if name in described else _check_nested(f"{key}.{name}", value)
     return messages
 
 
