@@ -1,5 +1,6 @@
 """Fully sharded data parallel: each rank keeps a shard of every parameter, and gathers a block's parameters for use."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -153,18 +154,24 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield the modules to gather together: those of a stage, or each child if the model offers no stages.
+def _units(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules to gather together: those of a stage, or each child if the model offers no stages.
 
     All of them are modules that forward calls, because parameters are gathered before such a call and dropped after it.
-    Modules that share parameters with others are left to the root, whose parameters stay gathered during the forward.
+    Stages that share parameters with others are left to the root, whose parameters stay gathered during the forward.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
-    for stage in stages_or_children(model):
-        unit = [part for part in called_modules(model, stage) if any(p.dim() for p in part.parameters())]
-        inside = {module for part in unit for module in part.modules()}
-        if unit and all(owners[parameter] <= inside for part in unit for parameter in part.parameters()):
-            yield unit
+    units = [
+        list(dict.fromkeys(part for part in called_modules(model, stage) if any(p.dim() for p in part.parameters())))
+        for stage in stages_or_children(model)
+    ]
+    parameters = [{parameter for part in unit for parameter in part.parameters()} for unit in units]
+    uses = Counter(parameter for of_unit in parameters for parameter in of_unit)
+    return [
+        unit
+        for unit, of_unit in zip(units, parameters, strict=True)
+        if unit and all(uses[p] == 1 and owners[p] <= {m for part in unit for m in part.modules()} for p in of_unit)
+    ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from mode_cases import Case
-from parity import COMMON
+from parity import COMMON, assert_equal
 from runner.shipped.data.toy import ToyRegression
 from torch import Tensor, nn
 from worlds import build_experiment, run
@@ -72,3 +72,35 @@ def test_tensors_that_do_not_keep_their_values_are_named() -> None:
     assert warning.startswith("precision=fp32: fine, small of model=linear had another dtype")
     (warning,) = build_experiment(*words).warnings
     assert warning.startswith("precision=fp64: small of model=linear")
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, which one of two stages registers under a second name."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.first, self.second = nn.Linear(*sample_shape * 2), nn.Linear(*sample_shape * 2)
+        self.last = nn.Sequential(nn.Tanh(), self.first, nn.Linear(sample_shape[0], num_outputs))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.second(self.first(inputs).tanh()))
+
+
+class Staged(Twice):
+    def stages(self) -> list[nn.Module]:
+        return [self.first, nn.Sequential(nn.Tanh(), self.second), nn.Sequential(nn.Tanh(), self.first), self.last[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("Twice", Case("fsdp", 2)),
+        ("Twice", Case("ps", 3, ("parallel.forward=remote",))),
+        ("Staged", Case("fsdp", 2)),
+        ("Staged", Case("pipeline", 2)),
+    ],
+    ids=str,
+)
+def test_a_layer_that_is_called_twice(name: str, case: Case, tmp_path: Path) -> None:
+    reference = run(tmp_path, 1, *of_model(name), *case.reference)
+    assert_equal(run(tmp_path, case.world_size, *of_model(name), *case.overrides), reference)
