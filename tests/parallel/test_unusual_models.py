@@ -10,6 +10,7 @@ from runner.shipped.data.toy import ToyRegression
 from torch import Tensor, nn
 from worlds import build_experiment, run
 
+from runner.errors import InputError
 from runner.jobs.trained_model import load_trained
 
 TOY = ("data=toy", "data.num_train=90", "batch_size=90", *COMMON, "max_steps=3")
@@ -104,3 +105,27 @@ class Staged(Twice):
 def test_a_layer_that_is_called_twice(name: str, case: Case, tmp_path: Path) -> None:
     reference = run(tmp_path, 1, *of_model(name), *case.reference)
     assert_equal(run(tmp_path, case.world_size, *of_model(name), *case.overrides), reference)
+
+
+class Named(nn.Module):
+    """Has attributes with the names of the methods that describe a model's structure."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.stages = nn.Sequential(nn.Linear(sample_shape[0], 8), nn.Tanh())
+        self.tensor_plan = {"place": 1}
+        self.last = nn.Linear(8, num_outputs)
+
+    def place(self) -> nn.Module:
+        return self.last
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.place()(self.stages(inputs))
+
+
+def test_attributes_that_are_no_description_of_the_structure(tmp_path: Path) -> None:
+    reference = run(tmp_path, 1, *of_model("Named"))
+    assert_equal(run(tmp_path, 2, *of_model("Named"), "parallel=fsdp"), reference)
+    for mode, method in (("pipeline", "stages"), ("tp", "tensor_plan")):
+        with pytest.raises(InputError, match=rf"parallel={mode} needs a model .* {method}\(\)"):
+            build_experiment(*of_model("Named"), f"parallel={mode}", world_size=2)
