@@ -70,7 +70,7 @@ class FSDP(Parallel):
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        root = shard(recipe.module, mesh, recipe.materialize, **options)
+        root = shard(recipe, mesh, **options)
 
         def prepare_group(loss_group: LossGroup) -> Replica:
             return Replica(
@@ -84,17 +84,17 @@ class FSDP(Parallel):
         return prepare_loss_groups(recipe, prepare_group)
 
 
-def shard(
-    model: nn.Module, mesh: DeviceMesh, materialize: Callable[[Iterable[nn.Module]], None], **options: Any
-) -> ForwardWrapper:
-    """Shard the model over the mesh, unit by unit. All ranks must call it.
+def shard(recipe: Recipe, mesh: DeviceMesh, **options: Any) -> ForwardWrapper:
+    """Shard the recipe's model over the mesh, unit by unit. All ranks must call it.
 
     A unit is whole in memory while it is created, gathered or reduced. Parameters outside of all units are gathered for
-    each forward of the returned wrapper, through which the model must be called.
+    each forward of the returned wrapper, through which the model must be called. If that forward computes gradients,
+    there are no units, because backward would drop the parameters of a unit before a second backward needs them.
     """
+    model, materialize = recipe.module, recipe.materialize
     # fully_shard does not accept channels_last parameters. Activations stay channels_last, because the inputs are.
     model.to(memory_format=torch.contiguous_format)
-    for unit in _units(model):
+    for unit in [] if recipe.differentiates else _units(model):
         materialize(unit)
         for submodule in unit:
             submodule.register_forward_hook(_copy_views)

@@ -80,7 +80,7 @@ class TP(Parallel):
             for name in module.tensor_plan():  # type: ignore[operator]
                 # A sharded layer returns a view, and an in-place operator on it would drop FSDP's hook for backward.
                 module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
-            root = shard(module, mesh[rest], recipe.materialize)
+            root = shard(recipe, mesh[rest])
             options = replica_options(root, axes.data_ranks, sum_over_rest)
         elif axes.data_ranks > 1:
             options = {"reduce": lambda parameters: sum_gradients(parameters, sum_over_rest)}

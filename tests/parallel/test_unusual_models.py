@@ -129,3 +129,42 @@ def test_attributes_that_are_no_description_of_the_structure(tmp_path: Path) -> 
     for mode, method in (("pipeline", "stages"), ("tp", "tensor_plan")):
         with pytest.raises(InputError, match=rf"parallel={mode} needs a model .* {method}\(\)"):
             build_experiment(*of_model("Named"), f"parallel={mode}", world_size=2)
+
+
+class Bounded(nn.Module):
+    """Has an embedding whose forward scales the rows that it looks up."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 4, max_norm=0.5), nn.Linear(4, num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.embedding((4 * inputs[:, :3]).long() % 16).mean(1))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "ps"])
+def test_parameters_that_forward_changes_are_refused_on_several_ranks(mode: str) -> None:
+    with pytest.raises(InputError, match=f"parallel={mode}: the forward of model=linear changes embedding.weight in"):
+        build_experiment(*of_model("Bounded"), f"parallel={mode}", world_size=2)
+
+
+class Penalized(nn.Module):
+    """Returns its output plus the gradient of the output with respect to the input."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.first, self.norm = nn.Linear(sample_shape[0], 8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inputs = inputs.requires_grad_()
+            outputs = self.last(self.norm(self.first(inputs)).tanh())
+            (gradient,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return outputs + gradient[:, : outputs.size(1)]
+
+
+@pytest.mark.parametrize("case", [Case("ddp", 4), Case("fsdp", 2)], ids=str)
+def test_gradients_of_gradients(case: Case, tmp_path: Path) -> None:
+    words = (*of_model("Penalized"), "data.num_train=92")  # two ranks of four have no sample of the last batch
+    assert_equal(run(tmp_path, case.world_size, *words, *case.overrides), run(tmp_path, 1, *words))
