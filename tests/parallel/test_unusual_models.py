@@ -168,3 +168,28 @@ class Penalized(nn.Module):
 def test_gradients_of_gradients(case: Case, tmp_path: Path) -> None:
     words = (*of_model("Penalized"), "data.num_train=92")  # two ranks of four have no sample of the last batch
     assert_equal(run(tmp_path, case.world_size, *words, *case.overrides), run(tmp_path, 1, *words))
+
+
+class Centered(nn.Module):
+    """Subtracts a moving average of its inputs, and normalizes."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(sample_shape[0], num_outputs), nn.BatchNorm1d(num_outputs)
+        self.register_buffer("center", torch.zeros(sample_shape))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.center.lerp_(inputs.detach().mean(0), 0.1)
+        return self.norm(self.layer(inputs - self.center))
+
+
+@pytest.mark.parametrize("case", [Case("ddp", 2), Case("allreduce", 2), Case("fsdp", 2), Case("ps", 3)], ids=str)
+def test_buffers_that_differ_between_ranks_are_reported_once(case: Case, tmp_path: Path) -> None:
+    log = (run(tmp_path, case.world_size, *of_model("Centered"), *case.overrides).path / "log.txt").read_text()
+    assert log.count("buffers differ between ranks after step 1: center; ") == log.count("differ between ranks") == 1
+
+
+def test_buffers_of_replicas_that_train_separately_are_not_compared(tmp_path: Path) -> None:
+    made = run(tmp_path, 2, *of_model("Centered"), "parallel=local_sgd")
+    assert "differ between ranks" not in (made.path / "log.txt").read_text()
