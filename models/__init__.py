@@ -6,8 +6,8 @@ A model may define two methods that describe its structure. Parallel modes use t
 and returns one. Stages consist of the model's own submodules, so that a parameter keeps its full name; every parameter
 belongs to exactly one stage. A module that a stage adds, such as Flatten, must have no state and no training mode.
 A tied parameter is an exception: the same Parameter object under several names, such as the weight of an embedding and
-of a head, may belong to several stages. Its gradient is the sum over these stages. `split`, which cannot compute that
-sum, refuses such a model with an error that names the parameter.
+of a head, may belong to several stages, and so may a module that forward calls several times. Its gradient is the sum
+over these stages. `split`, which cannot compute that sum, refuses such a model with an error that names the parameter.
 
 `tensor_plan() -> dict[str, "colwise" | "rowwise"]` maps the names of linear layers, in the order of forward, to the
 dimension in which tensor parallelism shards their weights. The output of a colwise layer is sharded; the next rowwise

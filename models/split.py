@@ -21,7 +21,7 @@ class Split(nn.Module):
         super().__init__()
         name = type(model).__name__
         get_stages: Callable[[], list[nn.Module]] | None = getattr(model, "stages", None)
-        if get_stages is None:
+        if get_stages is None or isinstance(get_stages, nn.Module):  # some models have a submodule of this name
             raise ValueError(f"model={name} cannot be split, because it does not define stages(); try convnet")
         stages = get_stages()
         if len(stages) < 2:

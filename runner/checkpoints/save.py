@@ -149,8 +149,8 @@ def check_replicas(hashes: Sequence[Mapping[str, int]]) -> None:
             if value != expected:
                 raise JobFailed(
                     f"rank {rank} has other values of {name} than rank {other}: replicas that receive the same updates "
-                    "have diverged\nno checkpoint is saved; resume from the last one, and on other machines if it "
-                    "happens again"
+                    "have diverged\nno checkpoint is saved; if neither the model nor a callback changes parameters, "
+                    "resume from the last one, and on other machines if it happens again"
                 )
 
 

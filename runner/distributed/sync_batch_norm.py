@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.distributed.collectives import gather_over, sum_over
@@ -140,10 +139,11 @@ class _Normalize(torch.autograd.Function):
         return F.batch_norm(input, mean, var, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """All ranks must call it, unless no rank's input requires a gradient."""
         input, weight, mean, var = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return *_differentiable_gradients(ctx, input, weight, grad_output), *[None] * 5
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if grad_output.stride() != input.stride():
             # The kernel is 8 times slower if only one of them is channels_last.
@@ -172,6 +172,38 @@ class _Normalize(torch.autograd.Function):
             grad_bias if needs_bias else None,
             *[None] * 5,
         )
+
+
+class _Total(torch.autograd.Function):
+    """The sum over the ranks of the group, which can be differentiated any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group, total = group, tensor.clone()
+        sum_over(group, total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Total.apply(gradient, ctx.group), None
+
+
+def _differentiable_gradients(
+    ctx: Any, input: Tensor, weight: Tensor | None, grad_output: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of input, weight and bias by operators that autograd records."""
+    dims, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
+    x, dy = input.to(_statistics_dtype(input)), grad_output.to(_statistics_dtype(input))
+
+    def mean_over_ranks(tensor: Tensor) -> Tensor:  # (N, C, ...) -> (1, C, 1, ...)
+        return (_Total.apply(tensor.sum(dims), ctx.group) / ctx.count).view(shape)
+
+    centered = x - mean_over_ranks(x)
+    scale = (mean_over_ranks(centered**2) + ctx.eps).rsqrt()
+    x_hat = centered * scale
+    grad_input = (dy - mean_over_ranks(dy) - x_hat * mean_over_ranks(dy * x_hat)) * scale
+    grad_input = grad_input if weight is None else grad_input * weight.view(shape)
+    return grad_input.to(input.dtype), (dy * x_hat).sum(dims), dy.sum(dims)
 
 
 def _statistics_dtype(input: Tensor) -> torch.dtype:

@@ -1,5 +1,6 @@
 """Fully sharded data parallel: each rank keeps a shard of every parameter, and gathers a block's parameters for use."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,7 +72,7 @@ class FSDP(Parallel):
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        root = shard(recipe.module, mesh, recipe.materialize, **options)
+        root = shard(recipe, mesh, **options)
 
         def prepare_group(loss_group: LossGroup) -> Replica:
             return Replica(
@@ -85,17 +86,17 @@ class FSDP(Parallel):
         return prepare_loss_groups(recipe, prepare_group)
 
 
-def shard(
-    model: nn.Module, mesh: DeviceMesh, materialize: Callable[[Iterable[nn.Module]], None], **options: Any
-) -> ForwardWrapper:
-    """Shard the model over the mesh, unit by unit. All ranks must call it.
+def shard(recipe: Recipe, mesh: DeviceMesh, **options: Any) -> ForwardWrapper:
+    """Shard the recipe's model over the mesh, unit by unit. All ranks must call it.
 
     A unit is whole in memory while it is created, gathered or reduced. Parameters outside of all units are gathered for
-    each forward of the returned wrapper, through which the model must be called.
+    each forward of the returned wrapper, through which the model must be called. If that forward computes gradients,
+    there are no units, because backward would drop the parameters of a unit before a second backward needs them.
     """
+    model, materialize = recipe.module, recipe.materialize
     # fully_shard does not accept channels_last parameters. Activations stay channels_last, because the inputs are.
     model.to(memory_format=torch.contiguous_format)
-    for unit in _units(model):
+    for unit in [] if recipe.differentiates else _units(model):
         materialize(unit)
         for submodule in unit:
             submodule.register_forward_hook(_copy_views)
@@ -168,18 +169,26 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield the modules to gather together: those of a stage, or each child if the model offers no stages.
+def _units(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules to gather together: those of a stage, or each child if the model offers no stages.
 
     All of them are modules that forward calls, because parameters are gathered before such a call and dropped after it.
-    Modules that share parameters with others are left to the root, whose parameters stay gathered during the forward.
+    Stages that share parameters with others are left to the root, whose parameters stay gathered during the forward.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
-    for stage in stages_or_children(model):
-        unit = [part for part in called_modules(model, stage) if any(map(_can_be_sharded, part.parameters()))]
-        inside = {module for part in unit for module in part.modules()}
-        if unit and all(owners[parameter] <= inside for part in unit for parameter in part.parameters()):
-            yield unit
+    units = [
+        list(
+            dict.fromkeys(part for part in called_modules(model, stage) if any(map(_can_be_sharded, part.parameters())))
+        )
+        for stage in stages_or_children(model)
+    ]
+    parameters = [{parameter for part in unit for parameter in part.parameters()} for unit in units]
+    uses = Counter(parameter for of_unit in parameters for parameter in of_unit)
+    return [
+        unit
+        for unit, of_unit in zip(units, parameters, strict=True)
+        if unit and all(uses[p] == 1 and owners[p] <= {m for part in unit for m in part.modules()} for p in of_unit)
+    ]

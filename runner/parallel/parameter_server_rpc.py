@@ -18,10 +18,10 @@ from runner.distributed.traffic import RPC, count_tensors
 from runner.distributed.world import World
 from runner.errors import JobFailed
 from runner.input.pytree import map_tensors
-from runner.objectives.objective import ForwardWrapper
 from runner.objectives.supervised import call_model
 from runner.parallel.parameter_update import ParameterUpdate, flatten_gradients, set_gradients
 from runner.training.mode import Recipe
+from runner.training.model.deferred_init import call_with
 
 SERVER = "rank0"
 Reply = tuple[torch.Tensor | None, float | None]  # the weights after a synchronous step, flat, and the norm
@@ -99,9 +99,9 @@ class Server:
         torch.set_num_threads(self._num_threads)  # each thread has its own number
         with self._update_lock, self.precision.autocast():
             # With copies of the parameters: another trainer's update may precede this forward's backward.
-            copies = {f"model.{name}": parameter.clone() for name, parameter in self.module.named_parameters()}
+            copies = {parameter: parameter.clone() for parameter in self.module.parameters()}
             inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
-            outputs = torch.func.functional_call(ForwardWrapper(self.module), copies, (call_model, inputs))
+            outputs = call_with(copies, self.module, call_model, inputs)
             return map_tensors(torch.Tensor.cpu, outputs)
 
     def gradients(self, context: int) -> torch.Tensor:

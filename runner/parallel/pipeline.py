@@ -29,7 +29,7 @@ from runner.parallel.pipeline_replica import PipelineReplica
 from runner.parallel.pipeline_stage import StageOutput
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.deferred_init import probe
-from runner.training.model.submodules import attached_loss
+from runner.training.model.submodules import attached_loss, offered
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +104,10 @@ class Pipeline(Parallel):
         return None
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        if not hasattr(module, "stages"):
+        if not offered(module, "stages"):
             return ["parallel=pipeline needs a model that offers its stages(); try model=convnet or model=mlp"]
         messages = []
-        if hasattr(module, "place"):
+        if offered(module, "place", []):
             messages.append("parallel=pipeline does not support a model that is spread over devices; try parallel=ddp")
         if config.precision == "fp16":
             messages.append("precision=fp16: parallel=pipeline has no gradient scaler over stages; try precision=bf16")

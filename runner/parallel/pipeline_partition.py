@@ -89,7 +89,7 @@ def partition(costs: Sequence[int], num_groups: int) -> list[range]:
 
 
 class Tie(NamedTuple):
-    """A parameter with several names, and the ranks of a pipeline whose stages have it."""
+    """A parameter with several names or in several stages, and the ranks of a pipeline whose stages have it."""
 
     names: list[str]
     ranks: tuple[int, ...]
@@ -97,12 +97,13 @@ class Tie(NamedTuple):
 
 def find_ties(module: nn.Module, stages: Sequence[nn.Module], owners: Sequence[int]) -> list[Tie]:
     """Return the shared parameters. Must be called before stages are materialized, which unties them."""
-    parameters = [set(stage.parameters()) for stage in stages]
-    return [
-        Tie(aliases, tuple(sorted({owner for owner, own in zip(owners, parameters, strict=True) if parameter in own})))
-        for parameter, aliases in names_of([*module.named_parameters(remove_duplicate=False)]).items()
-        if len(aliases) > 1
-    ]
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for stage, owner in zip(stages, owners, strict=True):
+        for parameter in stage.parameters():
+            ranks.setdefault(parameter, set()).add(owner)
+    names = names_of([*module.named_parameters(remove_duplicate=False)])
+    ties = [Tie(names[parameter], tuple(sorted(of_parameter))) for parameter, of_parameter in ranks.items()]
+    return [tie for tie in ties if len(tie.names) > 1 or len(tie.ranks) > 1]
 
 
 class TiedParameters:

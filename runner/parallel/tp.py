@@ -22,6 +22,7 @@ from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.activation_checkpointing import Extent, blocks_to_checkpoint
+from runner.training.model.submodules import offered
 
 Plan = dict[str, str]  # see models/__init__.py
 
@@ -53,7 +54,7 @@ class TP(Parallel):
         return Axes(replicate=rest, tensor=tensor) if self.rest == "average" else Axes(shard=rest, tensor=tensor)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        if not hasattr(module, "tensor_plan"):
+        if not offered(module, "tensor_plan"):
             return ["parallel=tp needs a model with tensor_plan(); try parallel=fsdp"]
         if config.precision == "fp16":
             # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
@@ -82,7 +83,7 @@ class TP(Parallel):
             for name in module.tensor_plan():  # type: ignore[operator]
                 # A sharded layer returns a view, and an in-place operator on it would drop FSDP's hook for backward.
                 module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
-            root = shard(module, mesh[rest], recipe.materialize)
+            root = shard(recipe, mesh[rest])
             options = replica_options(root, axes.data_ranks, sum_over_rest)
         elif axes.data_ranks > 1:
             options = {"reduce": lambda parameters: sum_gradients(parameters, sum_over_rest)}

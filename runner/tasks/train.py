@@ -22,6 +22,7 @@ from runner.optimization.optimizers import DEFAULT
 from runner.records.monitor import LOSS, main_metrics
 from runner.records.run_directory import RunDirectory
 from runner.training.build import Experiment
+from runner.training.callbacks.buffer_check import BufferCheck
 from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.contract import Callbacks, RunInfo
 from runner.training.callbacks.early_stop import EarlyStop, Pruning
@@ -154,6 +155,7 @@ def make_all_callbacks(
     if config.ema.decay is not None:
         ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
         callbacks.add("ema", ema)
+    callbacks.add("buffer_check", BufferCheck(experiment, parallel_model, world))
     callbacks.add("recorder", recorder)
     callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:

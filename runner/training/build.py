@@ -112,7 +112,14 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     sample, data_warnings = read_sample(config, choices, train_data, indices)
     sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
     tried = MicroBatch(sample, indices)
-    prediction = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
+    forward = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
+    prediction = forward.prediction
+    if forward.written and (world.world_size > 1 or parallel.needs_group):
+        raise InputError(
+            f"parallel={choices['parallel']}: the forward of model={choices['model']} changes {forward.written[0]} in "
+            "place, and each rank would change its copy by its own samples; compute a new tensor from the parameter, "
+            "or try parallel=none with one process"
+        )
     if deferred is None:
         warnings += compare_samples(config, choices, module, objective, train_data)
     attach_objective(module, objective, world.device, precision.parameter_dtype)
@@ -200,6 +207,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
             world.device,
             on_device(sample),
             materialize=materialize,
+            differentiates=forward.differentiates,
         ),
         make_model=make_model,
         train_loader=loader(

@@ -1,10 +1,12 @@
 """A dry run of model, data and objective with one sample or two, before anything is written."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from runner.config.schema import Config
 from runner.errors import InputError, failed_with
@@ -42,6 +44,20 @@ def read_sample(
     ]
 
 
+@dataclass(frozen=True)
+class DryRun:
+    """The objective's prediction for a sample or two, and what the forward does besides.
+
+    Attributes:
+        written: The names of the trained parameters that the forward changes in place.
+        differentiates: Whether the forward computes gradients, for example those of a gradient penalty.
+    """
+
+    prediction: Prediction
+    written: list[str]
+    differentiates: bool
+
+
 def dry_run(
     config: Config,
     choices: Mapping[str, str],
@@ -49,7 +65,7 @@ def dry_run(
     objective: Objective,
     micro_batch: MicroBatch,
     ragged: bool,
-) -> Prediction:
+) -> DryRun:
     """Evaluate the objective for a sample or two on the CPU. A supervised objective first chooses its loss.
 
     `ragged` means that other samples may have other shapes. Raises InputError if the components do not fit each other.
@@ -58,12 +74,13 @@ def dry_run(
     if isinstance(objective, Supervised):
         _check_pair(config, batch)
     random_state = torch.get_rng_state()
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     module.eval()
     try:
         with torch.no_grad():
             if isinstance(objective, Supervised):
                 _settle(choices, module, objective, batch, ragged)
-            prediction: Prediction = probe(module, objective.evaluate, micro_batch)
+            result: DryRun = probe(module, _observe, trained, objective, micro_batch)
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything
@@ -76,7 +93,24 @@ def dry_run(
     finally:
         module.train()
         torch.set_rng_state(random_state)
-    return prediction
+    return result
+
+
+def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_batch: MicroBatch) -> DryRun:
+    parameters = {name: tensor for name, tensor in model.named_parameters() if name in trained}
+    before = {name: tensor._version for name, tensor in parameters.items()}  # in-place operators increase it
+    with _SeeingGradients() as mode:
+        prediction = objective.evaluate(model, micro_batch)
+    written = [name for name, tensor in parameters.items() if tensor._version != before[name]]
+    return DryRun(prediction, written, mode.has_seen)
+
+
+class _SeeingGradients(TorchFunctionMode):
+    has_seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_seen |= func is torch.autograd.grad
+        return func(*args, **(kwargs or {}))
 
 
 def compare_samples(

@@ -61,6 +61,7 @@ class Recipe:
     sample: Any  # a batch of training data on the device: one sample, or two if BatchNorm needs them
     # Creates the initial weights of submodules on the device, if the module was built on the meta device.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda submodules: None
+    differentiates: bool = False  # the forward computes gradients, so that a second backward needs all parameters
 
 
 class Stepper(Protocol):

@@ -115,7 +115,7 @@ def deep(num_stages: int, **attributes: Any) -> nn.Module:
     ("module", "options", "message"),
     [
         (nn.Linear(2, 2), (), "needs a model that offers its stages()"),
-        (deep(2, place=None), (), "spread over devices"),
+        (deep(2, place=lambda devices: None), (), "spread over devices"),
         (deep(2), ("precision=fp16",), "precision=fp16: parallel=pipeline has no gradient scaler"),
         (deep(2), ("compile=true",), "compile=true compiles a whole model"),
         (Incomplete(), (), "leave out second.weight"),

@@ -126,3 +126,123 @@ def test_batch_norm_without_running_statistics_equals_one_process(case: Case, tm
     assert_equal(
         run(tmp_path / "made", case.world_size, *words, *case.overrides), run(tmp_path, 1, *words, *case.reference)
     )
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, which one of two stages registers under a second name."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.first, self.second = nn.Linear(*sample_shape * 2), nn.Linear(*sample_shape * 2)
+        self.last = nn.Sequential(nn.Tanh(), self.first, nn.Linear(sample_shape[0], num_outputs))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.second(self.first(inputs).tanh()))
+
+
+class Staged(Twice):
+    def stages(self) -> list[nn.Module]:
+        return [self.first, nn.Sequential(nn.Tanh(), self.second), nn.Sequential(nn.Tanh(), self.first), self.last[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("Twice", Case("fsdp", 2)),
+        ("Twice", Case("ps", 3, ("parallel.forward=remote",))),
+        ("Staged", Case("fsdp", 2)),
+        ("Staged", Case("pipeline", 2)),
+    ],
+    ids=str,
+)
+def test_a_layer_that_is_called_twice(name: str, case: Case, tmp_path: Path) -> None:
+    reference = run(tmp_path, 1, *of_model(name), *case.reference)
+    assert_equal(run(tmp_path, case.world_size, *of_model(name), *case.overrides), reference)
+
+
+class Named(nn.Module):
+    """Has attributes with the names of the methods that describe a model's structure."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.stages = nn.Sequential(nn.Linear(sample_shape[0], 8), nn.Tanh())
+        self.tensor_plan = {"place": 1}
+        self.last = nn.Linear(8, num_outputs)
+
+    def place(self) -> nn.Module:
+        return self.last
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.place()(self.stages(inputs))
+
+
+def test_attributes_that_are_no_description_of_the_structure(tmp_path: Path) -> None:
+    reference = run(tmp_path, 1, *of_model("Named"))
+    assert_equal(run(tmp_path, 2, *of_model("Named"), "parallel=fsdp"), reference)
+    for mode, method in (("pipeline", "stages"), ("tp", "tensor_plan")):
+        with pytest.raises(InputError, match=rf"parallel={mode} needs a model .* {method}\(\)"):
+            build_experiment(*of_model("Named"), f"parallel={mode}", world_size=2)
+
+
+class Bounded(nn.Module):
+    """Has an embedding whose forward scales the rows that it looks up."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 4, max_norm=0.5), nn.Linear(4, num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.embedding((4 * inputs[:, :3]).long() % 16).mean(1))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "ps"])
+def test_parameters_that_forward_changes_are_refused_on_several_ranks(mode: str) -> None:
+    with pytest.raises(InputError, match=f"parallel={mode}: the forward of model=linear changes embedding.weight in"):
+        build_experiment(*of_model("Bounded"), f"parallel={mode}", world_size=2)
+
+
+class Penalized(nn.Module):
+    """Returns its output plus the gradient of the output with respect to the input."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.first, self.norm = nn.Linear(sample_shape[0], 8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inputs = inputs.requires_grad_()
+            outputs = self.last(self.norm(self.first(inputs)).tanh())
+            (gradient,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return outputs + gradient[:, : outputs.size(1)]
+
+
+@pytest.mark.parametrize("case", [Case("ddp", 4), Case("fsdp", 2)], ids=str)
+def test_gradients_of_gradients(case: Case, tmp_path: Path) -> None:
+    words = (*of_model("Penalized"), "data.num_train=92")  # two ranks of four have no sample of the last batch
+    assert_equal(run(tmp_path, case.world_size, *words, *case.overrides), run(tmp_path, 1, *words))
+
+
+class Centered(nn.Module):
+    """Subtracts a moving average of its inputs, and normalizes."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(sample_shape[0], num_outputs), nn.BatchNorm1d(num_outputs)
+        self.register_buffer("center", torch.zeros(sample_shape))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.center.lerp_(inputs.detach().mean(0), 0.1)
+        return self.norm(self.layer(inputs - self.center))
+
+
+@pytest.mark.parametrize("case", [Case("ddp", 2), Case("allreduce", 2), Case("fsdp", 2), Case("ps", 3)], ids=str)
+def test_buffers_that_differ_between_ranks_are_reported_once(case: Case, tmp_path: Path) -> None:
+    log = (run(tmp_path, case.world_size, *of_model("Centered"), *case.overrides).path / "log.txt").read_text()
+    assert log.count("buffers differ between ranks after step 1: center; ") == log.count("differ between ranks") == 1
+
+
+def test_buffers_of_replicas_that_train_separately_are_not_compared(tmp_path: Path) -> None:
+    made = run(tmp_path, 2, *of_model("Centered"), "parallel=local_sgd")
+    assert "differ between ranks" not in (made.path / "log.txt").read_text()

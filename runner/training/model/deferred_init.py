@@ -1,6 +1,6 @@
 """Deferred initialization: a model is built on the meta device, and each submodule is initialized later."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -157,15 +157,27 @@ def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: t
     Each placeholder is an expanded view of one number. `device` is that of the arguments, by default the CPU.
     """
     where = device or torch.device("cpu")
-    named = chain(module.named_parameters(), module.named_buffers())
     placeholders = {
-        f"model.{name}": torch.full((), PLACEHOLDER, dtype=tensor.dtype, device=where).expand(tensor.size())
+        tensor: torch.full((), PLACEHOLDER, dtype=tensor.dtype, device=where).expand(tensor.size())
         if tensor.is_meta
         else tensor.to(where)
-        for name, tensor in named
+        for tensor in chain(module.parameters(), module.buffers())
         if tensor.device != where
     }
-    return functional_call(ForwardWrapper(module), placeholders, (function, *args))
+    return call_with(placeholders, module, function, *args)
+
+
+def call_with(tensors: Mapping[Any, Tensor], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of the model and these arguments. tensors: replacements of the model's tensors."""
+    wrapper = ForwardWrapper(module)
+    by_name = {
+        f"{prefix}.{name}": tensors[tensor]
+        for prefix, part in wrapper.named_modules()
+        for name, tensor in chain(part._parameters.items(), part._buffers.items())
+        if tensor is not None and tensor in tensors
+    }
+    # With tie_weights=True, functional_call does not restore a module that is registered twice.
+    return functional_call(wrapper, by_name, (function, *args), tie_weights=False)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

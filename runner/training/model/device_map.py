@@ -1,13 +1,13 @@
 """The placement of a model's submodules on several devices of one rank."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from runner.distributed.world import World
 from runner.errors import InputError
+from runner.training.model.submodules import offered
 
 
 def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_devices: bool, world: World) -> list[str]:
@@ -15,19 +15,18 @@ def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_device
 
     Raises InputError if the devices do not fit the model or the mode.
     """
-    model: Any = module
-    name, count = f"model={choices.get('model')}", world.backend.devices_per_rank
-    if not hasattr(module, "place"):
+    place, name, count = offered(module, "place", []), f"model={choices.get('model')}", world.backend.devices_per_rank
+    if place is None:
         if count > 1:
             raise InputError(
                 f"backend.devices_per_rank={count} has no effect on {name}, which cannot be split; "
                 "try model=split, or backend.devices_per_rank=1"
             )
         return []
-    chosen: list[torch.device] | None = model.devices
+    chosen: list[torch.device] | None = getattr(module, "devices", None)
     if chosen is None and count == 1:
-        place = "the CPU" if world.device.type == "cpu" else f"{world.device}; try backend.devices_per_rank=2"
-        return [f"{name}: all submodules are on {place}"]
+        where = "the CPU" if world.device.type == "cpu" else f"{world.device}; try backend.devices_per_rank=2"
+        return [f"{name}: all submodules are on {where}"]
 
     key = f"backend.devices_per_rank={count}" if chosen is None else f"model.devices={[*map(str, chosen)]}"
     devices = chosen or world.devices
@@ -40,7 +39,7 @@ def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_device
             f"try model.devices=null backend.devices_per_rank={len(chosen)}"
         )
     try:
-        model.place(devices)
+        place(devices)
     except ValueError as error:
         raise InputError(f"{key}: {error}") from None
     return [] if uses_gpus else [f"{name}: all submodules are on the CPU"]

@@ -1,6 +1,7 @@
 """Submodules of a model that sharding and activation checkpointing handle one by one."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
@@ -54,11 +55,20 @@ def attached_loss(module: nn.Module) -> nn.Module | None:
     return loss if loss in _attached else None
 
 
+def offered(model: nn.Module, name: str, *arguments: Any) -> Any:
+    """Return the model's method of this name if it accepts the arguments; None if the name means something else."""
+    method: Any = getattr(model, name, None)
+    try:
+        inspect.signature(method).bind(*arguments)
+    except (TypeError, ValueError):
+        return None
+    return method if inspect.isroutine(method) else None
+
+
 def stages_or_children(model: nn.Module) -> list[nn.Module]:
     """Return the model's stages if it defines them, or else its children, without attached submodules."""
-    offers: Any = model
-    if hasattr(model, "stages"):
-        return list(offers.stages())
+    if stages := offered(model, "stages"):
+        return list(stages())
     return [child for child in model.children() if child not in _attached]
 
 

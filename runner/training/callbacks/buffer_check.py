@@ -1,0 +1,55 @@
+"""Detection of buffers that differ between ranks, because forward computes them from the samples of one rank."""
+
+import logging
+from contextlib import suppress
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.checkpoints.saved_state import tensor_hashes
+from runner.distributed.world import World
+from runner.optimization.parameter_patterns import counted
+from runner.training.build import Experiment
+from runner.training.callbacks.contract import Callback, Progress
+from runner.training.mode import ParallelModel
+
+log = logging.getLogger(__name__)
+
+
+class BufferCheck(Callback):
+    """Compares the buffers of all ranks after steps 1, 2, 4, 8, ..., except those of BatchNorm (`sync_batchnorm`)."""
+
+    def __init__(self, experiment: Experiment, parallel_model: ParallelModel, world: World):
+        self._module, self._parallel_model, self._world = experiment.recipe.module, parallel_model, world
+        axes, rank = experiment.axes, world.rank
+        # Ranks of the same part have the same tensors, and read different samples. A server calls no forward.
+        self._part = None if axes.data_rank(rank) is None else (rank - axes.servers) % (axes.stage * axes.tensor)
+        self._has_warned = False
+
+    def after_step(self, now: Progress) -> None:
+        if self._world.world_size == 1 or now.step & (now.step - 1):
+            return
+        layers = [each for each in self._module.named_modules() if not isinstance(each[1], _BatchNorm)]
+        buffers = {name: b for prefix, layer in layers for name, b in layer.named_buffers(prefix, recurse=False)}
+        if not buffers:
+            return
+        hashes: dict[tuple[int, str], int] = {}
+        for name, tensor in {**self._parallel_model.local_parameters(), **buffers}.items():
+            if self._part is not None and not tensor.is_meta:
+                with suppress(NotImplementedError):  # torch cannot hash sparse tensors, for example
+                    hashes |= {(self._part, key): value for key, value in tensor_hashes({name: tensor}).items()}
+        first: dict[tuple[int, str], int] = {}
+        differ = {
+            key[1]: None
+            for of_rank in self._world.collectives.gather_objects(hashes) or ()
+            for key, value in of_rank.items()
+            if first.setdefault(key, value) != value
+        }
+        # If parameters differ, the ranks are not replicas: local_sgd trains them separately.
+        if differ and differ.keys() <= buffers.keys() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "buffers differ between ranks after step %d: %s; forward computes them from the samples of one rank, "
+                "so that the results depend on the number of ranks",
+                now.step,
+                counted([*differ], 3),
+            )
