@@ -25,6 +25,7 @@ from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
 from runner.records.report.statistics import summarize
 from runner.records.result import Result
+from runner.sweeps.queues import read_jobs_and_queues
 
 NUM_RUNS = 20_000
 CHANGED = ("optimizer.lr", "batch_size", "seed")
@@ -94,8 +95,9 @@ def main() -> None:
             runner.table(found)
         with timed("states of all runs"):
             assert {run.state for run in found} == {"finished"}
-        with timed("report of the sweep"):
-            summary = summarize(read_jobs(sweep, "run"))
+        with timed("report of all runs"):
+            directories = [sweep, *(run.path for run in found if run.path.parent != sweep)]
+            summary = summarize([job for path in directories for job in read_jobs(path, "run", read_jobs_and_queues)])
             as_text(summary), as_markdown(summary, "", draw(summary, folder)), as_csv(summary)
         for arguments in (["--jobs"], ["--jobs", "--limit", "0", "--sort", "best"], ["--json"]):
             with timed(f"runs list {' '.join(arguments)}"), contextlib.redirect_stdout(io.StringIO()):

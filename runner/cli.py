@@ -38,6 +38,12 @@ def main() -> int:
 
             return run_command(sys.argv[2:])
         args = _read_flags()
+        line = os.environ.get("COMP_LINE", "")
+        if args.shell_completion and "query" in "".join(args.overrides) and re.match(r"\s*\S+\s+runs\s", line):
+            from runner.api.run_commands import complete
+
+            print("\n".join(complete(line)))
+            return FINISHED
         init = _find_init(args.overrides)
         if args.help:
             add_to_path(args.config_dirs)

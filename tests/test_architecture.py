@@ -38,6 +38,7 @@ INDEPENDENT = ("models", "data")
 HYDRA = ("hydra", "omegaconf", "hydra_plugins")
 MAY_IMPORT_HYDRA = ("runner/cli.py", "runner/config/", "runner/sweeps/", "hydra_plugins/")
 MAY_READ_ENVIRONMENT = (
+    "runner/cli.py",  # the line that a shell completes
     "runner/__main__.py",
     "runner/distributed/",
     "runner/jobs/",

@@ -19,8 +19,8 @@ from omegaconf import DictConfig
 class GridSweeper(BasicSweeper):
     """hydra/sweeper=grid: every combination of the values, checked before the first job and recorded in a ledger."""
 
-    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None = None, zip: Any = None):
-        super().__init__(max_batch_size, params)
+    def __init__(self, params: dict[str, str] | None = None, zip: Any = None):
+        super().__init__(None, params)
         self.zip = zip
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:

@@ -3,7 +3,7 @@
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
 from runner.records.attempts import last_line, read_attempts
 from runner.records.record_files import dumps
+from runner.records.records import find_records
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.tables import text_table
@@ -47,14 +48,44 @@ def suggest(words: Sequence[str]) -> str | None:
     return f"runs {near}" if (near := nearest(words[0], commands)) else None
 
 
+def complete(line: str) -> list[str]:
+    """Return the words that complete `line`, a command line such as `runner runs show run/2026`, before the cursor."""
+    *before, word = [*line.split()[2:], *([""] if line.endswith(" ") else [])]
+    commands = _parser()[1]
+    if not before or before[0] not in commands:
+        return [] if before else [name for name in commands if name.startswith(word)]
+    options = commands[before[0]]._option_string_actions
+    option = options.get(before[-1])
+    if word.startswith("-"):
+        found = [*options]
+    elif option and option.nargs != 0:  # an option with a value
+        found = [*(option.choices or ())]
+    elif before[0] == "list":  # its argument is a directory, which the shell completes by itself
+        found = []
+    else:
+        outputs = before[before.index("--outputs") + 1] if "--outputs" in before else "outputs"
+        found = ["last", *_names(Path(outputs), word)]
+    return [each for each in found if each.startswith(word)]
+
+
+def _names(folder: Path, word: str) -> Iterator[str]:
+    """Yield the names of runs and sweeps, and of the jobs of a sweep whose name `word` starts with."""
+    sweeps = set[Path]()
+    for path, is_sweep in find_records(folder):
+        if path.parent not in sweeps or word.startswith(f"{path.parent.relative_to(folder)}/"):
+            yield str(path.relative_to(folder))
+        if is_sweep:
+            sweeps.add(path)
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise InputError instead of printing the usage."""
         raise InputError(f"{self.prog.partition('runner ')[2]}: {message}; --help describes the arguments")
 
 
-def _parser() -> tuple[ArgumentParser, list[str]]:
-    """Return the parser, and the names of the commands."""
+def _parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """Return the parser, and the parser of each command by its name."""
     parser = _Parser("python -m runner runs", description="List and manage runs and sweeps.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -95,7 +126,7 @@ def _parser() -> tuple[ArgumentParser, list[str]]:
     add("archive", _archive, "do not list runs any more; they stay in their directories", "runs", restore="list them")
     add("stop", _stop, "send the signal that saves a checkpoint and ends the run", "run")
     add("delete", _delete, "delete runs and sweeps that are not in progress", "runs", yes="do not ask")
-    return parser, list(commands.choices)
+    return parser, {**commands.choices}
 
 
 def _list(args: Namespace) -> None:

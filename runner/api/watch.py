@@ -12,7 +12,7 @@ from rich.text import Text
 
 from runner.errors import InputError, printable
 from runner.records.console import is_terminal
-from runner.records.ledger import DONE, is_sweep
+from runner.records.ledger import DONE, is_sweep, read_ledger
 from runner.records.listing import ORDERS, Row, describe_age, list_rows
 from runner.records.record_files import parse_metrics, read_metrics
 from runner.records.report.statistics import show
@@ -47,14 +47,29 @@ def watch(folder: Path) -> int:
                 live.update(Text(_describe(shown)), refresh=True)
             elif states != before:
                 print(f"{_describe(shown)}\n", flush=True)
-            if not (active or locked) and is_over:
+            in_progress = bool(active or locked) or _is_in_queue([row.path for row in shown if row.state not in DONE])
+            if is_over and not in_progress:
                 break
-            if is_over := not (active or locked):
+            if is_over := not in_progress:
                 continue  # read the files again, because the last run may have ended after its row was read
             time.sleep(max(INTERVAL_S, 4 * (time.monotonic() - start)))  # a large directory takes seconds to read
     for line in skipped:
         print(printable(line), flush=True)
     return 0 if all(row.state in DONE for row in shown) else 1
+
+
+def _is_in_queue(paths: Sequence[Path]) -> bool:
+    """Return True if a run or job is in Slurm's queue, as between its preemption and the end of its requeued job."""
+    from runner.launchers.slurm.queue import find_ended, last_job
+
+    try:
+        names = {job for path in paths if (job := last_job(path))}
+        for sweep in {path.parent for path in paths if is_sweep(path.parent)}:
+            jobs = [job for job in read_ledger(sweep) if job.directory in paths and ".slurm." in job.queue]
+            names |= {job.queued_as for job in jobs if job.queued_as}
+        return bool(names - find_ended([*names]))
+    except (OSError, InputError):  # squeue is missing on this machine
+        return False
 
 
 def _describe(rows: Sequence[Row]) -> str:

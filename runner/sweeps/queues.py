@@ -121,11 +121,13 @@ def read_jobs_and_queues(directory: Path) -> list[JobRecord]:
 
     If a queue cannot be queried on this machine, the states are those of the ledger.
     """
+    jobs = read_ledger(directory)
     try:
-        ended = find_ended([job for job in read_ledger(directory) if job.state in UNDECIDED])
+        ended = find_ended([job for job in jobs if job.state in UNDECIDED])
     except ValueError:
         ended = set()
-    jobs = read_ledger(directory)  # again: a job may have recorded its outcome before its queue was queried
+    if ended:
+        jobs = read_ledger(directory)  # again: a job may have recorded its outcome before its queue was queried
     for job in jobs:
         if job.queued_as in ended and job.state in UNDECIDED:
             log = _queue_class(job.queue).log_file(directory, job.queued_as)

@@ -127,6 +127,7 @@ TABLE = {
     "-m seed=0,1 hydra.sweeper.zip=[seed,sed]": "hydra.sweeper.zip=[seed,sed]: sed has no values; did you mean seed?",
     "-m seed=0,1 hydra.sweeper.zip=[seed]": "hydra.sweeper.zip=[seed] must name at least two keys",
     "-m seed=0,1 hydra/launcher=slots hydra.launcher.slots=9999": "slots=9999 must be an integer from 1 to ... cores",
+    "-m seed=0,1 hydra.sweeper.max_batch_size=1": "hydra.sweeper.max_batch_size=1: no such key; hydra.sweeper has",
     "-m seed=0,1 +hydra.sweeper.typo=1": "hydra.sweeper: ... unexpected keyword argument 'typo'",
     "-m seed=0,1 hydra/launcher=slots launcher=slurm": "hydra/launcher=slots runs jobs on this machine; use only",
     "-m seed=0,1 hydra/launcher=slots hydra.launcher.slots=1 launcher=spawn": "but hydra.launcher.slots=1",

@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 import yaml
 from commands import Commands, is_loopback, listening, wait_until
+from many_runs import make_run, make_sweep
 from worlds import Run, only_run, run
 
 from runner.config.schema import KEYS
@@ -260,16 +261,40 @@ def test_cfg_shows_what_a_run_would_use_and_refuses_what_a_run_would_refuse(comm
     assert done.stderr == "model=convnt: no such model; did you mean convnet? (" + done.stderr.partition("(")[2]
 
 
-def test_the_shell_completes_groups_options_and_keys(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    def complete(line: str) -> set[str]:
+@pytest.fixture
+def complete(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], set[str]]:
+    """Return a function that queries the completions of a line as the function of `-sc install=bash` does."""
+
+    def query(line: str) -> set[str]:
         monkeypatch.setenv("COMP_LINE", line)
         monkeypatch.setenv("COMP_POINT", str(len(line)))
         done = commands.forked("-sc", "query=bash")
         assert (done.returncode, done.stderr) == (0, "")
         return set(done.stdout.split())
 
+    return query
+
+
+def test_the_shell_completes_groups_options_and_keys(complete: Callable[[str], set[str]]) -> None:
     assert {"model=toy", "model=convnet"} <= complete("runner model=")
     assert complete("runner optimizer.l") == {"optimizer.lr="}
+
+
+def test_the_shell_completes_the_commands_for_runs(complete: Callable[[str], set[str]], tmp_path: Path) -> None:
+    sweep = "run/sweep-20260101-000000"
+    make_sweep(tmp_path / "outputs" / sweep, "finished")
+    make_run(tmp_path / "elsewhere" / "other" / "20260102-000000")
+    assert complete("runner runs ") == {"list", "show", "watch", "tag", "note", "archive", "stop", "delete"}
+    for line, expected in {
+        "runner runs st": {"stop"},
+        "runner runs tag --r": {"--remove"},
+        "runner runs list --state f": {"failed", "finished"},
+        "runner runs list ": set(),  # a directory, which the shell completes
+        "runner runs tag --remove ": {"last", sweep},
+        f"runner runs stop {sweep}/": {f"{sweep}/0-lr-0.1"},
+        "runner runs delete --outputs elsewhere o": {"other/20260102-000000"},
+    }.items():
+        assert complete(line) == expected, line
 
 
 def sweep_jobs(folder: Path, name: str = "run") -> list[Path]:

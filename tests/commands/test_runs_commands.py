@@ -282,6 +282,38 @@ def test_the_runs_in_progress_of_a_directory_are_watched(
     assert "0 of 1 done" in out and SWEEP not in out
 
 
+@pytest.mark.parametrize("is_job", [False, True])
+def test_a_preempted_run_is_watched_while_slurm_may_requeue_it(
+    is_job: bool, runs: Runs, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched = outputs / "run" / "20260101-000009"
+    if is_job:
+        watched = make_sweep(run, "waiting")
+        queue = {"queued_as": "7_0", "queue": "runner.launchers.slurm.launcher.Slurm"}
+        write_state(watched, 0, "queued", **queue)
+        run = watched / "0-lr-0.1"
+    make_run(run, state="preempted")
+    (run / "slurm").mkdir()
+    if not is_job:
+        (run / "slurm" / "job").write_text("7\n")
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho 7 7_0\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def end() -> None:
+        result = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps(result | {"state": "finished"}))
+        squeue.write_text("#!/bin/sh\n")
+
+    changes = iter([int, end])
+    # subprocess sleeps for shorter times
+    monkeypatch.setattr("runner.api.watch.time.sleep", lambda seconds: seconds < 2 or next(changes)())
+    status, out, err = runs("watch", str(watched))
+    assert (status, err, next(changes, None)) == (0, "", None)
+    assert "preempted" in out and "1 of 1 done" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     {

@@ -14,7 +14,7 @@ from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
 from runner.records.listing import list_rows
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.record_files import dumps, parse_json, parse_metrics, read_string_list
+from runner.records.record_files import METRICS, dumps, parse_json, parse_metrics, read_metrics, read_string_list
 from runner.records.records import read_jobs
 from runner.records.report.render import best
 from runner.records.report.statistics import summarize
@@ -93,3 +93,15 @@ def test_a_diverged_run_writes_json_and_is_never_the_best(tmp_path: Path) -> Non
         assert best(summarize(jobs[:1], "val/loss", direction)) == []
     num_lines = len(diverged.lines)
     assert len(run(tmp_path / "diverged", 1, f"resume={diverged.path}", "max_steps=50").lines) > num_lines
+
+
+def test_only_complete_lines_of_metrics_count(tmp_path: Path) -> None:
+    """Also if the lines together are valid JSON: they are parsed in one call."""
+    whole = [f'{{"step": {step}, "epoch": 1}}' for step in range(60)]  # more brackets than the nesting of a value
+    for damaged in (f"{whole[0]}, {whole[1]}", f'{whole[0][:-1]}, "x": [{{}}\n{whole[1]}]}}', whole[0][:-1], "", "7"):
+        (tmp_path / METRICS).write_text("\n".join([*whole, damaged, *([whole[2]] if damaged != "7" else [])]) + "\n")
+        if damaged == "7":
+            with pytest.raises(InputError, match="line 61: 7 is not a JSON object"):
+                list(read_metrics(tmp_path))
+        else:
+            assert [line["step"] for line in read_metrics(tmp_path)] == [*range(60), 2]
