@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import re
 import sys
 import sysconfig
@@ -97,6 +98,13 @@ def user_line(error: BaseException) -> str | None:
         positions.append((error.filename, error.lineno))
     of_user = [f"{file}:{line}" for file, line in positions if is_user_code(file)]
     return of_user[-1] if of_user else None
+
+
+def describe_full_disk(error: BaseException) -> str | None:
+    """Return one line about an error of a full disk or an exhausted quota; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"{error.filename or 'a file'} could not be written: {error.strerror}; free disk space, and resume"
 
 
 def is_user_code(file: str) -> bool:
