@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import errno
+import os
 import re
 import sys
 import sysconfig
@@ -128,9 +129,13 @@ def first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def raised_by(component: str, method: str) -> Iterator[None]:
     """Add the name of a custom component to an exception. Its type is unchanged: it shows whether a peer is missing."""
+    pid = os.getpid()
     try:
         yield
     except Exception as error:
         if not hasattr(error, "__notes__"):  # a component that was called by another one has been named already
             error.add_note(f"raised by {component} in {method}")
         raise
+    finally:
+        if os.getpid() != pid:  # a process that the component has forked must not continue the run
+            os._exit(0)
