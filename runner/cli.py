@@ -20,11 +20,11 @@ from runner.config.custom_dirs import absolute_dirs, add_to_path
 from runner.config.help.topics import render_help
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo, find_rank_info
-from runner.errors import InputError, Preempted, print_messages
-from runner.jobs.process_tuning import tune_process
+from runner.errors import InputError, Preempted, describe_full_disk, print_messages
+from runner.jobs.process_tuning import import_torch, tune_process
 from runner.paths import CONF
 
-FINISHED, REFUSED, INTERRUPTED, PREEMPTED = 0, 2, 130, 143
+FINISHED, FAILED, REFUSED, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
 
 
 def main() -> int:
@@ -63,6 +63,11 @@ def main() -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return FINISHED
+    except OSError as error:
+        if (line := describe_full_disk(error)) is None:
+            raise
+        print_messages([line])
+        return FAILED
 
 
 def _read_flags() -> Namespace:
@@ -103,6 +108,7 @@ def _read_flags() -> Namespace:
 
 
 def _run(arguments: Arguments, multirun: bool, rank_info: RankInfo) -> int:
+    import_torch()
     if multirun:
         from runner.sweeps.run_sweep import run_sweep
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import difflib
+import errno
+import os
 import re
 import sys
 import sysconfig
@@ -99,6 +101,13 @@ def user_line(error: BaseException) -> str | None:
     return of_user[-1] if of_user else None
 
 
+def describe_full_disk(error: BaseException) -> str | None:
+    """Return one line about an error of a full disk or an exhausted quota; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"{error.filename or 'a file'} could not be written: {error.strerror}; free disk space, and resume"
+
+
 def is_user_code(file: str) -> bool:
     """Return True if the file is neither the runner's nor a library's."""
     is_library = any(f"/{name}/" in file for name in PACKAGE_DIRECTORIES)
@@ -120,9 +129,13 @@ def first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def raised_by(component: str, method: str) -> Iterator[None]:
     """Add the name of a custom component to an exception. Its type is unchanged: it shows whether a peer is missing."""
+    pid = os.getpid()
     try:
         yield
     except Exception as error:
         if not hasattr(error, "__notes__"):  # a component that was called by another one has been named already
             error.add_note(f"raised by {component} in {method}")
         raise
+    finally:
+        if os.getpid() != pid:  # a process that the component has forked must not continue the run
+            os._exit(0)

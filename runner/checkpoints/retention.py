@@ -58,12 +58,12 @@ def retain(
 def remove(path: Path) -> None:
     """Delete a checkpoint, which is either complete or absent at any moment."""
     renamed = path.with_name(path.name + DELETING)
-    shutil.rmtree(renamed, ignore_errors=True)
+    _delete(renamed)
     reached("remove: begin")
     path.rename(renamed)
     reached("remove: renamed")
     flush(path.parent)
-    shutil.rmtree(renamed)
+    _delete(renamed, ignore_errors=False)
     reached("remove: end")
 
 
@@ -71,7 +71,15 @@ def remove_leftovers(directory: Path, keep: Path | None = None) -> None:
     """Remove the directories that crashed saves have left, except `keep`. Call it on one rank, while no save runs."""
     for suffix in (PARTIAL, DELETING):
         for leftover in {*directory.glob(f"step_*{suffix}")} - {keep}:
-            shutil.rmtree(leftover, ignore_errors=True)
+            _delete(leftover)
+
+
+def _delete(path: Path, ignore_errors: bool = True) -> None:
+    """Delete a directory, or a link that a user has put in its place, but never the files to which a link refers."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors)
 
 
 def flush(directory: Path) -> None:

@@ -155,10 +155,12 @@ def check_replicas(hashes: Sequence[Mapping[str, int]]) -> None:
 
 
 def check_visible(partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise JobFailed if rank 0 does not see a file that another rank has written."""
+    """Raise JobFailed if rank 0 does not see a file of another rank, and FileNotFoundError if `partial` was removed."""
     until = time.monotonic() + VISIBLE_WITHIN_S
     for name, record in files.items():
         while _size_on_server(partial / name) != record["size"]:
+            if not partial.is_dir():  # rank 0 has created it
+                raise FileNotFoundError
             if time.monotonic() > until:
                 raise JobFailed(
                     f"outputs={partial.parents[2]}: rank 0 does not see {name}, which another rank has written to "
@@ -198,6 +200,8 @@ def _explain(error: BaseException, partial: Path) -> BaseException:
         return error
     if isinstance(error, TimeoutError) and error.errno is None:  # the other rank's error names the cause
         return JobFailed(f"checkpoint {partial.with_suffix('')}: {error}", follows=True)
+    if isinstance(error, FileNotFoundError):
+        return JobFailed(f"{partial} was removed while the run wrote to it; do not remove directories of a running run")
     return JobFailed(
         f"checkpoint {partial.with_suffix('')} could not be written: {error.strerror or repr(error)}\n"
         "older checkpoints are unchanged; fix that (if the disk is full, lower checkpoint.keep), and resume"

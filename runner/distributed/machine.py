@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,8 +13,20 @@ import torch
 
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
+from runner.errors import InputError
 
 MEMINFO, CGROUPS_OF_PROCESS, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+LARGER = "as with docker run --shm-size=1g"  # the end of messages about /dev/shm
+MIN_SEMAPHORES = 32  # more than one rank or loader worker needs
+
+
+def check_shared_memory(option: str) -> None:
+    """Raise InputError if semaphores cannot be created in /dev/shm, where each is a file. `option` needs them."""
+    try:
+        _ = [multiprocessing.get_context("fork").Lock() for _ in range(MIN_SEMAPHORES)]
+    except OSError as error:
+        reason = f"needs shared memory, but /dev/shm cannot be written ({error.strerror})"
+        raise InputError(f"{option} {reason}; mount it writable and larger, {LARGER}") from None
 
 
 def choose_devices(world: World) -> list[str]:

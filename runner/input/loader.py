@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from runner.distributed.failures.signals import exit_at_once_with_parent, ignore_signals
+from runner.distributed.machine import LARGER, check_shared_memory
+from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch, cast_floating
 from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
@@ -52,6 +54,8 @@ class Loader:
     ):
         if num_workers < 0:
             raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
+        if num_workers:
+            check_shared_memory(f"loader.num_workers={num_workers}")
         if prefetch is not None and prefetch < 1:
             raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
         if timeout_s is not None and timeout_s <= 0:
@@ -141,10 +145,13 @@ class Loader:
         self._loader = None
 
     def _naming_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches. Raise RuntimeError if workers have exited, which it names, or have timed out."""
+        """Yield the batches. Raise RuntimeError that names exited workers or a timeout, JobFailed without /dev/shm."""
         try:
             yield from batches
         except (RuntimeError, OSError, EOFError) as error:
+            if "unable to allocate shared memory" in str(error):
+                reason = "/dev/shm has no space for the batches of the workers"
+                raise JobFailed(f"loader.num_workers: {reason}; mount it larger, {LARGER}, or use fewer") from None
             # It is an OSError if a tensor of an exited worker cannot be received.
             workers = getattr(batches, "_workers", ())
             if isinstance(error, (OSError, EOFError)):

@@ -20,7 +20,7 @@ from runner.distributed.failures.signals import Stopped, handling_signals, inter
 from runner.distributed.machine import choose_devices, set_threads
 from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
-from runner.errors import InputError, JobFailed, Preempted, print_messages
+from runner.errors import InputError, JobFailed, Preempted, describe_full_disk, print_messages, user_line
 from runner.jobs.continuation import check_directory, copy_start, count_samples, find_start, locked
 from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_double_again, run_until_it_fits
 from runner.jobs.process_state import reset_process
@@ -96,14 +96,14 @@ def _run(config: Config, request: Request, world: World, may_double: bool) -> di
             monitor=asdict(experiment.monitor) if experiment is not None else None,
             parent=config.fork,
         )
-        if not (directory.is_resumed or config.fork) or (task is not None and not task.trains):
-            directory.commit()  # the task commits a resumed or forked run once it has loaded the checkpoint
-        if line := describe_hidden(request.config_dirs, request.choices):
-            log.info("%s", line)
-        for line in _describe_code(config, request, directory):
-            log.info("%s", line)
         end, is_repeated = _End("finished"), False
         try:
+            if not (directory.is_resumed or config.fork) or (task is not None and not task.trains):
+                directory.commit()  # the task commits a resumed or forked run once it has loaded the checkpoint
+            if line := describe_hidden(request.config_dirs, request.choices):
+                log.info("%s", line)
+            for line in _describe_code(config, request, directory):
+                log.info("%s", line)
             if crashed or task is None:
                 raise JobFailed(crashed)
             if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
@@ -235,6 +235,8 @@ def _end_of(error: BaseException, world: World) -> _End:
         return _End(text=str(error), follows=error.follows)
     if isinstance(error, KeyboardInterrupt):
         return _End(text="interrupted")
+    if user_line(error) is None and (text := describe_full_disk(error)):
+        return _End(text=text)
     kind = f" {RAN_OUT}" if is_out_of_memory(error) else ":"
     return _End("failed", _traceback(error), None, is_peer_failure(error), raised_at(error.__traceback__), kind)
 

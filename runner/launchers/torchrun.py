@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import (
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.machine import check_shared_memory
 from runner.distributed.network import address_towards, is_loopback
 from runner.errors import InputError, JobFailed
 from runner.launchers.elastic import Ranks, recording_directory, run_directory, run_worlds
@@ -64,6 +65,7 @@ class Torchrun(Launcher):
         self.join_timeout_s = join_timeout_s
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+        check_shared_memory(f"launcher={self.source}")
         start_fork_server()
         with forwarding_signals(rank_info.is_embedded) as received, recording_directory(request) as request:
             ranks = Ranks(self.nproc_per_node, run_rank, (config, request, self.join_timeout_s, self.source))

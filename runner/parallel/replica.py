@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
+from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.rng import isolated
 from runner.objectives.losses import Loss
@@ -98,12 +99,25 @@ class Replica:
                 total += local_loss.detach()
                 if is_weighted:
                     weight += loss.weight
+        if any(parameter.grad is None for parameter in self.loss_group.parameters):
+            self._check_replaced()
         self._reduce(self.loss_group.parameters)
         if is_weighted:
             factor = weight_factor(batch.num_samples, weight / self._duplicates, self._sum_over)
             scale_gradients(self.loss_group.parameters, factor)
             total *= factor
         return total / self._duplicates
+
+    def _check_replaced(self) -> None:
+        """Raise JobFailed if the model has replaced a parameter: the optimizer would update the unused original."""
+        original = {name: parameter for parameter, name in self._names.items()}
+        for name, parameter in self.module.named_parameters():
+            if original.get(name, parameter) is not parameter:
+                owner = self.module.get_submodule(name.rpartition(".")[0])
+                raise JobFailed(
+                    f"the model has replaced the parameter {name} of a {type(owner).__name__} in a training step, but "
+                    "the optimizer updates the original parameter; change it in place"
+                )
 
     def _total_of_terms(self, loss: Loss, total_weights: torch.Tensor | None) -> torch.Tensor:
         """Return this rank's part of the loss: the sum of the terms' means, each times its coefficient, ().

@@ -29,7 +29,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FailSafeStream:
-    """A stream that ignores errors, as of a closed terminal or pipe, so that the run continues."""
+    """A stream that ignores errors, as of a closed terminal, a pipe or a full disk, so that the run continues."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -42,6 +42,10 @@ class _FailSafeStream:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._stream.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -98,7 +102,7 @@ class _FileHandler(logging.FileHandler):
     """Appends to a regular file. Opening a link raises OSError."""
 
     def _open(self) -> Any:
-        return open(self.baseFilename, self.mode, opener=without_links)
+        return _FailSafeStream(open(self.baseFilename, self.mode, opener=without_links))
 
 
 class _LazyFileHandler(_FileHandler):
@@ -106,6 +110,10 @@ class _LazyFileHandler(_FileHandler):
 
     def __init__(self, path: Path):
         super().__init__(path, delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the disk is full
+            super().emit(record)
 
     def _open(self) -> Any:
         make_directory(Path(self.baseFilename).parent)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -160,7 +161,11 @@ class RunDirectory:
                 self._replaced, self.attempt.first_step = None, None
             if self.is_committed:
                 self.attempt.step = self.result.step
-                self.save_result()
+                try:
+                    self.save_result()
+                except OSError:
+                    self.release()  # on a full disk, result.json gets the space of the lock file
+                    self.save_result()
             elif (result := read_result(self.path)) is None or result.get("state") == "running":
                 write_result(self.path, {**(result or {}), "state": state, "error": error})
         finally:  # a full disk may still have space for a line
@@ -213,7 +218,7 @@ class RunDirectory:
 
 
 def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
-    """Create outputs/name/<prefix><stamp>. If it exists, as for two runs in one second, append a number."""
+    """Create outputs/name/<prefix><stamp>, with a number if that exists. Raise OSError if the disk is almost full."""
     parent = Path(outputs).absolute() / name
     parent.mkdir(parents=True, exist_ok=True)
     stamp = prefix + time.strftime(STAMP)
@@ -221,10 +226,19 @@ def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
     while True:
         try:
             path.mkdir()
-            return path
+            break
         except FileExistsError:
             number += 1
             path = parent / f"{stamp}-{number}"
+    try:
+        with TemporaryDirectory(dir=path) as probe:
+            for number in range(8):  # not fewer or smaller than the files that a run writes when it starts
+                Path(probe, str(number)).write_bytes(bytes(8192))
+    except OSError as error:
+        path.rmdir()
+        error.filename = str(path)  # instead of a file of the probe
+        raise
+    return path
 
 
 def _read_text(path: Path) -> str | None:

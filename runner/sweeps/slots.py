@@ -20,7 +20,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
-from runner.records.result import read_result
+from runner.records.result import RUNNING, read_result
 from runner.sweeps.jobs import Job
 from runner.sweeps.sweep import Sweep
 
@@ -145,7 +145,7 @@ def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
     ended.stderr.close()
     result = read_result(sweep.path(ended.job)) or {}
     metrics = result.get("metrics", {})
-    if status == 0:
+    if status == 0 and result.get("state") != RUNNING:  # otherwise user code has called os._exit(0)
         state = sweep.write_outcome(ended.job, metrics)
         text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     else:

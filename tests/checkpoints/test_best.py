@@ -8,6 +8,7 @@ import pytest
 from worlds import Run, configure, run
 
 from runner.checkpoints.layout import list_checkpoints
+from runner.checkpoints.retention import remove_leftovers, retain
 from runner.errors import InputError
 from runner.records.monitor import Monitor
 
@@ -97,3 +98,17 @@ def test_a_damaged_newest_checkpoint_is_not_counted(tmp_path: Path) -> None:
     assert [(folder / link).readlink() for link in ("last", "best")] == [Path("step_5")] * 2
     run(tmp_path, 1, f"resume={done.path}", f"outputs={tmp_path}", "max_steps=12", "checkpoint.keep_best=0")
     assert (folder / "last").readlink() == Path("step_12") and (folder / "step_12" / "rank_0.safetensors").is_file()
+
+
+@pytest.mark.fault("a link in place of a checkpoint", outcome="went_on")
+def test_retention_removes_a_link_but_not_the_files_to_which_it_refers(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "checkpoints", tmp_path / "moved"
+    for path in (moved, folder / "step_20"):
+        path.mkdir(parents=True)
+        (path / "state.json").touch()
+    for name in ("step_10", "step_5.deleting", "step_7.tmp"):
+        (folder / name).symlink_to(moved)
+    remove_leftovers(folder)
+    retain(folder, keep=1, best=[], newest=20)
+    assert [path.name for path in folder.iterdir()] == ["step_20"]
+    assert (moved / "state.json").exists()

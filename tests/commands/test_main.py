@@ -85,6 +85,12 @@ WAITS = """\
             while not os.path.exists("go"):
                 time.sleep(0.02)
 """
+FORKS = """\
+        if self.calls == 3 and os.fork() == 0:
+            os.closerange(0, 3)
+            time.sleep(600)
+            os._exit(0)
+"""
 OPTIONS = "_target_: mine.Model\nsample_shape: ${data.sample_shape}\nnum_outputs: ${data.num_outputs}\nfails: true\n"
 
 
@@ -146,6 +152,22 @@ def test_spawn_uses_loopback_leaves_no_process_and_returns_metrics(
         result = Run(path).result
         assert result["world_size"] == 2
         assert rows[path.name] == ["finished", f"{result['metrics']['val/loss']:.4f}"]
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("a model that forks a process that does not exit", outcome="went_on")
+def test_a_forked_process_does_not_keep_the_fork_server_running(
+    commands: Commands, mine: Callable[..., Sequence[str]]
+) -> None:
+    process = commands.start("-m", "runner", *mine(FORKS), "launcher=spawn", "launcher.nproc_per_node=1")
+    assert process.wait(300) == 0  # multiprocessing's resource tracker exits after the forked process
+
+    def servers() -> list[int]:
+        return [pid for pid in commands.living(process) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    assert len(commands.living(process)) > 0
+    wait_until(lambda: len(servers()) <= 1)  # a forked process has the command line of the server
+    commands.kill(process)
 
 
 @pytest.mark.fault("one rank raises", outcome="refused")

@@ -1,13 +1,16 @@
 """A full disk: the run fails, and can be resumed when there is space."""
 
+import itertools
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import wait_until
 from fault_rig import OVERRIDES, all_sound, assert_same, cut
+from ranks import RankError
 from worlds import Run, run
 
 from runner.training.trainer import Trainer
@@ -24,11 +27,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 700 KiB for the runs named `run`."""
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Mount a file system of 700 KiB, or with other options, for the runs named `run`."""
     path = tmp_path / "run"
     path.mkdir()
-    made = mount("-t", "tmpfs", "-o", "size=700k", "tmpfs", path)
+    made = mount("-t", "tmpfs", "-o", getattr(request, "param", "size=700k"), "tmpfs", path)
     if made.returncode:
         pytest.skip(f"no file system can be mounted: {made.stderr.strip()}")
     try:
@@ -84,6 +87,7 @@ def test_a_full_disk_fails_the_run_which_resumes_when_there_is_space(
 ) -> None:
     full = cut(tmp_path, 2, (*LOGGED, every), act)
     reported = "".join(capfd.readouterr())
+    assert "Logging error" not in reported and full.result["state"] == "failed"
     _, *lines = reported.partition("error: ")[2].strip().splitlines()
     assert lines[0].startswith(what.format(full.path)) and " could not be written: " in lines[0]
     assert len(lines) == 2 and lines[1].endswith("and resume")
@@ -92,3 +96,31 @@ def test_a_full_disk_fails_the_run_which_resumes_when_there_is_space(
     assert not list(full.path.rglob("*.tmp"))
     assert mount("-o", "remount,size=64m", disk).returncode == 0
     assert_same(run(tmp_path, 2, f"resume={full.path}"), whole)
+
+
+@pytest.mark.fault("no space or no inodes for a new run", outcome="refused")
+@pytest.mark.parametrize("disk", ["size=16k", "nr_inodes=6"], indirect=True)
+def test_a_run_without_space_for_its_records_is_refused(disk: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"InputError: outputs=.*: cannot create .*No space left on device: '.*/run/"):
+        run(tmp_path, 2, *LOGGED)
+    assert not list(disk.iterdir())
+
+
+@pytest.mark.fault("a full disk", outcome="survived")
+def test_a_resume_on_a_full_disk_reports_one_line_and_does_not_stay_running(
+    disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = run(tmp_path, 2, *LOGGED, "epochs=1", "checkpoint.keep=1")
+    others = disk / "others"
+    others.mkdir()
+    with suppress(OSError):
+        for number in itertools.count():
+            (others / str(number)).write_bytes(bytes(2**12))
+    for number in range(4):
+        (others / str(number)).unlink()
+    capfd.readouterr()
+    with pytest.raises(RankError):
+        run(tmp_path, 2, f"resume={done.path}", "epochs=2")
+    reported = "".join(capfd.readouterr())
+    assert "No space left on device" in reported and "Traceback" not in reported
+    assert done.result["state"] in ("finished", "failed")  # failed if a step could be made

@@ -2,13 +2,15 @@
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_rig import OVERRIDES, all_sound, assert_same, cut
+from fault_rig import OVERRIDES, all_sound, assert_same, before_each_step, cut
+from ranks import RankError
 from worlds import Run, run
 
 from runner.checkpoints import retention
@@ -59,6 +61,19 @@ def test_killed_at_a_fail_point_and_again_after_the_resume(point: str, whole: Ru
     assert_same(resumed, whole)
     left = {path.name for path in (resumed.path / "checkpoints").iterdir()}
     assert left == {"last", "step_30"}
+
+
+@pytest.mark.fault("a checkpoint directory that is removed during a save", outcome="refused")
+def test_removed_checkpoints_are_named(tmp_path: Path) -> None:
+    def act(trainer: Trainer, batch: Any) -> None:
+        def remove(name: str) -> None:
+            if name == "save: shards written":
+                shutil.rmtree(tmp_path, ignore_errors=True)
+
+        retention.watchers[:] = [remove]
+
+    with before_each_step(act), pytest.raises(RankError, match=r"checkpoints/step_7\.tmp was removed while the run"):
+        run(tmp_path / "outputs", 1, *SHORT)
 
 
 def test_fail_points_surround_each_change_of_the_disk() -> None:

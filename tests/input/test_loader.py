@@ -10,10 +10,16 @@ from functools import partial
 
 import pytest
 import torch
+from leftovers import own_shared_memory
+from ranks import run_ranks
 from torch.utils.data import Dataset, TensorDataset
+from worlds import configure
 
+from runner.distributed.environment import RankInfo
+from runner.errors import InputError, JobFailed
 from runner.input.loader import Loader
 from runner.input.sampler import Sampler
+from runner.launchers.spawn import Spawn
 
 NUM_SAMPLES = 22
 CPU = torch.device("cpu")
@@ -106,10 +112,28 @@ class Full(torch.utils.data.Dataset[torch.Tensor]):
 def test_a_worker_without_shared_memory_reports_that() -> None:
     loader = Loader(Full(), Sampler(NUM_SAMPLES, batch_size=5), torch.float32, CPU, num_workers=1)
     try:
-        with pytest.raises(RuntimeError, match=r"unable to allocate shared memory.*No space left"):
+        with pytest.raises(
+            JobFailed, match=r"^loader.num_workers: /dev/shm has no space .*--shm-size=1g, or use fewer$"
+        ):
             next(loader.steps(epoch=0))
     finally:
         loader.close()
+
+
+@pytest.mark.fault("/dev/shm of 4 KiB, or read-only", outcome="refused")
+@pytest.mark.parametrize(("options", "flags"), [("size=4k", 0), ("", 1)], ids=["small", "read-only"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount /dev/shm")
+def test_loader_workers_and_launchers_without_shared_memory_are_refused(options: str, flags: int) -> None:
+    def refuse(rank: int, world_size: int) -> None:
+        own_shared_memory(options, flags)
+        with pytest.raises(
+            InputError, match=r"^loader.num_workers=2 needs shared memory, but /dev/shm .*--shm-size=1g$"
+        ):
+            make(Sampler(NUM_SAMPLES, batch_size=1), num_workers=2)
+        with pytest.raises(InputError, match=r"^launcher=spawn needs shared memory, but /dev/shm .*--shm-size=1g$"):
+            Spawn().launch(*configure("launcher=spawn"), RankInfo())
+
+    run_ranks(refuse, 1, forms_group=False)
 
 
 @pytest.mark.fault("kill -9 of a loader worker", outcome="refused")

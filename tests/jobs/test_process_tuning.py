@@ -1,9 +1,12 @@
 """Garbage collection and memory allocation in the runner's own processes, and in a caller's."""
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 import pytest
+from commands import Commands
 from rank_reports import reports_of_ranks, run_python
 
 from runner.jobs.process_tuning import keep_freed_memory
@@ -76,3 +79,15 @@ def test_the_memory_of_a_finished_job_is_returned(tmp_path: Path) -> None:
 def test_settings_of_the_environment_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     assert not keep_freed_memory()
+
+
+@pytest.mark.fault("too little memory to load torch (ulimit -v)", outcome="refused")
+def test_a_limit_that_prevents_the_import_of_torch_is_named(commands: Commands) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (2**42, 2**42))
+        sys.modules["torch"] = None  # type: ignore[assignment]  # its import fails
+
+    done = commands.forked("model=toy", prepare=limit)
+    assert done.returncode == 2
+    assert done.stderr.startswith("torch cannot be imported (ModuleNotFoundError: import of torch halted")
+    assert done.stderr.endswith("; `ulimit -v` limits this process to 4,294,967,296 KiB, raise it\n")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from mode_cases import Case
 from parity import COMMON, assert_equal
+from ranks import RankError
 from runner.shipped.data.toy import ToyRegression
 from torch import Tensor, nn
 from worlds import build_experiment, run
@@ -246,3 +247,26 @@ def test_buffers_that_differ_between_ranks_are_reported_once(case: Case, tmp_pat
 def test_buffers_of_replicas_that_train_separately_are_not_compared(tmp_path: Path) -> None:
     made = run(tmp_path, 2, *of_model("Centered"), "parallel=local_sgd")
     assert "differ between ranks" not in (made.path / "log.txt").read_text()
+
+
+class Replaces(nn.Module):
+    """Replaces a layer in the second training step."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.first, self.head, self.calls = nn.Linear(sample_shape[0], 8), nn.Linear(8, num_outputs), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls == 3:  # one call was that of the dry run
+            self.head = nn.Linear(8, self.head.out_features, dtype=inputs.dtype)
+        return self.head(self.first(inputs))
+
+
+@pytest.mark.fault("a model that replaces a layer in forward", outcome="refused")
+@pytest.mark.parametrize("case", [Case("none", 1), Case("ddp", 2)], ids=str)
+def test_a_replaced_parameter_is_named(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"JobFailed: rank . on .*:\nthe model has replaced the parameter head.weight of a"
+    ):
+        run(tmp_path, case.world_size, *of_model("Replaces"), *case.overrides)

@@ -161,10 +161,11 @@ def command_of(pid: int) -> str:
         return "has exited"
 
 
-def own_shared_memory() -> None:
+def own_shared_memory(options: str = "mode=1777", flags: int = 0) -> None:
     """Mount an empty /dev/shm for this process and its children, so that all files in it are theirs.
 
-    If mounting is not permitted, leftovers of a test in another worker are reported here too.
+    If mounting is not permitted, leftovers of a test in another worker are reported here too. `options` are those of
+    tmpfs, `flags` those of mount(2).
     """
     libc, new_mounts, slave, all_below = ctypes.CDLL(None, use_errno=True), 0x20000, 1 << 19, 1 << 14
     if (
@@ -172,7 +173,7 @@ def own_shared_memory() -> None:
         and libc.unshare(new_mounts) == 0
         and libc.mount(b"none", b"/", None, slave | all_below, None) == 0
     ):
-        libc.mount(b"tmpfs", bytes(SHARED), b"tmpfs", 0, b"mode=1777")
+        libc.mount(b"tmpfs", bytes(SHARED), b"tmpfs", flags, options.encode())
 
 
 def half_written(folder: Path) -> list[str]:

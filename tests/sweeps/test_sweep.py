@@ -6,9 +6,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +20,11 @@ from worlds import jobs_of, only_run
 
 from runner.records.ledger import JobRecord
 from runner.records.records import RunRecord
+from runner.records.result import write_result
+from runner.sweeps.jobs import Job
 from runner.sweeps.run_sweep import job_table, print_summary
 from runner.sweeps.slot_process import confine
+from runner.sweeps.slots import RunningJob, _record_outcome
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
 # A custom model that draws from global generators, changes a global setting, and fails or blocks on request.
@@ -242,6 +248,20 @@ def test_a_failure_on_one_rank_fails_only_its_job(commands: Commands, custom: Pa
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no CPU affinity")
+@pytest.mark.fault("a job in a slot that calls os._exit(0)", outcome="refused")
+def test_a_job_in_a_slot_that_exits_before_its_run_ends_has_failed(tmp_path: Path) -> None:
+    states: list[tuple[str, str]] = []
+    sweep: Any = SimpleNamespace(
+        path=lambda job: tmp_path, write_state=lambda job, state, error: states.append((state, error))
+    )
+    write_result(tmp_path, {"state": "running"})
+    process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    process.wait(60)
+    with tempfile.TemporaryFile() as stderr:
+        _record_outcome(sweep, RunningJob(Job(0, "0", []), [0], process, stderr), stopped=False)
+    assert states == [("failed", "exit status 0")]
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two slots need two cores")
 @pytest.mark.thorough
 def test_slots_have_one_job_at_a_time_and_jobs_start_as_soon_as_slots_are_free(

@@ -1,6 +1,7 @@
 """Custom callbacks: when and with which arguments they are called, their errors, and that training stays the same."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import cast
 
 import pytest
 import torch
-from ranks import RankError
+from ranks import RankError, run_ranks
 from worlds import MODES, Run, run
 
 from runner.checkpoints.layout import TrainState
@@ -109,6 +110,23 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         return (search, "callbacks=watch", *(f"callbacks.watch.{key}={value}" for key, value in options.items()))
 
     return words
+
+
+class Forks(Callback):
+    def after_step(self, now: Progress) -> None:
+        os.fork()
+
+
+@pytest.mark.fault("a callback that forks a process", outcome="went_on")
+def test_a_process_that_a_callback_forks_does_not_continue_the_run(tmp_path: Path) -> None:
+    def call(rank: int, world_size: int) -> None:
+        Callbacks([("forks", Forks())]).call("after_step", END)
+        with (tmp_path / "continued").open("a") as file:
+            file.write("once\n")
+        os.wait()
+
+    run_ranks(call, 1, forms_group=False)
+    assert (tmp_path / "continued").read_text() == "once\n"
 
 
 def calls(folder: Path, rank: int = 0) -> list[dict[str, object]]:
