@@ -64,9 +64,9 @@ def main() -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return FINISHED
     except OSError as error:
-        if (line := describe_full_disk(error)) is None:
+        if (message := describe_full_disk(error)) is None:
             raise
-        print_messages([line])
+        print_messages([message])
         return FAILED
 
 

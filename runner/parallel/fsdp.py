@@ -180,9 +180,7 @@ def _units(model: nn.Module) -> list[list[nn.Module]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     units = [
-        list(
-            dict.fromkeys(part for part in called_modules(model, stage) if any(map(_can_be_sharded, part.parameters())))
-        )
+        [part for part in dict.fromkeys(called_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))]
         for stage in stages_or_children(model)
     ]
     parameters = [{parameter for part in unit for parameter in part.parameters()} for unit in units]
