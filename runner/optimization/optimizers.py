@@ -1,5 +1,6 @@
 """Construction of the optimizer, with the parameter groups that the configuration forms by parameter names."""
 
+import functools
 import inspect
 import re
 from collections import Counter
@@ -154,6 +155,15 @@ class OptimizerFactory:
 
     def _check_parameters(self, shards: bool) -> None:
         """Raise InputError if an optimizer rejects some of its parameters, or cannot update their shards."""
+
+        @functools.cache  # many parameters have the same shape
+        def reason(index: int, shape: torch.Size, dtype: torch.dtype) -> str:
+            try:  # one number that is expanded, without memory for the others
+                _try(self._choices, *self._nodes[index], torch.zeros((), dtype=dtype).expand(shape))
+            except InputError as error:
+                return str(error)
+            return ""
+
         rejected: dict[str, list[str]] = {}
         for name, index in self._group_of.items():
             key, options = self._nodes[index]
@@ -163,10 +173,8 @@ class OptimizerFactory:
                     "shards them; try parallel=ddp or parallel=zero"
                 )
             parameter = self._module.get_parameter(name)
-            try:  # one number that is expanded, without memory for the others
-                _try(self._choices, key, options, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
-            except InputError as error:
-                rejected.setdefault(key, [str(error)]).append(name)
+            if message := reason(index, parameter.shape, parameter.dtype):
+                rejected.setdefault(key, [message]).append(name)
         for message, *names in rejected.values():
             raise InputError(
                 f"{message} ({counted(names)}); choose another optimizer for these parameters, as in "
