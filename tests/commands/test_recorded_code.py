@@ -53,7 +53,7 @@ def trained(commands: Commands, mine: Path, tmp_path: Path) -> Path:
     """Return a run whose activation function has been replaced after the training."""
     done = commands.forked(*TINY)
     assert done.returncode == 0, done.stderr
-    (mine / "layers" / "activation.py").write_text(ACTIVATION.format("Tanh"))
+    (mine / "layers" / "activation.py").write_text(ACTIVATION.format("Sigmoid"))
     return only_run(tmp_path).path
 
 
@@ -110,7 +110,7 @@ def test_a_sweep_shares_one_copy_and_its_report_shows_other_code(
     assert commands.forked("-m", *TINY, "seed=0,1").returncode == 0
     (sweep,) = (tmp_path / "outputs" / "run").iterdir()
     assert len(list((sweep / "code").iterdir())) == 1 and not list(sweep.glob("*/code"))
-    (mine / "layers" / "activation.py").write_text(ACTIVATION.format("Tanh"))
+    (mine / "layers" / "activation.py").write_text(ACTIVATION.format("Sigmoid"))
     done = commands.forked("-m", "resume=last", "seed=2")
     assert done.returncode == 2 and "layers/activation.py; restore it from" in done.stderr, done.stderr
     done = commands.forked("-m", "resume=last", "seed=2", "resume_force=true")
@@ -130,7 +130,7 @@ def test_the_model_of_a_run_is_loaded_from_the_copy(trained: Path, mine: Path, m
         return type(runner.open_run(trained).model(code=code).layers[1]).__name__
 
     assert runner.open_run(trained).changed_code == [str(mine / "layers" / "activation.py")]
-    assert [activation(code) for code in ("recorded", "current", "recorded")] == ["GELU", "Tanh", "GELU"]
+    assert [activation(code) for code in ("recorded", "current", "recorded")] == ["GELU", "Sigmoid", "GELU"]
     shutil.rmtree(mine)
     assert activation("recorded") == "GELU"
     with pytest.raises(runner.InputError, match=r"config-dir=.* no longer exists"):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -293,6 +294,8 @@ def test_a_preempted_run_is_watched_while_slurm_may_requeue_it(
         write_state(watched, 0, "queued", **queue)
         run = watched / "0-lr-0.1"
     make_run(run, state="preempted")
+    later = time.time() + 1  # file systems round times, and this result must not be older than the job in the queue
+    os.utime(run / "result.json", (later, later))
     (run / "slurm").mkdir()
     if not is_job:
         (run / "slurm" / "job").write_text("7\n")
