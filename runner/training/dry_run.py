@@ -46,16 +46,11 @@ def read_sample(
 
 @dataclass(frozen=True)
 class DryRun:
-    """The objective's prediction for a sample or two, and what the forward does besides.
-
-    Attributes:
-        written: The names of the trained parameters that the forward changes in place.
-        differentiates: Whether the forward computes gradients, for example those of a gradient penalty.
-    """
+    """The objective's prediction for a sample or two, and what the forward does besides."""
 
     prediction: Prediction
-    written: list[str]
-    differentiates: bool
+    written: list[str]  # names of the trained parameters that the forward changes in place
+    differentiates: bool  # the forward computes gradients, for example those of a gradient penalty
 
 
 def dry_run(
