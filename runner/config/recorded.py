@@ -26,7 +26,7 @@ from runner.records.settings import dotted
 FREE: tuple[str, ...] = (
     *("task", "run", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "split", *OF_TASKS),
     *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
-    *("keep_samples", "train_metrics"),
+    *("keep_samples", "train_metrics", "replay_every_steps"),
     *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "loader.timeout_s", "model.devices"),
 )
 # Keys that determine the model, the order of the data or a step. A resumed run refuses their changes.

@@ -123,6 +123,7 @@ class Config:
     clip_grad_norm: float | None = None
     on_nonfinite: str = "stop"
     loss_spike: float | None = None
+    replay_every_steps: int | None = None
     ema: Averaging = field(default_factory=Averaging)
     init_from: InitFrom = field(default_factory=InitFrom)
     freeze: list[str] = field(default_factory=list)

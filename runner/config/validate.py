@@ -23,7 +23,7 @@ _AT_LEAST_0 = ("seed", "ema.warmup_steps", "checkpoint.keep_best", "early_stop.m
 _AT_LEAST_1 = (
     *("epochs", "max_steps", "batch_size", "micro_batches", "threads", "log_every", "eval_every", "eval_every_steps"),
     *("eval_batches", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep"),
-    *("early_stop.patience", "predict.batch_size"),
+    *("early_stop.patience", "predict.batch_size", "replay_every_steps"),
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16", "fp16"),

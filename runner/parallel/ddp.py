@@ -72,6 +72,8 @@ class DDP(Parallel):
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if self.comm_hook == "powersgd" and config.on_nonfinite == "skip":
             return ["on_nonfinite=skip: comm_hook=powersgd adds the error of a step to the next; try on_nonfinite=stop"]
+        if (every := config.replay_every_steps) and (self.static_graph or self.comm_hook == "powersgd"):
+            return [f"replay_every_steps={every} needs parallel.static_graph=false, and a comm_hook except powersgd"]
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:

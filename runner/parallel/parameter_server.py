@@ -58,6 +58,7 @@ class ParameterServer(Parallel):
     def check(self, config: Config, module: nn.Module) -> list[str]:
         is_async, is_remote = self.updates == "async", self.forward == "remote"
         clip, skips = config.clip_grad_norm, config.on_nonfinite == "skip"
+        every = config.replay_every_steps
         recomputes = config.activation_checkpointing != "none"
         rules = [
             (config.precision == "fp16", "precision=fp16: parallel=ps has no loss scale that ranks share; try bf16"),
@@ -66,6 +67,10 @@ class ParameterServer(Parallel):
                 f"clip_grad_norm={clip}: parallel.updates=async has no whole gradient; try sync",
             ),
             (is_async and skips, "on_nonfinite=skip: parallel.updates=async applies gradients at once; try stop"),
+            (
+                (is_async or is_remote) and every,
+                f"replay_every_steps={every} needs parallel.updates=sync and parallel.forward=local; set them",
+            ),
             (is_remote and skips, "on_nonfinite=skip: parallel.forward=remote has no gradients on trainers; try stop"),
         ]
         if is_remote:

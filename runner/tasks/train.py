@@ -198,6 +198,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     trained = f"{num_trained:,} of them trained, " if num_trained < experiment.num_parameters else ""
     groups = [f"{name} {size:,}" for name, size in experiment.parameter_groups.items()]
     warmup = f", warm-up {config.ema.warmup_steps}" if config.ema.warmup_steps else ""
+    every = config.replay_every_steps
     average = f"ema      decay {config.ema.decay}{warmup}: evaluations use the weights averaged over the steps"
     return [
         f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{config.precision}",
@@ -208,6 +209,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         *([_describe_stream(train)] if train.is_stream else []),
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",
         f"batch    {batch}, {num_steps:,} steps",
+        *([f"replay   every {every} steps, costs about {100 / every:.3g}% of a step's gradients"] if every else []),
         *([average] if config.ema.decay is not None else []),
         *([f"fork     of {config.fork}"] if config.fork else []),
         *(f"changed  {key} {show(was)} -> {show(now)}" for key, (was, now) in directory.attempt.changed.items()),

@@ -77,7 +77,7 @@ class Stepper(Protocol):
         """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
 
     def skip(self) -> None:
-        """Drop the gradients. Called in place of `step`, on all ranks."""
+        """Drop the gradients. Called on all ranks, in place of `step` or to compute the gradients of a step again."""
 
 
 class ParallelModel(Protocol):

@@ -18,6 +18,7 @@ from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
 from runner.training.evaluation import evaluate, logged_means, with_total
 from runner.training.mode import ParallelModel
+from runner.training.replay import Replay
 from runner.training.throughput import StragglerMeter, ThroughputMeter, peak_memory_mib
 
 
@@ -36,9 +37,11 @@ class Trainer:
     stopped: bool = False  # a callback of any rank ended the run before the last step
     stops_as_finished: bool = False  # a callback that ended the run has stops_as="finished"
     straggler: StragglerMeter = field(init=False)
+    replay: Replay = field(init=False)
 
     def __post_init__(self) -> None:
         self.straggler = StragglerMeter(self.world, self.experiment.axes)
+        self.replay = Replay(self.config, self.experiment.recipe, self.world)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -114,7 +117,7 @@ class Trainer:
         losses, norms = {}, {}
         for name, stepper in self.parallel_model.steppers.items():  # one, unless the objective has several losses
             self.callbacks.call("before_forward")
-            losses[name] = stepper.forward_backward(batch)
+            losses[name] = self.replay.forward_backward(stepper, batch, step + 1)
             update = Update(name, losses[name], stepper.gradients, batch, self.state)
             if all(self.callbacks.call("allows_update", update)):
                 norms[name] = stepper.step(lr_factor, want_norm=is_logged)
