@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import nn
 
 T = TypeVar("T")
 # The last number of a key (seed, epoch, index, …), which separates these streams from those of the trainer and sampler.
@@ -73,18 +72,6 @@ def seeded(*key: int) -> Iterator[None]:
     with isolated():
         seed_all(derive_seed(*key))
         yield
-
-
-@contextmanager
-def restoring_generators(module: nn.Module) -> Iterator[None]:
-    """Restore the state of all generators at exit, also those of the module's GPUs, so that a pass can be repeated."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng({p.device for p in module.parameters() if p.device.type == "cuda"}):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 class DrawDetector:

@@ -1,8 +1,7 @@
 """The contract of an objective: what a step minimizes, for any structure of batches."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,16 +114,6 @@ class Objective:
             return torch.zeros(0, 2, dtype=torch.float64, device=device)
         zero = torch.zeros(2, dtype=torch.float64, device=device)
         return torch.stack([sums.get(name, zero).to(device) for name in names])
-
-    @contextmanager
-    def without_logging(self) -> Iterator[None]:
-        """Discard what is logged and observed meanwhile, so that a pass can be repeated."""
-        kept = self._sums, self.observed
-        self._sums = self.observed = None
-        try:
-            yield
-        finally:
-            self._sums, self.observed = kept
 
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         """Return one of the losses, or all terms of `loss`, which are also logged.

@@ -52,12 +52,11 @@ class LocalSGD(Parallel):
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        every = config.replay_every_steps
         rules = [
             (config.ema.decay is not None, f"ema.decay={config.ema.decay}", "null"),
             (config.on_nonfinite == "skip", "on_nonfinite=skip", "stop"),
             (config.loss_spike is not None, f"loss_spike={config.loss_spike}", "null"),
-            (every is not None, f"replay_every_steps={every}", "null, or parallel=ddp"),
+            (bool(config.replay_every_steps), f"replay_every_steps={config.replay_every_steps}", "null, or use ddp"),
             (config.sync_batchnorm is True, "sync_batchnorm=true", "auto, which averages the running statistics"),
         ]
         return [

@@ -67,10 +67,7 @@ class ParameterServer(Parallel):
                 f"clip_grad_norm={clip}: parallel.updates=async has no whole gradient; try sync",
             ),
             (is_async and skips, "on_nonfinite=skip: parallel.updates=async applies gradients at once; try stop"),
-            (
-                (is_async or is_remote) and every,
-                f"replay_every_steps={every} needs parallel.updates=sync and parallel.forward=local; set them",
-            ),
+            ((is_async or is_remote) and every, f"replay_every_steps={every} needs updates=sync and forward=local"),
             (is_remote and skips, "on_nonfinite=skip: parallel.forward=remote has no gradients on trainers; try stop"),
         ]
         if is_remote:

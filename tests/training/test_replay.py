@@ -137,7 +137,7 @@ def test_a_replayed_run_has_the_same_weights_and_metrics(mode: str, tmp_path: Pa
     [
         (("replay_every_steps=0",), "replay_every_steps=0 must be at least 1"),
         (("parallel=local_sgd",), "replay_every_steps=2: under parallel=local_sgd the ranks do not communicate"),
-        (("parallel=ps", "parallel.updates=async"), "replay_every_steps=2 needs parallel.updates=sync"),
+        (("parallel=ps", "parallel.updates=async"), "replay_every_steps=2 needs updates=sync"),
         (("parallel=ddp", "parallel.static_graph=true"), r"replay_every_steps=2 needs parallel\.static_graph=false"),
     ],
 )
