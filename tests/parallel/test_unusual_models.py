@@ -35,7 +35,9 @@ class Rotary(nn.Module):
         return self.head(torch.view_as_real(pairs * self.freqs_cis * self.scale).flatten(1))
 
 
-@pytest.mark.parametrize("case", [Case("none", 1), Case("ddp", 2), Case("fsdp", 2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("none", 1), Case("ddp", 2), Case("fsdp", 2), Case("ps", 3), Case("local_sgd", 2)], ids=str
+)
 def test_complex_tensors_equal_a_plain_loop(case: Case, tmp_path: Path) -> None:
     made = run(tmp_path, case.world_size, *of_model("Rotary"), *case.overrides)
     torch.manual_seed(0)
@@ -56,6 +58,11 @@ def test_complex_tensors_equal_a_plain_loop(case: Case, tmp_path: Path) -> None:
     for name, tensor in expected.items():
         torch.testing.assert_close(made.weights[name], tensor, rtol=0, atol=1e-9)
         torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=1e-9)
+
+
+def test_parameters_of_two_dtypes_are_refused_by_zero() -> None:
+    with pytest.raises(InputError, match="parallel=zero needs parameters of one dtype, but the model has complex128"):
+        build_experiment(*of_model("Rotary"), "parallel=zero", world_size=2)
 
 
 class Odd(nn.Linear):
