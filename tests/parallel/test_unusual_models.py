@@ -65,6 +65,16 @@ def test_parameters_of_two_dtypes_are_refused_by_zero() -> None:
         build_experiment(*of_model("Rotary"), "parallel=zero", world_size=2)
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_complex_parameters_are_not_sharded(size: int, tmp_path: Path) -> None:
+    """torch would drop updates of an unevenly sharded one, which most optimizers view as pairs of real numbers."""
+    words = (*of_model("Rotary"), "optimizer=adam", "optimizer.fused=false")
+    made, one = run(tmp_path / "made", size, *words, "parallel=fsdp"), run(tmp_path, 1, *words)
+    assert made.losses == pytest.approx(one.losses, rel=1e-9)
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(made.weights[name], tensor, rtol=0, atol=1e-9)
+
+
 class Odd(nn.Linear):
     """Has buffers that a conversion to float32 rounds, keeps, or decodes."""
 
