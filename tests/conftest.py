@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    outcomes = Counter(value for report in reports for name, value in report.user_properties if name == "fuzz")
+    if outcomes:
+        terminalreporter.section("random experiments: number, mode, outcome and reason")
+        terminalreporter.write("".join(f"{number:5} {outcome}\n" for outcome, number in sorted(outcomes.items())))
     file = config.getoption("--parity-table")
     passed = terminalreporter.getreports("passed") if file else []
     cells = [

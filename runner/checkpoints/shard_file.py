@@ -180,7 +180,7 @@ def _header(chunks: Mapping[str, LocalChunk]) -> bytes:
         listed[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(listed).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 16)  # the data are aligned for complex128; their length precedes the text
     return struct.pack("<Q", len(text)) + text
 
 

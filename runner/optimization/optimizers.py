@@ -173,6 +173,11 @@ class OptimizerFactory:
                     "shards them; try parallel=ddp or parallel=zero"
                 )
             parameter = self._module.get_parameter(name)
+            if parameter.is_complex() and self._options[index].get("fused"):  # torch refuses it in the first step
+                raise InputError(
+                    f"{key}.fused=true: a fused update cannot change complex parameters, such as {name}; "
+                    f"try {key}.fused=false"
+                )
             if message := reason(index, parameter.shape, parameter.dtype):
                 rejected.setdefault(key, [message]).append(name)
         for message, *names in rejected.values():

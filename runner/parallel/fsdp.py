@@ -129,11 +129,12 @@ def check_sparse(module: nn.Module) -> list[str]:
 
 
 def _can_be_sharded(parameter: nn.Parameter) -> bool:
-    return parameter.dim() > 0 and parameter.numel() > 0
+    # torch loses updates of uneven complex shards, because view_as_real of such a DTensor is a copy.
+    return parameter.dim() > 0 and parameter.numel() > 0 and not parameter.is_complex()
 
 
 def _ignore_others(modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """Return the option of fully_shard that leaves scalar and empty parameters whole on every rank."""
+    """Return the option of fully_shard that leaves scalar, empty and complex parameters whole on every rank."""
     others = {parameter for module in modules for parameter in module.parameters() if not _can_be_sharded(parameter)}
     return {"ignored_params": others} if others else {}
 

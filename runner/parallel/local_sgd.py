@@ -247,11 +247,12 @@ class LocalReplica(Replica):
             return
         num_samples = torch.tensor(float(self._round_samples), dtype=torch.float64, device=tensors[0].device)
         weight = self._round_samples / self._world.collectives.sum(num_samples).item()
-        for dtype in dict.fromkeys(t.dtype for t in tensors if t.is_floating_point()):
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
+            if not (dtype.is_floating_point or dtype.is_complex):
+                for tensor in same:
+                    max_over(None, tensor)
+                continue
             flat = self._world.collectives.sum(_flatten_dense_tensors(same) * weight)
             for tensor, average in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
                 tensor.copy_(average)
-        for tensor in tensors:
-            if not tensor.is_floating_point():
-                max_over(None, tensor)

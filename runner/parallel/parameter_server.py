@@ -262,4 +262,4 @@ class TrainerModel(SynchronizedReplica):
     def _set_weights(self, flat: torch.Tensor) -> None:
         weights = _unflatten_dense_tensors(flat.to(self._device), self._trained)
         for parameter, weight in zip(self._trained, weights, strict=True):
-            parameter.copy_(weight)
+            parameter.copy_(weight if parameter.is_complex() else weight.real)

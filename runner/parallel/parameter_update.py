@@ -132,6 +132,8 @@ def set_gradients(trained: Sequence[nn.Parameter], flat: Tensor) -> None:
     all_exist = all(parameter.grad is not None for parameter in trained)
     exist = [True] * len(trained) if all_exist else (flags != 0).tolist()
     for parameter, tensor, gradient, exists in zip(trained, whole, gradients, exist, strict=True):
+        if not tensor.is_complex():
+            gradient = gradient.real  # among complex gradients, a real one is flattened as a complex one
         parameter.grad = as_local_part_of(tensor, gradient) if exists else None
 
 

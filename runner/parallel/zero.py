@@ -1,7 +1,9 @@
 """ZeRO stage 1: a replica per rank under DDP; each rank keeps the optimizer state of the parameters that it updates."""
 
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.objectives.objective import LossGroup
 from runner.parallel.ddp import replica_options, wrap
@@ -20,6 +22,16 @@ class Zero(Parallel):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
         self.needs_all_gradients = not find_unused_parameters
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        """Refuse parameters of several dtypes, which ZeroRedundancyOptimizer cannot combine."""
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad})
+        if len(dtypes) > 1:
+            return [
+                f"parallel=zero needs parameters of one dtype, but the model has {' and '.join(dtypes)}; "
+                "try parallel=ddp"
+            ]
+        return []
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         return prepare_loss_groups(recipe, lambda loss_group: self._prepare_group(recipe, loss_group, world))

@@ -68,6 +68,14 @@ def test_saved_tensors_are_read_back(tmp_path: Path) -> None:
         saved.read({"model.more": torch.zeros(4)})
 
 
+def test_tensors_of_sixteen_bytes_per_element_are_aligned_in_the_file(tmp_path: Path) -> None:
+    """A tensor is read as a view of the mapped file, and torch may crash on a misaligned one."""
+    for step in range(1, 17):
+        name = "a" * step  # the length of the header differs
+        saved = open_checkpoint(save(tmp_path, step, **{name: torch.ones(3, dtype=torch.complex128)}))
+        assert saved.tensors[f"model.{name}"].read().data_ptr() % 16 == 0
+
+
 def test_each_rank_writes_its_part_and_reads_what_it_needs(tmp_path: Path) -> None:
     """Rows are sharded over four ranks, or over two of two replicas; an uneven tensor leaves a rank without rows."""
     whole = {"rows": torch.arange(12.0).reshape(6, 2), "copies": torch.arange(10).reshape(5, 2), "plain": torch.ones(3)}

@@ -35,7 +35,9 @@ class Rotary(nn.Module):
         return self.head(torch.view_as_real(pairs * self.freqs_cis * self.scale).flatten(1))
 
 
-@pytest.mark.parametrize("case", [Case("none", 1), Case("ddp", 2), Case("fsdp", 2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("none", 1), Case("ddp", 2), Case("fsdp", 2), Case("ps", 3), Case("local_sgd", 2)], ids=str
+)
 def test_complex_tensors_equal_a_plain_loop(case: Case, tmp_path: Path) -> None:
     made = run(tmp_path, case.world_size, *of_model("Rotary"), *case.overrides)
     torch.manual_seed(0)
@@ -56,6 +58,21 @@ def test_complex_tensors_equal_a_plain_loop(case: Case, tmp_path: Path) -> None:
     for name, tensor in expected.items():
         torch.testing.assert_close(made.weights[name], tensor, rtol=0, atol=1e-9)
         torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=1e-9)
+
+
+def test_parameters_of_two_dtypes_are_refused_by_zero() -> None:
+    with pytest.raises(InputError, match="parallel=zero needs parameters of one dtype, but the model has complex128"):
+        build_experiment(*of_model("Rotary"), "parallel=zero", world_size=2)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_complex_parameters_are_not_sharded(size: int, tmp_path: Path) -> None:
+    """torch would drop updates of an unevenly sharded one, which most optimizers view as pairs of real numbers."""
+    words = (*of_model("Rotary"), "optimizer=adam", "optimizer.fused=false")
+    made, one = run(tmp_path / "made", size, *words, "parallel=fsdp"), run(tmp_path, 1, *words)
+    assert made.losses == pytest.approx(one.losses, rel=1e-9)
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(made.weights[name], tensor, rtol=0, atol=1e-9)
 
 
 class Odd(nn.Linear):
