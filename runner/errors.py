@@ -105,7 +105,9 @@ def describe_full_disk(error: BaseException) -> str | None:
     """Return one line about an error of a full disk or an exhausted quota; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    return f"{error.filename or 'a file'} could not be written: {error.strerror}; free disk space, and resume"
+    return (
+        f"{error.filename or 'a file'} could not be written: {error.strerror}; free disk space and repeat the command"
+    )
 
 
 def is_user_code(file: str) -> bool:
@@ -133,9 +135,14 @@ def raised_by(component: str, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if os.getpid() != pid:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
         if not hasattr(error, "__notes__"):  # a component that was called by another one has been named already
             error.add_note(f"raised by {component} in {method}")
         raise
     finally:
         if os.getpid() != pid:  # a process that the component has forked must not continue the run
+            sys.stdout.flush()
             os._exit(0)

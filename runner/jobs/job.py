@@ -183,7 +183,7 @@ def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Exp
     messages += check_fit(config, world.device.type)
     if messages := messages + check_size(config, request.choices, task, world.world_size):
         raise InputError(*messages)
-    return task, build(config, request.choices, world, init_from) if task.needs_experiment else None
+    return task, build(config, request.choices, world, init_from, task.trains) if task.needs_experiment else None
 
 
 def _agree_on_directory(config: Config, request: Request, world: World) -> Path:

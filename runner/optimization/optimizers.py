@@ -158,7 +158,7 @@ class OptimizerFactory:
 
         @functools.cache  # many parameters have the same shape
         def reason(index: int, shape: torch.Size, dtype: torch.dtype) -> str:
-            try:  # one number that is expanded, without memory for the others
+            try:  # with one number that is expanded, because the parameter may be large
                 _try(self._choices, *self._nodes[index], torch.zeros((), dtype=dtype).expand(shape))
             except InputError as error:
                 return str(error)

@@ -89,9 +89,12 @@ class Experiment:
         return Predictions(loader.dataset, self.num_classes, loader.device, loader.sampler.seed)
 
 
-def build(config: Config, choices: Mapping[str, str], world: World, init_from: Path | None = None) -> Experiment:
+def build(
+    config: Config, choices: Mapping[str, str], world: World, init_from: Path | None = None, trains: bool = True
+) -> Experiment:
     """Construct the experiment on this rank, with the initial weights of a file or checkpoint. All ranks must call it.
 
+    trains: also check what only training needs.
     Raises InputError for an invalid option and for options that do not fit each other. All ranks raise the same one.
     """
     make = functools.partial(make_group, choices)
@@ -114,7 +117,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     tried = MicroBatch(sample, indices)
     forward = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
     prediction = forward.prediction
-    if forward.written and (world.world_size > 1 or parallel.needs_group):
+    if trains and forward.written and (world.world_size > 1 or parallel.needs_group):
         raise InputError(
             f"parallel={choices['parallel']}: the forward of model={choices['model']} changes {forward.written[0]} in "
             "place, and each rank would change its copy by its own samples; compute a new tensor from the parameter, "
@@ -144,7 +147,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     def on_device(batch: Any) -> Any:
         return map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), batch)
 
-    if parallel.needs_all_gradients:
+    if trains and parallel.needs_all_gradients:
         local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
         check_all_used(config, choices, module, objective, train_data, local_size, on_device)
     objective.is_distributed = world.world_size > 1
@@ -158,7 +161,7 @@ def build(config: Config, choices: Mapping[str, str], world: World, init_from: P
     if config.compile:
         module.compile()
 
-    make_optimizer = OptimizerFactory(config.optimizer, choices, module, parallel.shards_matrices)
+    make_optimizer = OptimizerFactory(config.optimizer, choices, module, trains and parallel.shards_matrices)
 
     def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
         sampler = Sampler(

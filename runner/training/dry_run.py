@@ -46,7 +46,7 @@ def read_sample(
 
 @dataclass(frozen=True)
 class DryRun:
-    """The objective's prediction for a sample or two, and what the forward does besides."""
+    """The objective's prediction for a sample or two, and side effects of the forward."""
 
     prediction: Prediction
     written: list[str]  # names of the trained parameters that the forward changes in place
@@ -104,7 +104,7 @@ class _SeeingGradients(TorchFunctionMode):
     has_seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.has_seen |= func is torch.autograd.grad
+        self.has_seen |= func in (torch.autograd.grad, torch.Tensor.backward)
         return func(*args, **(kwargs or {}))
 
 

@@ -10,10 +10,11 @@ from mode_cases import CASES, ONCE, Case, tier
 from parity import COMMON, assert_equal
 from ranks import RankError
 from torch import nn
-from worlds import Run, build_experiment, configure, run
+from worlds import Run, build_experiment, configure, run, unconnected
 
 from runner.errors import InputError
 from runner.parallel.tp import TP
+from runner.training.build import build
 
 TOY = ("data=toy", "data.num_train=350", "batch_size=90", *COMMON, "clip_grad_norm=0.5", "optimizer.weight_decay=0.1")
 MODELS = ("Mixed", "Scaled", "Idle")
@@ -114,6 +115,8 @@ def test_parameters_that_no_loss_depends_on_are_named_before_the_run() -> None:
         with pytest.raises(InputError, match=f"parallel={mode} needs .*{named}.*; try parallel.find_unused_parameters"):
             build_experiment(*of_model("Idle"), f"parallel={mode}")
     build_experiment(*of_model("Idle"), "parallel=ddp", "parallel.find_unused_parameters=true")
+    config, request = configure(*of_model("Idle"), "parallel=ddp")
+    build(config, request.choices, unconnected(), trains=False)  # for an evaluation
     build_experiment(*of_model("Idle"), "parallel=ddp", "freeze=[unused]")
 
 

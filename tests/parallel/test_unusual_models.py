@@ -287,3 +287,21 @@ def test_a_replaced_parameter_is_named(case: Case, tmp_path: Path) -> None:
         RankError, match=r"JobFailed: rank . on .*:\nthe model has replaced the parameter head.weight of a"
     ):
         run(tmp_path, case.world_size, *of_model("Replaces"), *case.overrides)
+
+
+class Cached(nn.Linear):
+    """Creates a buffer in a forward of many samples, which only the first of two ranks calls."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(sample_shape[0], num_outputs)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.cache is None and self.training and len(inputs) >= 23:
+            self.cache = torch.ones(())
+        return super().forward(inputs)
+
+
+def test_a_buffer_that_forward_creates_on_one_rank(tmp_path: Path) -> None:
+    words = (*of_model("Cached"), "batch_size=45")
+    assert_equal(run(tmp_path, 2, *words, "parallel=ddp"), run(tmp_path / "one", 1, *words))

@@ -114,7 +114,8 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
 class Forks(Callback):
     def after_step(self, now: Progress) -> None:
-        os.fork()
+        if os.fork() == 0:
+            raise ArithmeticError
 
 
 @pytest.mark.fault("a callback that forks a process", outcome="went_on")
@@ -123,7 +124,7 @@ def test_a_process_that_a_callback_forks_does_not_continue_the_run(tmp_path: Pat
         Callbacks([("forks", Forks())]).call("after_step", END)
         with (tmp_path / "continued").open("a") as file:
             file.write("once\n")
-        os.wait()
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
 
     run_ranks(call, 1, forms_group=False)
     assert (tmp_path / "continued").read_text() == "once\n"

@@ -21,7 +21,8 @@ class BufferCheck(Callback):
     def __init__(self, experiment: Experiment, parallel_model: ParallelModel, world: World):
         self._module, self._parallel_model, self._world = experiment.recipe.module, parallel_model, world
         axes, rank = experiment.axes, world.rank
-        # Ranks of the same part have the same tensors, and read different samples. A server calls no forward.
+        # Ranks with the same index along the stage and tensor axes have the same tensors, and read different samples.
+        # A server calls no forward.
         self._part = None if axes.data_rank(rank) is None else (rank - axes.servers) % (axes.stage * axes.tensor)
         self._has_warned = False
 
@@ -30,22 +31,24 @@ class BufferCheck(Callback):
             return
         layers = [each for each in self._module.named_modules() if not isinstance(each[1], _BatchNorm)]
         buffers = {name: b for prefix, layer in layers for name, b in layer.named_buffers(prefix, recurse=False)}
-        if not buffers:
-            return
         hashes: dict[tuple[int, str], int] = {}
-        for name, tensor in {**self._parallel_model.local_parameters(), **buffers}.items():
-            if self._part is not None and not tensor.is_meta:
-                with suppress(NotImplementedError):  # torch cannot hash sparse tensors, for example
-                    hashes |= {(self._part, key): value for key, value in tensor_hashes({name: tensor}).items()}
+        if self._part is not None and buffers:
+            for name, tensor in {**self._parallel_model.local_parameters(), **buffers}.items():
+                if not tensor.is_meta:
+                    with suppress(NotImplementedError):  # torch cannot hash sparse tensors, for example
+                        hashes |= {(self._part, key): value for key, value in tensor_hashes({name: tensor}).items()}
+        # All ranks gather, also those without buffers: a forward may create one, and some ranks call none.
+        gathered = self._world.collectives.gather_objects((hashes, list(buffers))) or []
+        names = {name for _, of_rank in gathered for name in of_rank}
         first: dict[tuple[int, str], int] = {}
         differ = {
             key[1]: None
-            for of_rank in self._world.collectives.gather_objects(hashes) or ()
+            for of_rank, _ in gathered
             for key, value in of_rank.items()
             if first.setdefault(key, value) != value
         }
         # If parameters differ, the ranks are not replicas: local_sgd trains them separately.
-        if differ and differ.keys() <= buffers.keys() and not self._has_warned:
+        if differ and differ.keys() <= names and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "buffers differ between ranks after step %d: %s; forward computes them from the samples of one rank, "
