@@ -233,10 +233,10 @@ def test_an_objective_without_predict_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_list_of_outputs_is_no_list_of_samples(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has two outputs, and a piece two samples; a target of a sample is a list of two, which is collated."""
-    (tmp_path / "pairs.py").write_text(PAIRS)
+    (tmp_path / "list_of_outputs.py").write_text(PAIRS)
     monkeypatch.syspath_prepend(tmp_path)
     options = ("model=toy", "data=toy", "data.num_train=20", "data.num_val=5", "batch_size=8", "metrics=none")
-    done = train(tmp_path / "train", *options, "objective._target_=pairs.Pairs", "precision=fp64")
+    done = train(tmp_path / "train", *options, "objective._target_=list_of_outputs.Pairs", "precision=fp64")
     there = predicted(done, tmp_path / "there", 1, "predict.format=jsonl", f"predict.batch_size={size}")
     rows = [json.loads(line) for line in (there.path / "predictions.jsonl").read_text().splitlines()]
     assert [[*row] for row in rows] == [["index", "target.0", "target.1", "output.0", "output.1"]] * 5
