@@ -59,16 +59,19 @@ def watch(folder: Path) -> int:
 
 
 def _is_in_queue(paths: Sequence[Path]) -> bool:
-    """Return True if a run or job is in Slurm's queue, as between its preemption and the end of its requeued job."""
+    """Return True if a run or job is in a queue, as between its preemption and the end of its requeued job."""
     from runner.launchers.slurm.queue import find_ended, last_job
 
     try:
-        names = {job for path in paths if (job := last_job(path))}
-        for sweep in {path.parent for path in paths if is_sweep(path.parent)}:
-            jobs = [job for job in read_ledger(sweep) if job.directory in paths and ".slurm." in job.queue]
-            names |= {job.queued_as for job in jobs if job.queued_as}
-        return bool(names - find_ended([*names]))
-    except (OSError, InputError):  # squeue is missing on this machine
+        runs = {job for path in paths if (job := last_job(path))}
+        sweeps = {path.parent for path in paths if is_sweep(path.parent)}
+        jobs = [job for sweep in sweeps for job in read_ledger(sweep) if job.queued_as and job.directory in paths]
+        if not jobs:
+            return bool(runs - find_ended([*runs]))
+        from runner.sweeps import queues  # imports torch
+
+        return bool(runs - find_ended([*runs]) or {job.queued_as for job in jobs} - queues.find_ended(jobs))
+    except (OSError, InputError):  # a queue cannot be queried on this machine
         return False
 
 
