@@ -164,14 +164,15 @@ class OptimizerFactory:
                 return str(error)
             return ""
 
-        rejected: dict[str, list[str]] = {}
-        for name, index in self._group_of.items():
-            key, options = self._nodes[index]
-            if shards and locate(options[TARGET]) in NEED_WHOLE_MATRICES:
+        for key, options in [self._nodes[index] for index in dict.fromkeys(self._group_of.values()) if shards]:
+            if locate(options[TARGET]) in NEED_WHOLE_MATRICES:
                 raise InputError(
                     f"{key}._target_={options[TARGET]} needs whole matrices, but parallel={self._choices['parallel']} "
                     "shards them; try parallel=ddp or parallel=zero"
                 )
+        rejected: dict[str, list[str]] = {}
+        for name, index in self._group_of.items():
+            key = self._nodes[index][0]
             parameter = self._module.get_parameter(name)
             if parameter.is_complex() and self._options[index].get("fused"):  # torch refuses it in the first step
                 raise InputError(
