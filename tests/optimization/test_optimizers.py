@@ -28,7 +28,7 @@ MUON = (f"{OF}Muon", "optimizer.groups=[{match: bias$|norm, _target_: torch.opti
         ((*MUON, "parallel=fsdp"), f"{OF}Muon needs whole matrices, but parallel=fsdp shards them; try parallel=ddp"),
         ((f"{OF}Adafactor", *NO_SGD, "parallel=tp"), f"{OF}Adafactor needs whole matrices, but parallel=tp shards"),
         (
-            ("model._target_=test_unusual_models.Rotary", "optimizer=adam"),
+            ("model._target_=custom_models.Rotary", "optimizer=adam"),
             "optimizer.fused=true: a fused update cannot change complex parameters, such as scale; try opt",
         ),
         (("optimizer.groups=[{match: bias, _target_: torch.optim.Muon}]",), "optimizer.groups.0=: Muon only supports"),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from custom_models import Rotary
 from mode_cases import Case
 from parity import COMMON, assert_equal
 from ranks import RankError
@@ -19,20 +20,6 @@ TOY = ("data=toy", "data.num_train=90", "batch_size=90", *COMMON, "max_steps=3")
 
 def of_model(name: str) -> tuple[str, ...]:
     return ("model=linear", f"model._target_=test_unusual_models.{name}", *TOY)
-
-
-class Rotary(nn.Module):
-    """Rotates pairs of features by a complex buffer, as Llama's rotary embeddings do, and scales by a parameter."""
-
-    def __init__(self, sample_shape: list[int], num_outputs: int):
-        super().__init__()
-        self.first, self.head = nn.Linear(sample_shape[0], 8), nn.Linear(8, num_outputs)
-        self.register_buffer("freqs_cis", torch.polar(torch.ones(4), torch.arange(4.0)))
-        self.scale = nn.Parameter(torch.polar(torch.ones(4), torch.full((4,), 0.5)))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(self.first(inputs).unflatten(1, (4, 2)))
-        return self.head(torch.view_as_real(pairs * self.freqs_cis * self.scale).flatten(1))
 
 
 @pytest.mark.parametrize(

@@ -154,3 +154,17 @@ class Hungry(Chain):
         if self.training and rank == self.rank and len(inputs) > self.holds:
             raise type(self.error)(*self.error.args)  # a new exception keeps no frames of an earlier attempt alive
         return super().forward(inputs)
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of features by a complex buffer, as Llama's rotary embeddings do, and scales by a parameter."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.first, self.head = nn.Linear(sample_shape[0], 8), nn.Linear(8, num_outputs)
+        self.register_buffer("freqs_cis", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.scale = nn.Parameter(torch.polar(torch.ones(4), torch.full((4,), 0.5)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.first(inputs).unflatten(1, (4, 2)))
+        return self.head(torch.view_as_real(pairs * self.freqs_cis * self.scale).flatten(1))
