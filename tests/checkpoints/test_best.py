@@ -45,6 +45,7 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
         assert run(tmp_path / name, 2, *words).result["metrics"]["val/loss"] == pytest.approx(measured[step], rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_a_run_stops_early_and_stays_finished(tmp_path: Path) -> None:
     stops = ("early_stop.patience=2", "early_stop.min_delta=0.01")
     whole = run(tmp_path / "whole", 2, *UNSTEADY, "parallel=ddp", *stops)

@@ -30,7 +30,7 @@ def test_any_flipped_bit_changes_the_hash() -> None:
 @pytest.mark.fault("replicas of the weights diverge", outcome="refused")
 @pytest.mark.parametrize(
     ("ranks", "mode"),
-    [(2, ("parallel=ddp",)), pytest.param(4, ("parallel=pipeline", "parallel.stages=2"), marks=pytest.mark.thorough)],
+    [(2, ("parallel=ddp",)), pytest.param(4, ("parallel=pipeline", "parallel.stages=2"), marks=pytest.mark.soak)],
 )
 def test_a_replica_that_diverges_is_named(ranks: int, mode: tuple[str, ...], tmp_path: Path) -> None:
     def flip(trainer: Trainer, batch: Any) -> None:

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mode_cases import tier
 from ranks import RankError
 from worlds import MODES, configure, run
 
@@ -14,13 +15,13 @@ TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_si
 ALONE = ("none", "dp")
 # On four ranks, each way in which gradients are summed; soak repeats it with options that do not change the order.
 SUMS = [
-    *((f"parallel={mode}",) for mode in ("allreduce", "ddp", "local_sgd", "ps", "zero")),
+    *((f"parallel={mode}",) for mode in ("ddp", "ps")),
     ("parallel=fsdp", "parallel.replicate=2"),
     ("parallel=tp", "parallel.rest=fsdp"),
     ("parallel=pipeline", "parallel.stages=2"),
 ]
 REPEATS = [
-    *((f"parallel={mode}",) for mode in ("fsdp", "tp", "pipeline")),
+    *((f"parallel={mode}",) for mode in ("allreduce", "local_sgd", "zero", "fsdp", "tp", "pipeline")),
     ("parallel=ddp", "parallel.static_graph=true"),
     ("parallel=ddp", "parallel.find_unused_parameters=true"),
     ("parallel=ddp", "parallel.bucket_cap_mb=0.001"),
@@ -28,7 +29,12 @@ REPEATS = [
     ("parallel=ddp", "micro_batches=2"),
 ]
 SLICE = [
-    pytest.param((f"parallel={mode}",), 1 if mode in ALONE else 2, id=f"{mode}-{1 if mode in ALONE else 2}")
+    pytest.param(
+        (f"parallel={mode}",),
+        1 if mode in ALONE else 2,
+        id=f"{mode}-{1 if mode in ALONE else 2}",
+        marks=tier(mode in ("none", "ddp", "fsdp", "pipeline"), True),
+    )
     for mode in MODES
 ]
 ON_FOUR = [

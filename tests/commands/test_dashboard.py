@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import keep, needs_browser, page_of
+from browser import expect, keep, needs_browser, page_of
 from commands import Commands
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
 pytestmark = [pytest.mark.thorough, needs_browser]
 
 
@@ -67,24 +66,22 @@ def result(job: Path) -> dict[str, Any]:
 
 def test_losses_of_training_and_validation_share_a_chart(dashboard: Dashboard) -> None:
     page = dashboard.open("#custom_scalars")
-    playwright.expect(page.get_by_text("train against val")).to_be_visible()
-    playwright.expect(page.get_by_text("Matches (8)")).to_be_visible()  # two losses of four runs
+    expect(page.get_by_text("train against val")).to_be_visible()
+    expect(page.get_by_text("Matches (8)")).to_be_visible()  # two losses of four runs
     charts = page.locator("tf-custom-scalar-multi-line-chart-card")
-    playwright.expect(charts.first.locator(".plot.line-plot").first).to_be_attached()
+    expect(charts.first.locator(".plot.line-plot").first).to_be_attached()
     keep(dashboard.page, "custom_scalars")
 
 
 def test_predictions_are_shown_as_they_were_logged(dashboard: Dashboard) -> None:
     page = dashboard.open("#images")
     loaders = page.locator("tf-image-loader")
-    playwright.expect(loaders).to_have_count(8)  # a confusion matrix and samples of four runs
-    playwright.expect(page.locator("tf-image-loader img")).to_have_count(8)
+    expect(loaders).to_have_count(8)  # a confusion matrix and samples of four runs
+    expect(page.locator("tf-image-loader img")).to_have_count(8)
     shown = set()
     for loader in loaders.all():
         name, tag = (loader.locator(f".heading-label.{part}").inner_text() for part in ("run", "name"))
-        playwright.expect(loader.locator(".heading-label", has_text="step")).to_have_text(
-            re.compile(r"\s*step\s*69\s*")
-        )
+        expect(loader.locator(".heading-label", has_text="step")).to_have_text(re.compile(r"\s*step\s*69\s*"))
         source = loader.locator("img").get_attribute("src")
         pixels = loader.locator("img").evaluate("image => image.decode().then(() => image.naturalWidth)")
         content = page.request.get(f"/{source}").body()
@@ -99,7 +96,7 @@ def test_predictions_are_shown_as_they_were_logged(dashboard: Dashboard) -> None
 def test_hparams_has_a_row_per_job_with_its_values(dashboard: Dashboard) -> None:
     page = dashboard.open("#hparams")
     grid = page.locator("tf-hparams-table-view vaadin-grid")
-    playwright.expect(grid.get_by_text("0-lr-0.1_seed-0 in")).to_be_visible()
+    expect(grid.get_by_text("0-lr-0.1_seed-0 in")).to_be_visible()
     read = """grid => [...grid.shadowRoot.querySelectorAll('thead tr, tbody#items tr')].map(
         row => [...row.querySelectorAll('slot')].map(
             slot => slot.assignedNodes().map(node => node.textContent.trim()).join('')))"""
@@ -116,6 +113,6 @@ def test_hparams_has_a_row_per_job_with_its_values(dashboard: Dashboard) -> None
             assert float(row[metric]) == pytest.approx(metrics[metric], rel=1e-4), (job.name, metric)
     page.get_by_text("Parallel Coordinates View").click()
     lines_drawn = page.locator("tf-hparams-parallel-coords-plot svg path[d]")
-    playwright.expect(lines_drawn.first).to_be_attached()
+    expect(lines_drawn.first).to_be_attached()
     assert sum("L" in (path.get_attribute("d") or "") for path in lines_drawn.all()) >= 4
     keep(dashboard.page, "hparams")

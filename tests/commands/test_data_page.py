@@ -10,6 +10,7 @@ from pages import Page, finish
 PAGE = Page("data.md")
 
 
+@pytest.mark.thorough
 def test_the_stream_has_the_same_losses_on_both_command_lines(tmp_path: Path, commands: Commands) -> None:
     PAGE.write(tmp_path)
     losses = []

@@ -119,6 +119,7 @@ def terminal(mine: Path) -> Iterator[Callable[..., Terminal]]:
         os.close(each.descriptor)
 
 
+@pytest.mark.thorough
 def test_the_bar_leaves_the_terminal_to_the_debugger(mine: Path, terminal: Callable[..., Terminal]) -> None:
     """The bar is drawn ten times a second, but not while the debugger waits."""
     args = ("--config-dir", "mine", "model=stopping", *TOY[1:], "max_steps=8", "backend=gloo")

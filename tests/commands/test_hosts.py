@@ -171,14 +171,3 @@ def test_without_the_rendezvous_the_other_machine_reports_it_and_how_to_resume(
         assert "no response from rank 0 on host1" in ended.stderr, ended.stderr
         assert one.result["state"] == "failed" and "no response from rank 0 on host1" in one.result["error"]
     assert output == [f"{lost} resume={one.path}"] or not (elastic or output)
-    if elastic:
-        return
-    (tmp_path / "has-acted").touch()
-    step = newest_step(tmp_path)
-    again = start(hosts, commands, f"max_steps={step + 20}", *nodes, rendezvous(1), "resume=last")
-    reported, silent = (commands.finish(process) for process in again)
-    assert (reported.returncode, silent.returncode) == (0, 0), reported.stderr + silent.stderr
-    assert f"resuming after step {step}" in reported.stdout
-    one = only_run(tmp_path)
-    assert (one.result["state"], one.result["world_size"], one.result["step"]) == ("finished", 2, step + 20)
-    assert [attempt["state"] for attempt in attempts(one.path)] == ["killed", "finished"]

@@ -134,7 +134,7 @@ def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_pat
 def test_spawn_uses_loopback_leaves_no_process_and_returns_metrics(
     commands: Commands, tmp_path: Path, mine: Callable[..., Sequence[str]]
 ) -> None:
-    process = commands.start("-m", "runner", "-m", *mine(WAITS), "parallel=ddp", "launcher=spawn", "seed=0,1")
+    process = commands.fork("-m", *mine(WAITS), "parallel=ddp", "launcher=spawn", "seed=0,1")
     wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), process)
     assert len(commands.living(process)) >= 3
     addresses = listening(commands.living(process))
@@ -193,7 +193,7 @@ def test_a_preempted_run_resumes_to_the_same_weights(
 ) -> None:
     whole = run(tmp_path / "whole", 1, *TINY, "backend=gloo", "logger=none")
 
-    process = commands.start("-m", "runner", *mine(WAITS), "loader.num_workers=1")
+    process = commands.fork(*mine(WAITS), "loader.num_workers=1")
     wait_until((tmp_path / "ready-1").exists, process)
     assert only_run(tmp_path).result["state"] == "running"
     assert listening(commands.living(process)) == []

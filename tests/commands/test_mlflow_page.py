@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import keep, needs_browser, page_of
+from browser import expect, keep, needs_browser, page_of
 from commands import Commands
 from dashboards import StoredRun, read_mlflow
 
@@ -29,7 +29,6 @@ class Ends(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 """
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
 pytestmark = [pytest.mark.thorough, needs_browser]
 
 
@@ -71,18 +70,18 @@ def jobs(outputs: Path, name: str) -> list[Path]:
     return sorted(path for path in sweep.iterdir() if path.is_dir() and (path / "result.json").exists())
 
 
-def test_failed_and_stopped_runs_have_their_states(outputs: Path, stored: dict[str, StoredRun]) -> None:
+def test_the_page_shows_the_runs_with_their_states_and_charts(
+    page: Any, outputs: Path, stored: dict[str, StoredRun]
+) -> None:
     failed, stopped = jobs(outputs, "ends")
     assert (result(failed)["state"], stored[failed.name].status) == ("failed", "FAILED")
     assert (result(stopped)["state"], stored[stopped.name].status) == ("preempted", "KILLED")
     assert stored[stopped.name].tags["state"] == "preempted"
 
-
-def test_the_page_shows_the_runs_and_their_charts(page: Any, outputs: Path, stored: dict[str, StoredRun]) -> None:
     page.goto("/#/experiments/1/runs")
     page.get_by_text("Model training", exact=True).click()  # the page starts with another kind of project
     names = page.locator("a[href*='/runs/']")
-    playwright.expect(names).to_have_count(2)
+    expect(names).to_have_count(2)
     shown = {link.inner_text(): link.get_attribute("href") for link in names.all()}
     assert shown == {job.name: f"#/experiments/1/runs/{stored[job.name].id}" for job in jobs(outputs, "digits")}
     assert {(stored[name].tags["sweep"], stored[name].status) for name in shown} == {
@@ -91,12 +90,12 @@ def test_the_page_shows_the_runs_and_their_charts(page: Any, outputs: Path, stor
     page.goto("about:blank")
     page.goto("/#/experiments/1/runs?compareRunsMode=CHART")
     search = page.get_by_placeholder("Search metric charts")
-    playwright.expect(search).to_be_visible()
+    expect(search).to_be_visible()
     if (assistant := page.get_by_role("button", name="Close")).count():  # a panel that is unrelated to runs
         assistant.first.click()
     search.fill("val/")
     charts = page.locator(".js-plotly-plot")
-    playwright.expect(charts).to_have_count(2)  # val/accuracy and val/loss
+    expect(charts).to_have_count(2)  # val/accuracy and val/loss
     # A line and a band of each run in each chart.
-    playwright.expect(page.locator(".js-plotly-plot .scatterlayer .trace")).to_have_count(8)
+    expect(page.locator(".js-plotly-plot .scatterlayer .trace")).to_have_count(8)
     keep(page, "mlflow")

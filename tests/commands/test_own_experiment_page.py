@@ -60,6 +60,7 @@ def test_the_table_of_modes_matches_their_declarations() -> None:
     assert reported == set(MODES)
 
 
+@pytest.mark.thorough
 def test_the_modes_have_the_same_numbers(mine: Path) -> None:
     """The page's four modes, with 2 micro-batches on each rank and a single sample in an epoch's last step."""
     modes = [line.partition("parallel=")[2] or "none" for line in PAGE.commands if "precision=fp64" in line]

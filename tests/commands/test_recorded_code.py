@@ -104,6 +104,7 @@ def test_a_run_with_changed_code_is_resumed_only_by_force(commands: Commands, tr
     assert commands.forked("resume=last", "epochs=4").returncode == 0  # nothing has changed since the last attempt
 
 
+@pytest.mark.thorough
 def test_a_sweep_shares_one_copy_and_its_report_shows_other_code(
     commands: Commands, mine: Path, tmp_path: Path
 ) -> None:

@@ -189,7 +189,7 @@ def test_a_run_that_starts_during_the_question_is_not_deleted(
 
 
 def test_a_run_is_stopped_by_the_signal_that_saves(commands: Commands, runs: Runs, tmp_path: Path) -> None:
-    process = commands.start("-m", "runner", *SMALL, "max_steps=1000000", "epochs=1000000")
+    process = commands.fork(*SMALL, "max_steps=1000000", "epochs=1000000")
     wait_until(lambda: newest_step(tmp_path) > 0, process)
     assert "running" in runs("list")[1] and "0." in runs("list")[1]
     status, out, _ = runs("stop", "last")

@@ -112,14 +112,17 @@ def start_at(
     def begin(way: str, place: str, *args: str) -> "list[subprocess.Popen[str]]":
         write_files(tmp_path, WAITING)
         env = commands.with_path(tmp_path / "site") if place == "import" else {}
-        args = ("-m", "runner", *(TINY if way == "alone" else SPREAD), *WAYS[way], f"model.at={place}", *args)
+        args = (*(TINY if way == "alone" else SPREAD), *WAYS[way], f"model.at={place}", *args)
+        start = commands.fork
+        if way == "torchrun" or place == "import":
+            start, args = commands.start, ("-m", "runner", *args)
         if way == "torchrun":
             args = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *args)
         worlds = [{}]
         if way == "hand":
             shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             worlds = [{**shared, "RANK": str(rank)} for rank in range(2)]
-        processes = [commands.start(*args, env={**env, **world}) for world in worlds]
+        processes = [start(*args, env={**env, **world}) for world in worlds]
         ranks = 1 if way == "alone" or (place == "import" and way in ("spawn", "agent")) else 2
         wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(ranks)), processes[0])
         return processes
@@ -257,6 +260,7 @@ def test_a_stopped_evaluation_saves_nothing(way: str, start_at: Callable, comman
     assert f"SIGTERM: stopped; its directory is {path}" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("a closed terminal", outcome="refused")
 def test_a_run_is_saved_when_its_terminal_closes(commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, WAITING)

@@ -187,6 +187,7 @@ def test_untrusted_run_without_custom_code_is_read(
     assert not (tmp_path / "sentinel").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("a malicious run directory", outcome="refused")
 def test_untrusted_sweep_is_only_read_as_data(
     give_away: Callable[..., None], here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]

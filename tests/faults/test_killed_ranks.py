@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fault_rig import OVERRIDES, STEPS, all_sound, assert_same, before_each_step, cut, send
+from mode_cases import tier
 from ranks import RankError
 from worlds import Run, run
 
@@ -36,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 @pytest.mark.parametrize(
     ("mode", "seed"),
     [
-        pytest.param(mode, seed, marks=pytest.mark.soak if seed else pytest.mark.thorough)
+        pytest.param(mode, seed, marks=tier(False, seed == 0 and mode in ("ddp", "fsdp", "pipeline", "ps")))
         for mode in MODES
         for seed in range(REPEATS)
     ],

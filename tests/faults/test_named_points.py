@@ -50,7 +50,9 @@ def die_at(point: str, time: int) -> Callable[[Trainer, Any], None]:
 
 
 @pytest.mark.fault("kill -9 at each fail point of saving and deleting, also of a resumed run", outcome="survived")
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[] if "rename" in point else pytest.mark.thorough) for point in POINTS]
+)
 def test_killed_at_a_fail_point_and_again_after_the_resume(point: str, whole: Run, tmp_path: Path) -> None:
     killed = cut(tmp_path, 1, SHORT, die_at(point, 2))
     assert all_sound(killed.path / "checkpoints")

@@ -56,6 +56,7 @@ def test_three_times_in_one_epoch(tmp_path: Path) -> None:
     assert_same(resumed, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("another number of ranks after each preemption", outcome="survived")
 def test_on_four_ranks_then_one_and_two(tmp_path: Path) -> None:
     """In float64, in which sums over ranks differ only by rounding; each attempt in another mode."""

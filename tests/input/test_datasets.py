@@ -266,6 +266,7 @@ def test_keys_are_checked_when_composing(words: list[str], message: str) -> None
     assert [message in line for line in caught.value.messages] == [True]
 
 
+@pytest.mark.thorough
 def test_a_run_with_val_fraction_is_the_same_on_two_ranks_and_evaluates_its_test_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,8 @@ def test_a_stream_trains_like_a_map_style_dataset_on_any_number_of_ranks(kind: s
             assert [index for index, _ in pairs] == list(sizes)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("Walk", marks=pytest.mark.thorough), "Stateful"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["Walk", "Stateful"])
 def test_a_resumed_run_reads_the_same_samples(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random samples in mid-epoch, on 2 ranks with 2 workers, then on 3 ranks without."""
     monkeypatch.chdir(tmp_path)

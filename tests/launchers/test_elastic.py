@@ -106,6 +106,7 @@ def test_restarts_are_counted_from_each_checkpoint(
     assert [line for line in capfd.readouterr().err.splitlines() if "restarted" in line][-1] == last_line
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("a rank that calls os._exit(0)", outcome="refused")
 def test_rank_that_exits_with_status_0_has_failed_and_the_failure_is_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -130,6 +131,7 @@ def test_two_agents_restart_and_give_up_together(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("start_0_*"))) == 2
 
 
+@pytest.mark.thorough
 def test_an_agent_restarts_ranks_that_do_not_notice_a_failure_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,9 @@ def test_unsuitable_optimizers_are_refused(words: tuple[str, ...], message: str)
     assert line.startswith(message)
 
 
-@pytest.mark.parametrize("case", [Case("zero", 2), Case("pipeline", 2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("zero", 2), pytest.param(Case("pipeline", 2), marks=pytest.mark.thorough)], ids=str
+)
 def test_a_group_has_an_optimizer_of_its_own_in_every_mode_and_after_a_resume(case: Case, tmp_path: Path) -> None:
     words = (*CHAIN, *COMMON, *MUON, "clip_grad_norm=1.0")
     whole = run(tmp_path / "whole", 1, *words, *case.reference)

@@ -25,6 +25,7 @@ def test_buffers_of_synchronized_batch_norm_are_not_sent(tmp_path: Path, monkeyp
         run(tmp_path, 2, *CONVNET, "sync_batchnorm=false")
 
 
+@pytest.mark.thorough
 def test_powersgd_compresses_from_the_third_step_on_and_resumes_exactly(tmp_path: Path) -> None:
     """A matrix of rank 1 approximates a gradient of 10 x 10; the error is added to the next gradient."""
     words = (*WORDS, "precision=fp64", "parallel=ddp")

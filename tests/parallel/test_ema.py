@@ -61,6 +61,7 @@ def test_one_process_equals_a_loop_with_torchs_averaged_model(one_process: Calla
     assert made.result["metrics"]["val/loss"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "mode", "options"),
     [

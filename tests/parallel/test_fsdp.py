@@ -22,6 +22,7 @@ def test_options_change_no_number(one_process: Callable[..., Run], tmp_path: Pat
     assert_equal(run(tmp_path, 2, *CLIPPED, "parallel=fsdp", *options), one_process(*CLIPPED))
 
 
+@pytest.mark.thorough
 def test_checkpoint_moves_between_modes(one_process: Callable[..., Run], tmp_path: Path) -> None:
     """fsdp on two ranks, from mid-epoch ddp on two, then fsdp on one; evaluated in one process."""
     first = run(tmp_path, 2, *CLIPPED, "max_steps=4", "parallel=fsdp")

@@ -65,6 +65,7 @@ def test_numbers_and_frozen_parameters_are_the_same_in_every_mode(other_head: Pa
         assert line in log
 
 
+@pytest.mark.thorough
 def test_from_a_run_of_any_mode_into_any_mode(tmp_path: Path) -> None:
     """With tied weights, and in another precision; a learning rate of 0 keeps the initial weights."""
     words = (_of("Tied"), *CHAIN, "max_steps=2")
@@ -117,6 +118,7 @@ def _local_bytes(tensor: Tensor) -> int:
     return 0 if local.is_meta else local.nbytes
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_does_not_need_the_file(other_head: Path, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     file.write_bytes(other_head.read_bytes())

@@ -96,6 +96,7 @@ def test_numbers_equal_the_definition(num_ranks: int, overrides: tuple[str, ...]
         torch.testing.assert_close(done.weights[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.thorough
 def test_resuming_in_mid_round_is_exact_on_the_same_number_of_ranks_and_refused_on_others(tmp_path: Path) -> None:
     overrides = (*TOY, "optimizer=adamw", "parallel=local_sgd", "parallel.every=4", "parallel.outer_momentum=0.5")
     whole = run(tmp_path / "whole", 2, *overrides, "max_steps=11")

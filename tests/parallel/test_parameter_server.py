@@ -60,6 +60,7 @@ def test_numbers_equal_one_process(
     assert_equal(run(tmp_path, world_size, *overrides, "max_steps=8", "parallel=ps", *options), expected)
 
 
+@pytest.mark.thorough
 def test_a_process_can_run_several_jobs(one_process: Callable[..., Run], tmp_path: Path) -> None:
     config, request = configure(*TOY, "max_steps=5", "parallel=ps", ASYNC, REMOTE, f"outputs={tmp_path}", "name=twice")
 

@@ -68,6 +68,7 @@ def test_options_change_no_number(
     assert_equal(run(tmp_path, world_size, *SHORT, "parallel=pipeline", *options), expected)
 
 
+@pytest.mark.thorough
 def test_two_replicas_with_one_validation_sample(one_process: Callable[..., Run], tmp_path: Path) -> None:
     """Also the norm over stages, and the log of the stages of each rank."""
     overrides = (*SHORT, "data.num_val=1", "clip_grad_norm=0.1")

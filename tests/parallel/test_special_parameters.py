@@ -52,10 +52,10 @@ def _overrides(model: str, case: Case) -> tuple[str, ...]:
 
 
 def _tier(model: str, case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    is_default = case in ONCE and case.mode not in ("dp", "allreduce", "ddp")
+    is_default = case in ONCE and case.mode in ("zero", "fsdp", "local_sgd")
     if model != "Mixed":
         is_default = case in ONCE and case.mode == {"Scaled": "fsdp", "Idle": "allreduce"}[model]
-    return tier(is_default, (case in ONCE and (model != "Scaled" or case.mode == "tp")) or bool(case.options))
+    return tier(is_default, case in ONCE and (model != "Scaled" or case.mode == "tp"))
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")

@@ -23,7 +23,16 @@ def of_model(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "case", [Case("none", 1), Case("ddp", 2), Case("fsdp", 2), Case("ps", 3), Case("local_sgd", 2)], ids=str
+    "case",
+    [
+        Case("none", 1),
+        Case("fsdp", 2),
+        *(
+            pytest.param(case, marks=pytest.mark.thorough)
+            for case in (Case("ddp", 2), Case("ps", 3), Case("local_sgd", 2))
+        ),
+    ],
+    ids=str,
 )
 def test_complex_tensors_equal_a_plain_loop(case: Case, tmp_path: Path) -> None:
     made = run(tmp_path, case.world_size, *of_model("Rotary"), *case.overrides)
@@ -52,7 +61,7 @@ def test_parameters_of_two_dtypes_are_refused_by_zero() -> None:
         build_experiment(*of_model("Rotary"), "parallel=zero", world_size=2)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_complex_parameters_are_not_sharded(size: int, tmp_path: Path) -> None:
     """torch would drop updates of an unevenly sharded one, which most optimizers view as pairs of real numbers."""
     words = (*of_model("Rotary"), "optimizer=adam", "optimizer.fused=false")

@@ -26,6 +26,7 @@ def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     time.tzset()
 
 
+@pytest.mark.thorough
 def test_last_is_the_newest_in_all_time_zones_and_names(
     here: Callable[..., int], zone: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_trial_has_the_overrides_that_vary_in_the_sweep(tmp_path: Path) -> Non
     assert read_trial(tmp_path / "2") == Trial({"optimizer.lr": "0.2", "seed": "0"}, varied)
 
 
+@pytest.mark.thorough
 def test_predictions_are_those_of_one_process(tmp_path: Path) -> None:
     words = (*SMALL, "max_steps=5", "batch_size=50")  # 360 samples: the last batch is smaller
     expected = read_images(run(tmp_path / "none", 1, *words).path)

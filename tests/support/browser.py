@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -15,7 +16,10 @@ from commands import Commands, free_port, wait_until
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TIMEOUT_S = 300
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian's package has it)")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or find_spec("playwright") is None,
+    reason="no chromium (Debian's package has it) or no playwright (the extra dev has it)",
+)
 
 
 @contextmanager
@@ -53,6 +57,13 @@ def page_of(commands: Commands, *arguments: str, width: int = 1280, height: int 
         server.stdout.close()
         server.stderr.close()
         wait_until(lambda: not commands.living(server), timeout_s=60)
+
+
+def expect(what: Any) -> Any:
+    """Return playwright's assertions about a page or a locator."""
+    from playwright import sync_api
+
+    return sync_api.expect(what)
 
 
 def keep(page: Any, name: str) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
@@ -69,6 +69,33 @@ class Commands:
         """Run `python -m runner ARGUMENTS`."""
         return self.finish(self.start("-m", "runner", *arguments, env=env))
 
+    def fork(
+        self, *arguments: str, env: Mapping[str, str] | None = None, prepare: Callable[[], object] = int
+    ) -> Popen[str]:
+        """Start `runner ARGUMENTS` in a fork of the tests' process, which saves the start of Python and torch.
+
+        Warnings are errors in it. prepare: called in the fork, before the command.
+        """
+        mark = uuid.uuid4().hex
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARK: mark, **(env or {})}
+        kept = os.listdir("/proc/self/fd")
+        with warnings.catch_warnings():  # as in ranks.py
+            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+            process = Popen(
+                [sys.executable],  # is not executed, because preexec_fn does not return
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
+                restore_signals=False,  # Python has set them
+                preexec_fn=lambda: _enter(arguments, own, kept, prepare),
+            )
+        self.started.append(process)
+        self.marks[process.pid] = mark
+        return process
+
     def forked(
         self,
         *arguments: str,
@@ -76,53 +103,20 @@ class Commands:
         timeout_s: float = 300,
         prepare: Callable[[], object] = int,
     ) -> CompletedProcess[str]:
-        """Run `runner ARGUMENTS` in a fork of the tests' process, which saves the start of Python and torch.
-
-        Warnings are errors in it. prepare: called in the fork, before the command.
-        """
-        (done,) = self._forked([env or {}], arguments, timeout_s, prepare)
-        return done
+        """Run `runner ARGUMENTS` as `fork` starts it."""
+        return self.finish(self.fork(*arguments, env=env, prepare=prepare), timeout_s)
 
     def forked_world(self, num_ranks: int, *arguments: str) -> list[CompletedProcess[str]]:
         """Run `runner ARGUMENTS` as the ranks of one world, as torchrun does, each as `forked`. Return them by rank."""
         size = str(num_ranks)
         world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
         world["MASTER_PORT"] = str(free_port())
-        ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-        return self._forked(ranks, arguments, timeout_s=300)
-
-    def _forked(
-        self,
-        environments: Sequence[Mapping[str, str]],
-        arguments: Sequence[str],
-        timeout_s: float,
-        prepare: Callable[[], object] = int,
-    ) -> list[CompletedProcess[str]]:
-        deadline = time.monotonic() + timeout_s
-        started = []
-        for env in environments:
-            files = [self.folder / f"{name}-{uuid.uuid4().hex}" for name in ("out", "err")]
-            process = multiprocessing.get_context("fork").Process(
-                target=_enter, args=(self.folder, arguments, env, *files, prepare)
-            )
-            with warnings.catch_warnings():  # as in ranks.py
-                warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-                process.start()
-            started.append((process, files))
-        for process, _ in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-        is_late = any(process.is_alive() for process, _ in started)
-        done = []
-        for process, files in started:
-            process.kill()
-            process.join()
-            assert process.exitcode is not None
-            done.append(CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in files)))
-            for path in files:
-                path.unlink()
-        if is_late:
-            pytest.fail(f"{arguments} still ran after {timeout_s} s\n" + "".join(d.stdout + d.stderr for d in done))
-        return done
+        ranks = [
+            self.fork(*arguments, env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(num_ranks)
+        ]
+        with ThreadPoolExecutor(num_ranks) as pool:
+            return [*pool.map(self.finish, ranks)]
 
     def torchrun(self, num_ranks: int, *arguments: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
         """Run `torchrun --nproc-per-node NUM_RANKS -m runner ARGUMENTS` on a free port."""
@@ -137,9 +131,11 @@ class Commands:
     def living(self, process: Popen[str]) -> list[int]:
         """Return the running processes of the command, including ranks whose parent has died."""
         wanted, found = f"{MARK}={self.marks[process.pid]}".encode(), []
+        forked = None if process.poll() is not None else str(process.pid)  # has the environment of the tests' process
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                marked = wanted in (entry / "environ").read_bytes().split(b"\0")
+                if marked or entry.name == forked:
                     found.append(int(entry.name))
             except OSError:  # it has exited, or belongs to another user
                 continue
@@ -154,21 +150,25 @@ class Commands:
 
 
 def _enter(
-    folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: Path, err: Path, prepare: Callable[[], object]
+    arguments: Sequence[str], env: Mapping[str, str], kept: Collection[str], prepare: Callable[[], object]
 ) -> None:
+    """Run a command in a fork of the tests' process, and end it. Its standard streams and directory are set.
+
+    Popen waits until the command has closed a pipe, which executed programs do. It is not one of the `kept` files.
+    """
     import torch
 
     from runner.cli import main
 
-    for path, number, name in ((out, 1, "stdout"), (err, 2, "stderr")):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, number)
-        setattr(sys, name, open(number, "w", closefd=False, buffering=1))  # noqa: SIM115
+    for number in {*map(int, os.listdir("/proc/self/fd"))} - {*map(int, kept), 0, 1, 2}:
+        with contextlib.suppress(OSError):  # the directory itself
+            os.close(number)
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        setattr(sys, name, open(number, "w" if number else "r", closefd=False, buffering=1))  # noqa: SIM115
     for name in WORLD:
         os.environ.pop(name, None)
-    os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env})
+    os.environ.update(env)
     torch.set_num_threads(1)
-    os.chdir(folder)
     sys.argv = ["runner", *arguments]
     sys.orig_argv = [sys.executable, "-m", "runner", *arguments]
     status = 1

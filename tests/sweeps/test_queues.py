@@ -155,6 +155,7 @@ def test_waiting_for_a_sweep_queries_its_tasks_together(
     assert changes == [] and set((slurm / "queries").read_text().split()) == {"--jobs=7"}
 
 
+@pytest.mark.thorough
 def test_a_job_that_left_the_queue_without_an_outcome_has_failed_and_is_queued_again(
     here: Here, slurm: Path, capfd: Capture
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_job_that_left_the_queue_without_an_outcome_has_failed_and_is_queued_a
     assert names_in_queue(sweep) == ["8_0", "8_1", "8_2", "7_3", "7_4", "7_5"]
 
 
+@pytest.mark.thorough
 def test_jobs_submitted_later_run_the_code_of_the_first_submission(here: Here, slurm: Path, capfd: Capture) -> None:
     (slurm / "mine" / "model").mkdir(parents=True)
     (slurm / "mine" / "model" / "own.yaml").write_text("defaults:\n  - toy\nhidden: 3\n")
@@ -203,6 +205,7 @@ def test_jobs_submitted_later_run_the_code_of_the_first_submission(here: Here, s
         assert "own/0-mine/model/own.yaml" in file.getnames() and "own/0-mine/model/new.yaml" not in file.getnames()
 
 
+@pytest.mark.thorough
 def test_the_ledger_stands_if_slurm_cannot_be_queried(
     here: Here, slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:

@@ -75,6 +75,7 @@ def test_ranks_run_the_same_trials_and_prune_at_the_same_step(commands: Commands
     assert [(tmp_path / f"rank-{rank}").read_text().count("step") for rank in (0, 1)] == [num_steps] * 2
 
 
+@pytest.mark.thorough
 def test_a_resumed_study_repeats_interrupted_trials_but_not_failed_ones(here: Here, tmp_path: Path) -> None:
     keys = ("optimizer.lr=range(0.1,0.4,0.1)", "model.hidden=range(1,4)", "batch_size=choice(32,64)")
     assert here("-m", *write_model(tmp_path), *STUDY, *keys, "hydra.sweeper.n_trials=5") == 1
@@ -118,6 +119,7 @@ def test_a_resumed_study_keeps_its_storage_and_direction_and_proposes_new_trials
     assert len(proposed) == len(set(proposed)) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")  # Optuna's own, which Python 3.13 reports
 def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path) -> None:
     arguments = ("-m", *TOY, *STUDY, "hydra.sweeper.n_trials=1", "hydra.sweeper.study_name=both")

@@ -121,6 +121,7 @@ def test_a_resumed_sweep_runs_unfinished_and_new_jobs(here: Here, tmp_path: Path
     assert {job.number: modification_times(job) for job in jobs_of(tmp_path)} == untouched
 
 
+@pytest.mark.thorough
 def test_shared_values_cannot_change_when_a_sweep_is_resumed(
     here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_values_of_zipped_keys_change_together(here: Here, tmp_path: Path, capfd
         assert message in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_removed_job_is_named_and_runs_again(here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job that was resumed by itself has its new metrics in the table of jobs and in the comparison."""
     assert here("-m", *TOY, "seed=0,1,2") == 0
@@ -205,7 +207,7 @@ def test_one_job_of_a_serial_sweep_is_stopped(ranks: int, commands: Commands, cu
 @pytest.mark.thorough
 def test_a_sweep_that_is_killed_twice_runs_each_job_to_its_end_once(commands: Commands, custom: Path) -> None:
     arguments = ("-m", *CUSTOM, "model.sleeps_s=0.03", "checkpoint.every_steps=1", "seed=range(4)")
-    process = commands.start("-m", "runner", *arguments)
+    process = commands.fork(*arguments)
     wait_until(lambda: list(custom.glob("outputs/run/*/ledger.jsonl")) != [], process)
     for kills in (1, 2):
         wait_until(lambda kills=kills: len([j for j in jobs_of(custom) if j.state == "finished"]) >= kills, process)
@@ -218,7 +220,7 @@ def test_a_sweep_that_is_killed_twice_runs_each_job_to_its_end_once(commands: Co
         process.wait(timeout=60)
         if kills == 2:
             (custom / "go").touch()  # the last job waits for it
-        process = commands.start("-m", "runner", "-m", "resume=last")
+        process = commands.fork("-m", "resume=last")
     finished = commands.finish(process)
     assert finished.returncode == 0, finished.stderr
     jobs = jobs_of(custom)

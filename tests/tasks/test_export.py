@@ -90,6 +90,7 @@ def test_a_shared_tensor_is_stored_once(here: Callable[..., int], tmp_path: Path
     assert oct(file.stat().st_mode) == oct(file.with_name(f"{file.name}.json").stat().st_mode)
 
 
+@pytest.mark.thorough
 def test_models_that_cannot_be_exported_are_reported_and_leave_no_file(
     here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

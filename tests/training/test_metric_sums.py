@@ -1,6 +1,7 @@
 """Metrics over ranks: the same value at any world size, also for torchmetrics and for rows of single samples."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from runner.training.metrics.contract import Rows
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.torchmetrics_adapter import TorchMetric
 
-torchmetrics: Any = pytest.importorskip("torchmetrics", reason="needs the extra metrics")
+pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="needs the extra metrics")
 
 NUM_SAMPLES, NUM_CLASSES = 61, 5
 
@@ -69,66 +70,10 @@ def spread_over(world_size: int, make: Callable[[], Mapping[str, Any]], idle_ran
     return first
 
 
-class OfNumbers(torchmetrics.MeanSquaredError):
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        super().update(preds[:, 0].double(), target.double())
-
-
-class Extremes(torchmetrics.Metric):
-    higher_is_better = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("largest", torch.tensor(-torch.inf), dist_reduce_fx="max")
-        self.add_state("smallest", torch.tensor(torch.inf), dist_reduce_fx="min")
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        self.largest = torch.maximum(self.largest, preds.max())
-        self.smallest = torch.minimum(self.smallest, preds.min())
-
-    def compute(self) -> torch.Tensor:
-        return torch.stack([self.largest, self.smallest])
-
-
-class Detections(torchmetrics.Metric):
-    """Keeps tensors of a different shape for each sample, and does not reduce them, as MeanAveragePrecision does."""
-
-    higher_is_better = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("boxes", [], dist_reduce_fx=None)
-        self.add_state("labels", [], dist_reduce_fx=None)
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        for scores, label in zip(preds, target, strict=True):
-            self.boxes.append(scores[: int(label)].expand(2, -1))
-            self.labels.append(label)
-
-    def compute(self) -> dict[str, torch.Tensor]:
-        assert all(boxes.shape == (2, label) for boxes, label in zip(self.boxes, self.labels, strict=True))
-        assert all(label.dtype == torch.int64 and label.dim() == 0 for label in self.labels)
-        weighted = [number * boxes.sum() for number, boxes in enumerate(self.boxes)]  # depends on the order
-        return {"sum": torch.stack(weighted).sum(), "classes": torch.stack(self.labels).unique()}
-
-
-class Correlation(torchmetrics.PearsonCorrCoef):
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        super().update(preds[:, 0].double(), target.double())
-
-
 def of_torchmetrics() -> dict[str, Any]:
-    kind: dict[str, Any] = {"task": "multiclass", "num_classes": NUM_CLASSES}
-    return {
-        "macro": torchmetrics.F1Score(average="macro", **kind),
-        "auroc": torchmetrics.AUROC(**kind),
-        "per_class": torchmetrics.Recall(average="none", **kind),
-        "confusion": torchmetrics.CohenKappa(**kind),
-        "mse": OfNumbers(),
-        "extremes": Extremes(),
-        "detections": Detections(),
-        "correlation": Correlation(),
-    }
+    from torchmetrics_examples import torchmetrics_by_name
+
+    return torchmetrics_by_name(NUM_CLASSES)
 
 
 def test_metrics_do_not_depend_on_the_world_size_and_equal_those_of_all_samples_at_once() -> None:
@@ -165,7 +110,7 @@ def test_torchmetrics_accepts_outputs_in_reduced_precision(dtype: torch.dtype) -
     sums = MetricSums({name: TorchMetric(name, m) for name, m in of_torchmetrics().items()}, outputs[:1], targets[:1])
     sums.add(outputs, targets, range(NUM_SAMPLES))
     values = sums.compute(sums.flat(), World(RankInfo(), None, Backend()))
-    assert values["detections/sum"] == Detections()(outputs, targets)["sum"].item()
+    assert values["detections/sum"] == of_torchmetrics()["detections"](outputs, targets)["sum"].item()
 
 
 def test_rows_have_the_precision_of_the_evaluation() -> None:

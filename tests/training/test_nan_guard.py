@@ -167,6 +167,7 @@ def test_the_error_names_which_of_several_losses_is_not_finite(tmp_path: Path, f
     assert "step 2: no update by first and second; 1 skipped" in (skipping.path / "log.txt").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("a sudden increase of the loss", outcome="refused")
 def test_a_loss_spike_stops_the_run_or_is_skipped_also_after_a_resume(tmp_path: Path, folder: str) -> None:
     words = (folder, *SMALL, "epochs=8", "data.bad=[12]", "data.value=1000", "loss_spike=50", "loader.shuffle=true")

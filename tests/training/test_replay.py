@@ -116,11 +116,7 @@ def test_a_flipped_bit_stops_all_ranks_before_the_update(
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     "mode",
-    [
-        pytest.param(mode, marks=[] if mode in ("none", "ddp", "fsdp", "pipeline") else THOROUGH)
-        for mode in MODES
-        if mode != "local_sgd"
-    ],
+    [pytest.param(mode, marks=[] if mode in ("none", "ddp") else THOROUGH) for mode in MODES if mode != "local_sgd"],
 )
 def test_a_replayed_run_has_the_same_weights_and_metrics(mode: str, tmp_path: Path) -> None:
     ranks = {"none": 1, "dp": 1, "ps": 3}.get(mode, 2)
