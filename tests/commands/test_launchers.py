@@ -96,7 +96,7 @@ def test_a_stopped_rank_0_is_named_and_all_ranks_exit(way: str, commands: Comman
     write_files(tmp_path, SLOW)
     if way == "hand":
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        started = [commands.start("-m", "runner", *args, env={**world, "RANK": str(rank)}) for rank in range(2)]
+        started = [commands.fork(*args, env={**world, "RANK": str(rank)}) for rank in range(2)]
     else:
         started = [start(commands, way, *args)]
     wait_until(lambda: any("epoch " in log.read_text() for log in tmp_path.glob("outputs/run/*/log.txt")), started[0])

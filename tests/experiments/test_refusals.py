@@ -102,7 +102,7 @@ def test_pipeline_refuses_samples_of_many_shapes_and_names_other_modes(task: tup
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataset_that_raises_later_fails_the_run_with_its_line(num_workers: int, commands: Commands) -> None:
     typed = args(f"data=raising_later loader.num_workers={num_workers}")
-    done = commands.finish(commands.start("-m", "runner", *typed), timeout_s=120)
+    done = commands.forked(*typed)
     assert done.returncode == 1
     assert "wrongs.py" in done.stdout and done.stdout.rstrip().endswith("KeyError: 'no sample 20'")
 
