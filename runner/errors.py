@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 _MAX_LISTED = 12  # a longer list of choices would hide the message before it
 _STDLIB = sysconfig.get_path("stdlib")
@@ -135,14 +136,21 @@ def raised_by(component: str, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if os.getpid() != pid:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
         if not hasattr(error, "__notes__"):  # a component that was called by another one has been named already
             error.add_note(f"raised by {component} in {method}")
         raise
     finally:
         if os.getpid() != pid:  # a process that the component has forked must not continue the run
-            sys.stdout.flush()
-            os._exit(0)
+            _exit_as_python(sys.exception())
+
+
+def _exit_as_python(error: BaseException | None) -> NoReturn:
+    """Exit with the status of a Python program that `error` ends, but without Python's finalization."""
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

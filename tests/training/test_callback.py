@@ -113,21 +113,25 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
 
 class Forks(Callback):
+    def __init__(self, error: BaseException):
+        self.error = error
+
     def after_step(self, now: Progress) -> None:
         if os.fork() == 0:
-            raise ArithmeticError
+            raise self.error
 
 
 @pytest.mark.fault("a callback that forks a process", outcome="went_on")
 def test_a_process_that_a_callback_forks_does_not_continue_the_run(tmp_path: Path) -> None:
     def call(rank: int, world_size: int) -> None:
-        Callbacks([("forks", Forks())]).call("after_step", END)
-        with (tmp_path / "continued").open("a") as file:
-            file.write("once\n")
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+        for error, status in ((ArithmeticError(), 1), (SystemExit(3), 3), (SystemExit("text"), 1), (SystemExit(), 0)):
+            Callbacks([("forks", Forks(error))]).call("after_step", END)
+            with (tmp_path / "continued").open("a") as file:
+                file.write("once\n")
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == status
 
     run_ranks(call, 1, forms_group=False)
-    assert (tmp_path / "continued").read_text() == "once\n"
+    assert (tmp_path / "continued").read_text() == 4 * "once\n"
 
 
 def calls(folder: Path, rank: int = 0) -> list[dict[str, object]]:
