@@ -1,5 +1,6 @@
 """Signed values in the ranks' store, which every user who finds its port can read and write."""
 
+import hashlib
 import hmac
 import logging
 import os
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 TAG_LENGTH = 64  # hexadecimal digits of SHA-256
-ignored: set[str] = set()  # the keys of which this process has ignored a value
+ignored: dict[str, set[bytes]] = {}  # hashes of the values that this process has ignored in this job, by key
 
 
 class SignedStore(dist.PrefixStore):
@@ -61,10 +62,18 @@ class SignedStore(dist.PrefixStore):
         for key, signed in zip(keys, found, strict=True):
             if hmac.compare_digest(signed, self._signed(key, signed[TAG_LENGTH:])):
                 values.append(signed[TAG_LENGTH:])
-            elif (name := f"{self.path}/{key}") not in ignored:
-                ignored.add(name)
+                continue
+            if (name := f"{self.path}/{key}") not in ignored:
                 log.warning("ignored an unsigned value of %s in the ranks' store: another user may have set it", name)
+            ignored.setdefault(name, set()).add(hashlib.sha256(signed).digest())
         return values
+
+
+def report_ignored() -> None:
+    """Log the number of different values that this process has ignored since the last call, if there are any."""
+    if counts := [len(values) for values in tuple(ignored.values())]:
+        log.warning("ignored %d unsigned values of %d keys in the ranks' store", sum(counts), len(counts))
+    ignored.clear()
 
 
 def below(name: str, store: dist.Store) -> dist.Store:

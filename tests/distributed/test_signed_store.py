@@ -16,7 +16,7 @@ from ranks import run_ranks
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join, serve_store
-from runner.distributed.signed_store import SignedStore, below, ignored, publish_secret, read_secret
+from runner.distributed.signed_store import SignedStore, below, ignored, publish_secret, read_secret, report_ignored
 from runner.jobs.job import run_job
 
 NOBODY = 65534
@@ -73,12 +73,14 @@ def test_forged_values_do_not_change_a_run(tmp_path: Path) -> None:
             as_another_user(read)
         world.consensus.first_error("read", [])  # rank 0 must not exit before
         world.shutdown.close()
-        return ignored
+        return set(ignored)
 
     as_another_user(forge)
     ignored_keys = set().union(*run_ranks(act, 2, forms_group=False))
-    assert worlds.only_run(tmp_path).result["weights_sha256"] == expected
+    finished = worlds.only_run(tmp_path)
+    assert finished.result["weights_sha256"] == expected
     assert ignored_keys == FORGED.keys() - {"secret0"}
+    assert "unsigned values of" in (finished.path / "log.txt").read_text()
 
 
 @pytest.mark.fault("a forged value in the ranks' store", outcome="survived")
@@ -99,9 +101,14 @@ def test_values_with_another_signature_count_as_missing(caplog: pytest.LogCaptur
     for key, value in forged.items():
         raw.set(key, value)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
+        ignored.clear()
         assert not store.check(["replayed"])
         assert not any(job.check([key]) for key in ("unsigned", "empty", "copied", "key", "key"))
-    assert ignored >= {*forged, "run/replayed"}
+    raw.set("run/job0/unsigned", "another value")
+    assert not job.check(["unsigned"])
+    report_ignored()
+    report_ignored()
+    assert caplog.text.count("ignored 6 unsigned values of 5 keys in the ranks' store") == 1
     assert caplog.text.count("another user may have set it") == 5 and caplog.text.count("run/job0/key") == 1
     assert job.compare_set("key", "", "first") == b"first" == job.compare_set("key", "", "second")
     writer = threading.Timer(0.1, lambda: job.set("unsigned", "signed"))
