@@ -104,6 +104,8 @@ class SynchronizedReplica(Replica):
     def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool, **options: Any):
         super().__init__(recipe, recipe.make_optimizer(recipe.module.parameters()), **options)
         self._world, self._is_async, self._is_remote = world, is_async, is_remote
+        # Only these exist on all ranks: the server calls no forward, which may create others.
+        self._buffer_names = [name for name, _ in recipe.module.named_buffers()]
 
     def load_weights(self, saved: SavedState) -> None:
         super().load_weights(saved)
@@ -119,8 +121,8 @@ class SynchronizedReplica(Replica):
 
     def _broadcast_buffers(self) -> None:
         """Send the first trainer's buffers (BatchNorm's statistics) to all; under remote forwards, the server's."""
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, src=0 if self._is_remote else 1)
+        for name in self._buffer_names:
+            dist.broadcast(self.module.get_buffer(name), src=0 if self._is_remote else 1)
 
 
 class ServerModel(SynchronizedReplica):

@@ -100,6 +100,7 @@ class PipelineReplica(Replica):
             target = numbers if self._last in self._stages else None
             self._schedule.step(*inputs, target=target, return_outputs=False)
         self._micro_batches.clear()
+        self._check_replaced()
         self._sum_gradients()
         if not self.objective.weighted_by_samples:
             factor = weight_factor(batch.num_samples, self._weight, self._sum_over)

@@ -99,8 +99,7 @@ class Replica:
                 total += local_loss.detach()
                 if is_weighted:
                     weight += loss.weight
-        if any(parameter.grad is None for parameter in self.loss_group.parameters):
-            self._check_replaced()
+        self._check_replaced()
         self._reduce(self.loss_group.parameters)
         if is_weighted:
             factor = weight_factor(batch.num_samples, weight / self._duplicates, self._sum_over)
@@ -110,6 +109,8 @@ class Replica:
 
     def _check_replaced(self) -> None:
         """Raise JobFailed if the model has replaced a parameter: the optimizer would update the unused original."""
+        if all(parameter.grad is not None for parameter in self.loss_group.parameters):
+            return
         original = {name: parameter for parameter, name in self._names.items()}
         for name, parameter in self.module.named_parameters():
             if original.get(name, parameter) is not parameter:

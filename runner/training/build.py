@@ -47,6 +47,7 @@ from runner.training.mode import Axes, Parallel, Recipe, make_axes
 from runner.training.model.activation_checkpointing import checkpoint_activations
 from runner.training.model.deferred_init import build_deferred
 from runner.training.model.device_map import place_submodules
+from runner.training.model.forward_state import restoring_parameters
 from runner.training.model.initial_weights import InitialWeights
 
 Schedule = Callable[[int, int, int], float]
@@ -115,16 +116,22 @@ def build(
     sample, data_warnings = read_sample(config, choices, train_data, indices)
     sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
     tried = MicroBatch(sample, indices)
-    forward = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
+    with restoring_parameters(module):
+        forward = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
+        if deferred is None:
+            warnings += compare_samples(config, choices, module, objective, train_data)
     prediction = forward.prediction
+    if trains and forward.replaced:
+        raise InputError(
+            f"model={choices['model']}: its forward replaces the parameter {forward.replaced[0]}, which the optimizer "
+            "would not update; change the parameter in place"
+        )
     if trains and forward.written and (world.world_size > 1 or parallel.needs_group):
         raise InputError(
             f"parallel={choices['parallel']}: the forward of model={choices['model']} changes {forward.written[0]} in "
             "place, and each rank would change its copy by its own samples; compute a new tensor from the parameter, "
             "or try parallel=none with one process"
         )
-    if deferred is None:
-        warnings += compare_samples(config, choices, module, objective, train_data)
     attach_objective(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device)
     if changed := convert(module, precision.parameter_dtype):

@@ -50,6 +50,7 @@ class DryRun:
 
     prediction: Prediction
     written: list[str]  # names of the trained parameters that the forward changes in place
+    replaced: list[str]  # names of those that it replaces by other tensors
     differentiates: bool  # the forward computes gradients, for example those of a gradient penalty
 
 
@@ -97,7 +98,8 @@ def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_ba
     with _SeeingGradients() as mode:
         prediction = objective.evaluate(model, micro_batch)
     written = [name for name, tensor in parameters.items() if tensor._version != before[name]]
-    return DryRun(prediction, written, mode.has_seen)
+    replaced = [name for name, tensor in model.named_parameters() if parameters.get(name, tensor) is not tensor]
+    return DryRun(prediction, written, replaced, mode.has_seen)
 
 
 class _SeeingGradients(TorchFunctionMode):

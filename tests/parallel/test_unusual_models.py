@@ -262,27 +262,54 @@ def test_buffers_of_replicas_that_train_separately_are_not_compared(tmp_path: Pa
     assert "differ between ranks" not in (made.path / "log.txt").read_text()
 
 
-class Replaces(nn.Module):
-    """Replaces a layer in the second training step."""
+class Replacing(nn.Module):
+    """Replaces its layer in training steps. Calls before the run do not count as steps."""
 
-    def __init__(self, sample_shape: list[int], num_outputs: int):
+    def __init__(self, num_outputs: int):
         super().__init__()
-        self.first, self.head, self.calls = nn.Linear(sample_shape[0], 8), nn.Linear(8, num_outputs), 0
+        self.layer, self.calls = nn.Linear(8, num_outputs), 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
-        if self.calls == 3:  # one call was that of the dry run
-            self.head = nn.Linear(8, self.head.out_features, dtype=inputs.dtype)
-        return self.head(self.first(inputs))
+        if self.calls > 5:
+            self.layer = nn.Linear(8, self.layer.out_features, dtype=inputs.dtype)
+        return self.layer(inputs)
+
+
+class Replaces(nn.Sequential):
+    """Has a last submodule that replaces a layer."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(nn.Linear(sample_shape[0], 8), Replacing(num_outputs))
+
+    def stages(self) -> list[nn.Module]:
+        return [*self]
 
 
 @pytest.mark.fault("a model that replaces a layer in forward", outcome="refused")
-@pytest.mark.parametrize("case", [Case("none", 1), Case("ddp", 2)], ids=str)
+@pytest.mark.parametrize("case", [Case("none", 1), Case("ddp", 2), Case("pipeline", 2)], ids=str)
 def test_a_replaced_parameter_is_named(case: Case, tmp_path: Path) -> None:
     with pytest.raises(
-        RankError, match=r"JobFailed: rank . on .*:\nthe model has replaced the parameter head.weight of a"
+        RankError, match=r"JobFailed: rank . on .*:\nthe model has replaced the parameter 1.layer.weight of a Linear"
     ):
-        run(tmp_path, case.world_size, *of_model("Replaces"), *case.overrides)
+        run(tmp_path, case.world_size, *of_model("Replaces"), *case.overrides, "max_steps=10")
+
+
+class Renewed(nn.Linear):
+    """Replaces its weight in every forward. fully_shard would restore the original one after the forward."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(sample_shape[0], num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.weight = nn.Parameter(torch.zeros(self.weight.shape, dtype=inputs.dtype))
+        return super().forward(inputs)
+
+
+@pytest.mark.fault("a model that replaces a layer in forward", outcome="refused")
+def test_a_parameter_that_every_forward_replaces_is_refused() -> None:
+    with pytest.raises(InputError, match="model=linear: its forward replaces the parameter weight, which "):
+        build_experiment(*of_model("Renewed"), "parallel=fsdp", world_size=2)
 
 
 class Cached(nn.Linear):
@@ -298,6 +325,15 @@ class Cached(nn.Linear):
         return super().forward(inputs)
 
 
-def test_a_buffer_that_forward_creates_on_one_rank(tmp_path: Path) -> None:
+@pytest.mark.fault("a buffer that forward creates on one rank", outcome="survived")
+@pytest.mark.parametrize("case", [Case("ddp", 2), Case("ps", 3)], ids=str)
+def test_a_buffer_that_forward_creates_on_one_rank(case: Case, tmp_path: Path) -> None:
     words = (*of_model("Cached"), "batch_size=45")
-    assert_equal(run(tmp_path, 2, *words, "parallel=ddp"), run(tmp_path / "one", 1, *words))
+    assert_equal(run(tmp_path, case.world_size, *words, *case.overrides), run(tmp_path / "one", 1, *words))
+
+
+@pytest.mark.fault("a forward that changes parameters before the run", outcome="survived")
+def test_the_dry_run_leaves_the_weights_unchanged() -> None:
+    module = build_experiment(*of_model("Bounded")).recipe.module
+    torch.manual_seed(0)
+    torch.testing.assert_close(module.state_dict(), Bounded([10], 5).double().state_dict(), rtol=0, atol=0)

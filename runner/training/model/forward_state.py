@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 class ForwardState:
@@ -45,3 +46,19 @@ def restoring_state(*objects: Any) -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+@contextmanager
+def restoring_parameters(module: nn.Module) -> Iterator[None]:
+    """Restore the parameters that are changed in place meanwhile, except those without values."""
+    before = [
+        (parameter, parameter._version, parameter.detach().clone())
+        for parameter in module.parameters()
+        if not (parameter.is_meta or is_lazy(parameter))
+    ]
+    try:
+        yield
+    finally:
+        for parameter, version, value in before:
+            if parameter._version != version:  # in-place operators increase it
+                parameter.detach().copy_(value)
