@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.errors import InputError, did_you_mean
 from runner.records.labels import read_labels, write_labels
-from runner.records.ledger import STOPPING, JobRecord, is_sweep, lock_sweep, read_ledger, unlock_sweep, write_state
+from runner.records.ledger import STOPPING, JobRecord, is_sweep, read_ledger, write_state
 from runner.records.listing import find_record, read_row
 from runner.records.records import CELLS, find_records
 from runner.records.result import read_result
@@ -96,11 +96,7 @@ def delete(run: Name, outputs: Name = "outputs") -> None:
     path = find(run, outputs)
     check_deletable(path)
     with ExitStack() as at_end:  # locked, so that no process starts in it
-        if is_sweep(path):
-            lock_sweep(path)
-            at_end.callback(unlock_sweep, path)
-        else:
-            at_end.callback(lock_directory(path).release)
+        at_end.callback(lock_directory(path).release)
         check_deletable(path, ignored=os.getpid())
         try:
             shutil.rmtree(path)

@@ -5,11 +5,8 @@ that a crash has truncated is skipped. A job's state is that of its last line wi
 state is `refused` if the configuration is invalid. The outcome of a queued job is in the files of its run.
 """
 
-import fcntl
 import json
-import os
 import re
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
-from runner.records.record_files import append_json_lines, check_links, parse_metrics, read_json_lines, without_links
+from runner.records.record_files import append_json_lines, check_links, parse_metrics, read_json_lines
 from runner.records.result import RESULT, RUNNING, current_state, read_result
 from runner.records.run_lock import RunLock, find_owner, lock_directory
 
-LEDGER, LOCK = "ledger.jsonl", "sweep.lock"
+LEDGER = "ledger.jsonl"
 DONE, REMOVED = ("finished", "pruned"), "removed"
 STOPPING = "stopping"  # a line with this state is a request and does not change the state of the job
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_locks: dict[Path, tuple[int, RunLock]] = {}  # by sweep: the descriptor of sweep.lock, and the run lock
+_locks: dict[Path, RunLock] = {}  # of the sweeps of this process
 
 
 @dataclass
@@ -112,35 +109,16 @@ def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
 def lock_sweep(directory: Path) -> None:
     """Lock the sweep for this process until `unlock_sweep`, or until the process exits.
 
-    sweep.lock has a POSIX lock (fcntl). The lock file of `lock_directory` shows readers that the sweep runs.
     Raises InputError that names the lock owner if another process has locked it.
     """
     check_links(directory)
-    # The file stays open: closing any descriptor of it would release the lock.
-    file = without_links(str(directory / LOCK), os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # child processes, such as loader workers, do not inherit it
-    except (BlockingIOError, PermissionError):
-        owner = os.read(file, 200).decode().strip() or "another process"
-        os.close(file)
-        raise InputError(f"resume={directory}: {owner} runs this sweep; wait for it, or end it first") from None
-    except OSError:
-        pass  # a file system without locks
-    os.ftruncate(file, 0)
-    os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    try:
-        _locks[directory] = file, lock_directory(directory)
-    except InputError:
-        os.close(file)
-        raise
+    _locks[directory] = lock_directory(directory)
 
 
 def unlock_sweep(directory: Path) -> None:
     """Release the lock, if this process owns it."""
     if directory in _locks:
-        file, lock = _locks.pop(directory)
-        lock.release()
-        os.close(file)
+        _locks.pop(directory).release()
 
 
 def _read_lines(directory: Path) -> Iterator[dict[str, Any]]:

@@ -76,7 +76,7 @@ def test_a_sweep_is_locked_until_the_owner_dies(tmp_path: Path) -> None:
     owner.start()
     try:
         assert ready.wait(120)
-        with pytest.raises(InputError, match=f"process {owner.pid} on {socket.gethostname()} runs this sweep"):
+        with pytest.raises(InputError, match=f"has been locked by process {owner.pid} on {socket.gethostname()} "):
             lock_sweep(tmp_path)
     finally:
         assert owner.pid is not None

@@ -12,7 +12,6 @@ from runner.launchers.slurm.queue import submit
 from runner.records.attempts import Attempt, append_attempt
 from runner.records.console import LOGGER, logging_to
 from runner.records.custom_code import CustomCode, CustomModule
-from runner.records.ledger import lock_sweep
 from runner.records.record_files import check_links, write_atomically
 from runner.records.result import report_failure
 from runner.records.run_directory import RunDirectory
@@ -57,7 +56,6 @@ APPENDS: dict[str, Callable[[Path], object]] = {
     "attempts.jsonl": lambda directory: append_attempt(directory, Attempt(1)),
     "metrics.jsonl": lambda directory: RunDirectory(directory).log_metrics(1, 0, {"train/loss": 0.5}),
     "log.txt": lambda directory: logging_to(0, directory).__enter__(),
-    "sweep.lock": lock_sweep,
 }
 
 
