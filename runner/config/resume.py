@@ -120,7 +120,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         merged = pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
     lasting = _recordable(merged)
     if key == "resume":
-        user = untrusted_owner(named, path, values.get("trust"))
+        user = untrusted_owner(path, values.get("trust"))
         return Arguments([*merged, pointing], lasting, directories, str(path), untrusted=user)
     launched = [*merged, pointing] if lasting != merged else []
     return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
@@ -182,7 +182,7 @@ def _resume_sweep(
     except OSError as error:
         raise InputError(f"{named}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
     trust = values.get("trust")
-    user = untrusted_owner(named, path, trust, (LEDGER,))
+    user = untrusted_owner(path, trust, (LEDGER,))
     words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
     kept = check_overrides(named, path, words, recorded.config_dirs, trust, (LEDGER,))
     if moved := [word for word in words if word not in kept]:

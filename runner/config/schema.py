@@ -147,7 +147,7 @@ class Config:
     resume_force: bool = False
     fork: str | None = None
     run: str | None = None
-    trust: Any = None  # true, or a directory
+    trust: bool = False
     code: str | None = None  # recorded or current; None means current for task=rerun, else recorded
     split: str = "val"
     outputs: str = "outputs"

@@ -58,7 +58,7 @@ def check_overrides(
     Raise InputError if an untrusted directory names code, or sets values other than built-in options, numbers and a few
     strings. `named` is how the command names the directory, as run=DIR; `files` are those that contain the overrides.
     """
-    user = untrusted_owner(named, run, trust, files)
+    user = untrusted_owner(run, trust, files)
     if user is None:
         return list(overrides)
     if config_dirs:
@@ -90,19 +90,16 @@ def check_code(named: str, run: Path, trust: Any) -> None:
     if copy is None:
         return
     files = sorted(copy.rglob("*"))
-    if user := untrusted_owner(named, run, trust, (OVERRIDES, RESULT, *map(str, (copy, *files)))):
+    if user := untrusted_owner(run, trust, (OVERRIDES, RESULT, *map(str, (copy, *files)))):
         module = next((each.name for each in files if each.suffix == ".py"), "")
         raise InputError(_refusal(named, user, str(copy), module))
 
 
-def untrusted_owner(named: str, run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:
-    """Return the other user who owns the directory, one of `files` or an archive of code; None if it is trusted.
-
-    Raise InputError if `trust` is a directory that does not contain the run.
-    """
+def untrusted_owner(run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:
+    """Return the other user who owns the directory, one of `files` or an archive of code; None if it is trusted."""
     archives = (*run.glob(ARCHIVE), *run.parent.glob(ARCHIVE))  # jobs of a sweep share its archive
     user = other_owner(run, (*files, CONFIG, *map(str, archives)))
-    return None if user is None or _is_trusted(named, run, trust) else user
+    return None if trust is True else user
 
 
 def other_owner(run: Path, files: Sequence[str]) -> str | None:
@@ -118,21 +115,6 @@ def other_owner(run: Path, files: Sequence[str]) -> str | None:
             except KeyError:
                 return f"uid {uid}"
     return None
-
-
-def check_trust(trust: Any) -> list[str]:
-    """Return a message if the key has an invalid value."""
-    if trust is None or isinstance(trust, bool) or (isinstance(trust, str) and trust):
-        return []
-    return [f"trust={trust} must be true or a directory that contains the run; leave it out to trust only your own"]
-
-
-def _is_trusted(named: str, run: Path, trust: Any) -> bool:
-    if not isinstance(trust, str):
-        return trust is True
-    if not run.resolve().is_relative_to(Path(trust).resolve()):
-        raise InputError(f"trust={trust} does not contain {named}; type the directory that it is in, or trust=true")
-    return True
 
 
 def _refusal(named: str, user: str, file: str, code: str) -> str:

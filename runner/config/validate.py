@@ -15,7 +15,6 @@ from runner.config.diagnostics.pattern_options import check_optimizer_groups, ch
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import show
 from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
-from runner.config.trust import check_trust
 from runner.errors import near_hint
 
 AUTO = "auto"
@@ -73,7 +72,7 @@ def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
-    messages += check_patterns(config) + check_trust(config.trust)
+    messages += check_patterns(config)
     messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
     return messages or _check_task(config, choices)
 
@@ -137,7 +136,7 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         f"split={config.split}": config.split != "val" and not task.picks_split,
         f"fork={config.fork}": config.fork and not forks,
         f"checkpoint={config.checkpoint.load}": config.checkpoint.load != LAST and not (task.reads_checkpoint or forks),
-        f"trust={show(config.trust)}": config.trust is not None and not composes,
+        "trust=true": config.trust and not composes,
         f"resume={config.resume}": config.resume and not uses_runs,
         f"run={config.run}": config.run and not uses_runs,
     }
