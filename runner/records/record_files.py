@@ -171,7 +171,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step."""
     path = directory / METRICS
-    for line in (_parse_together(path) or read_json_lines(path)) if os.path.lexists(path) else ():
+    for line in read_json_lines(path) if os.path.lexists(path) else ():
         numbers = parse_metrics(line)
         if type(numbers.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
@@ -219,16 +219,6 @@ def _parse(path: Path | str) -> Any:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read ({reason[:200]}); restore the file") from None
-
-
-def _parse_together(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, parsed in one call for speed; empty unless all are in the runner's format."""
-    try:
-        text = read_bytes(path)
-        lines = parse_json(b"[%b]" % text[:-1].replace(b"\n", b",")) if _WRITTEN.fullmatch(text) else []
-    except (OSError, ValueError, RecursionError):
-        return []
-    return lines if len(lines) == text.count(b"\n") else []
 
 
 def _check_size(value: Any) -> Any:

@@ -1,13 +1,14 @@
 """The run directory: its creation, and the files that record what ran and how it ended."""
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -31,6 +32,7 @@ from runner.records.run_lock import RunLock, lock_directory
 from runner.records.start_time import STAMP, started_at
 
 CONFIG, OVERRIDES, CHECKPOINTS = "config.yaml", "overrides.yaml", "checkpoints"
+MIN_BYTES, MIN_FILES = 2**16, 8  # free space and files that a run needs when it starts
 
 
 @dataclass(frozen=True)
@@ -230,14 +232,10 @@ def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
         except FileExistsError:
             number += 1
             path = parent / f"{stamp}-{number}"
-    try:
-        with TemporaryDirectory(dir=path) as probe:
-            for number in range(8):  # not fewer or smaller than the files that a run writes when it starts
-                Path(probe, str(number)).write_bytes(bytes(8192))
-    except OSError as error:
+    disk = os.statvfs(path)  # a file system may report 0 blocks or files in total if it does not count them
+    if (disk.f_blocks and disk.f_bavail * disk.f_frsize < MIN_BYTES) or (disk.f_files and disk.f_favail < MIN_FILES):
         path.rmdir()
-        error.filename = str(path)  # instead of a file of the probe
-        raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     return path
 
 

@@ -96,9 +96,8 @@ def test_a_diverged_run_writes_json_and_is_never_the_best(tmp_path: Path) -> Non
 
 
 def test_only_complete_lines_of_metrics_count(tmp_path: Path) -> None:
-    """Also if the lines together are valid JSON: they are parsed in one call."""
-    whole = [f'{{"step": {step}, "epoch": 1}}' for step in range(60)]  # more brackets than the nesting of a value
-    for damaged in (f"{whole[0]}, {whole[1]}", f'{whole[0][:-1]}, "x": [{{}}\n{whole[1]}]}}', whole[0][:-1], "", "7"):
+    whole = [f'{{"step": {step}, "epoch": 1}}' for step in range(60)]
+    for damaged in (f"{whole[0]}, {whole[1]}", whole[0][:-1], "", "7"):
         (tmp_path / METRICS).write_text("\n".join([*whole, damaged, *([whole[2]] if damaged != "7" else [])]) + "\n")
         if damaged == "7":
             with pytest.raises(InputError, match="line 61: 7 is not a JSON object"):
