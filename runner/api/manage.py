@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,13 +94,14 @@ def delete(run: Name, outputs: Name = "outputs") -> None:
     """
     path = find(run, outputs)
     check_deletable(path)
-    with ExitStack() as at_end:  # locked, so that no process starts in it
-        at_end.callback(lock_directory(path).release)
+    lock = lock_directory(path)  # so that no process starts in it
+    try:
         check_deletable(path, ignored=os.getpid())
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            raise InputError(f"{error.filename or path} cannot be deleted: {error.strerror or error}") from None
+        shutil.rmtree(path)
+    except OSError as error:
+        raise InputError(f"{error.filename or path} cannot be deleted: {error.strerror or error}") from None
+    finally:
+        lock.release()
 
 
 def check_deletable(path: Path, ignored: int | None = None) -> None:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from runner.distributed.failures.heartbeat import machine_id, started_at
 from runner.errors import InputError, print_messages
 from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
 from runner.records.record_files import parse_json, read_bytes, without_links
@@ -36,7 +37,7 @@ class RunLock:
 
     def __init__(self, directory: Path, attempt: Attempt):
         self.path, self.attempt = directory / f"holder-{attempt.number}.json", attempt
-        facts = {**asdict(attempt), "machine": _machine(), "process_start": _process_start(os.getpid())}
+        facts = {**asdict(attempt), "machine": _machine(), "process_start": started_at(os.getpid())}
         with self.path.open("x") as file:
             file.write(json.dumps(facts) + "\n")
         self._touched, self._lost, self._released = time.monotonic(), False, threading.Event()
@@ -152,7 +153,7 @@ def _is_here(facts: Mapping[str, Any]) -> bool:
 
 
 def _is_running_here(facts: Mapping[str, Any]) -> bool:
-    return _process_start(facts["pid"]) == facts.get("process_start") is not None
+    return started_at(facts["pid"]) == facts.get("process_start") is not None
 
 
 def _is_alive(path: Path) -> bool:
@@ -192,20 +193,8 @@ def _mtime(path: Path) -> float:
 
 
 def _machine() -> str:
-    """Return an identifier of this boot of the machine and of the PID namespace, within which PIDs are unique.
-
-    On systems without Linux's /proc the identifier is unique, so that only the heartbeat shows if an owner is alive.
-    """
+    """Return the identifier of this machine, or without Linux's /proc a unique one: then only the heartbeat counts."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return machine_id()
     except OSError:
         return uuid.uuid4().hex
-
-
-def _process_start(pid: int) -> str | None:
-    """Return the start time of the process, which identifies it if its PID is reused, or None if it has exited."""
-    try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else others[18]  # field 22: clock ticks since boot

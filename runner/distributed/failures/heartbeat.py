@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 STACKS_SIGNAL = signal.SIGUSR2  # writes the stacks of all threads, whatever the process is doing
 _POSITION = struct.Struct("d192s")  # the time on the machine's monotonic clock, and the position; the stacks follow
-_STATE, _STARTED = 0, 19  # fields of /proc/PID/stat, counted after the name
 
 
 class RankProcess(NamedTuple):
@@ -51,8 +50,10 @@ class Heartbeat:
                 file = os.memfd_create("heartbeat")
                 os.lseek(file, _POSITION.size, os.SEEK_SET)
                 faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-                started = int(_stat_of(pid)[_STARTED])
-                self._process = RankProcess(self._rank, host, _machine(host), pid, started, file)
+                # Two containers may have the same host name and the same pids.
+                network = os.readlink("/proc/self/ns/net")
+                machine = "/".join([machine_id(), network, host, str(os.getuid())])
+                self._process = RankProcess(self._rank, host, machine, pid, started_at(pid) or 0, file)
             self.record(self._position)
         return self._process
 
@@ -69,13 +70,10 @@ class Heartbeat:
 
 def state_of(process: RankProcess) -> str:
     """Return "exited", "stopped" (by a signal, not by a debugger) or "running" for a process on this machine."""
-    try:
-        fields = _stat_of(process.pid)
-    except OSError:
+    state, started = _state_and_start(process.pid)
+    if started != process.started:
         return "exited"
-    if int(fields[_STARTED]) != process.started or fields[_STATE] in "ZX":
-        return "exited"
-    return "stopped" if fields[_STATE] == "T" else "running"
+    return "stopped" if state == "T" else "running"
 
 
 def read_position(process: RankProcess) -> tuple[str, float]:
@@ -120,12 +118,20 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-def _machine(host: str) -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Two containers may have the same host name and the same pids.
-    return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")), host, str(os.getuid())])
+def machine_id() -> str:
+    """Return an identifier of this boot of the machine and of the PID namespace, within which PIDs are unique."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; the first one is the state."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def started_at(pid: int) -> int | None:
+    """Return when the process started, which identifies it if its PID is reused; None if it has exited."""
+    return _state_and_start(pid)[1]
+
+
+def _state_and_start(pid: int) -> tuple[str, int | None]:
+    """Return the state of a process and its start in clock ticks since boot; None if it has exited."""
+    try:
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", None
+    return state, None if state in "ZX" else int(others[18])  # field 22 of proc(5)
