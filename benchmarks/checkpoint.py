@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from runner.checkpoints.async_writer import AsyncWriter, Snapshot
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.save import save
 from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.checkpoints.saved_state import LocalState
 from runner.checkpoints.shard_file import LocalChunk
+from runner.checkpoints.snapshot import Snapshot
+from runner.records.background import BackgroundThread
 
 HERE = Path(__file__).parent
 WORKS = {
@@ -39,7 +40,7 @@ def stops(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Return how many seconds the loop stops for a checkpoint, by kind; without the first, which allocates memory."""
     tensors = {f"model.{number}": torch.randn(2**18) for number in range(mib)}  # 1 MiB each
     held = LocalState({name: LocalChunk.of(tensor) for name, tensor in tensors.items()})
-    snapshot, writer, coordinator = Snapshot(), AsyncWriter(), SaveCoordinator()
+    snapshot, writer, coordinator = Snapshot(), BackgroundThread("checkpoint"), SaveCoordinator()
     found: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
     for number in range(rounds + 1):
         start = time.perf_counter()

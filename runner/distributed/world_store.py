@@ -132,7 +132,7 @@ def call_in_daemon(function: Callable[[], T], name: str) -> "Future[T]":
     def call() -> None:
         try:
             future.set_result(function())
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True, name=name).start()

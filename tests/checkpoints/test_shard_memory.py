@@ -11,17 +11,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from worlds import unconnected
 
-from runner.checkpoints.async_writer import AsyncWriter, Snapshot
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.save import save
 from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.checkpoints.saved_state import SavedState
+from runner.checkpoints.snapshot import Snapshot
 from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.jobs.process_tuning import keep_freed_memory
 from runner.objectives.supervised import Supervised
 from runner.optimization.precision import Precision
 from runner.parallel.fsdp import FSDP
+from runner.records.background import BackgroundThread
 from runner.training.mode import ParallelModel, Recipe
 
 WIDTH, DEPTH = 2048, 4  # 64 MiB of parameters, and twice that of AdamW's state
@@ -69,7 +70,7 @@ def test_a_rank_needs_little_more_memory_than_its_shards(tmp_path: Path) -> None
         dist.barrier()
 
         training = forget_peak()
-        background, copy = AsyncWriter(), Snapshot().of(local)
+        background, copy = BackgroundThread("checkpoint"), Snapshot().of(local)
         background.submit(functools.partial(save, tmp_path, copy, TrainState(3, 0, 3, 8), writers))
         assert background.wait(timeout_s=300)
         beside = peak_of() - training

@@ -17,7 +17,7 @@ from worlds import run
 
 from runner.records.loggers import mlflow
 from runner.records.loggers.contract import RunOutcome
-from runner.records.loggers.dashboard import BackgroundThread, History, logged_metrics
+from runner.records.loggers.dashboard import History, logged_metrics
 from runner.records.loggers.mlflow import valid_name
 from runner.records.loggers.wandb import WandB
 from runner.records.record_files import METRICS
@@ -223,21 +223,6 @@ def test_wandb_logs_the_steps_that_it_does_not_have(
 def test_names_are_converted_to_those_that_mlflow_accepts() -> None:
     converted = {"val/f1 x/v1.0-x:y": "val/f1 x/v1.0-x:y", "a@b/c[0]": "a_b/c_0_", "/a": "_/a", "../a": "__/a"}
     assert {name: valid_name(name) for name in [*converted, "x" * 300]} == {**converted, "x" * 300: "x" * 250}
-
-
-def test_background_calls_run_in_order_and_their_error_is_raised_later() -> None:
-    made: list[int] = []
-    thread = BackgroundThread("test")
-    for number in range(5):
-        thread.submit(lambda number=number: made.append(number))
-    assert thread.wait(60) and made == [0, 1, 2, 3, 4]
-
-    def fail() -> None:
-        raise ConnectionError("closed")
-
-    thread.submit(fail)
-    with pytest.raises(ConnectionError, match="closed"):
-        thread.wait(60)
 
 
 @pytest.mark.thorough

@@ -1,7 +1,6 @@
-"""Helpers of the loggers: facts about the run, its ids on dashboards, its logged metrics, and a background thread."""
+"""Helpers of the loggers: facts about the run, its ids on dashboards, and its logged metrics."""
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -91,31 +90,3 @@ class ProjectRun(Logger):
     def predictions(self, step: int, predictions: Predictions) -> None:
         if self._history.new(step, {CONFUSION: 0.0}):
             self._run.log({CONFUSION: self._package.Image(draw_confusion(predictions.confusion))}, step=step)
-
-
-class BackgroundThread:
-    """A thread that executes calls one after another, so that training does not wait for a server.
-
-    If a call raises, the next `submit` or `wait` drops the pending calls and raises the exception.
-    """
-
-    def __init__(self, name: str):
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._calls: set[Future[object]] = set()
-
-    def submit(self, call: Callable[[], object]) -> None:
-        self.wait(0)
-        self._calls.add(self._executor.submit(call))
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for all calls. Return False if they take longer than `timeout_s`."""
-        done, self._calls = wait(self._calls, timeout_s, FIRST_EXCEPTION)
-        for call in done:
-            if error := call.exception():
-                self.stop()
-                raise error
-        return not self._calls
-
-    def stop(self) -> None:
-        """Drop the pending calls; otherwise Python would wait for them when it exits."""
-        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runner.errors import require_packages
+from runner.records.background import BackgroundThread
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
-from runner.records.loggers.dashboard import BackgroundThread, History, RunFacts, read_ids, save_id
+from runner.records.loggers.dashboard import History, RunFacts, read_ids, save_id
 from runner.records.loggers.images import draw_confusion
 from runner.records.record_files import without_links
 from runner.records.records import Trial, to_text
@@ -103,7 +104,6 @@ class MLflow(Logger):
         self._thread.submit(lambda: self._client.set_tag(self._run_id, "state", outcome.state))
         self._thread.submit(lambda: self._client.set_terminated(self._run_id, STATUS[outcome.state]))
         is_complete = self._thread.wait(CLOSE_S)
-        self._thread.stop()
         if not is_complete:
             raise TimeoutError(f"not everything was sent within {CLOSE_S} s")
 

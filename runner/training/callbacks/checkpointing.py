@@ -5,14 +5,15 @@ import math
 import time
 from collections.abc import Callable
 
-from runner.checkpoints.async_writer import AsyncWriter, Snapshot
 from runner.checkpoints.layout import LAST, TrainState, list_checkpoints, step_of
 from runner.checkpoints.retention import retain, set_link
 from runner.checkpoints.save import file_sizes, partial_of, path_of, save
 from runner.checkpoints.save_coordination import SaveCoordinator, StoreLost
 from runner.checkpoints.saved_state import LocalState, SavedState, weights_sha256
+from runner.checkpoints.snapshot import Snapshot
 from runner.config.schema import Checkpoints
 from runner.errors import JobFailed
+from runner.records.background import BackgroundThread
 from runner.records.monitor import Monitor
 from runner.records.run_directory import RunDirectory
 from runner.training.callbacks.contract import Callback, Callbacks, Outcome, Progress, RunInfo
@@ -53,7 +54,7 @@ class Checkpointing(Callback):
         self._saved_at = time.monotonic()
         self._writing: TrainState | None = None  # the state of the checkpoint that is being written
         self._damaged: set[int] = set()  # steps of checkpoints newer than the one that the run was resumed from
-        self._writer, self._snapshot = AsyncWriter(), Snapshot()
+        self._writer, self._snapshot = BackgroundThread("checkpoint"), Snapshot()
 
     def on_start(self, run: RunInfo) -> None:
         """Adopt the checkpoint that the run was resumed from: it is not saved again, and `last` points to it."""
@@ -79,7 +80,7 @@ class Checkpointing(Callback):
         self._meter.pause()
 
     def after_step(self, now: Progress) -> None:
-        self._writer.check()
+        self._writer.wait(0)
         if self._options.every_steps and now.step % self._options.every_steps == 0:
             self._save(now.state)
             self._meter.pause()

@@ -16,12 +16,13 @@ from ranks import RankError
 from worlds import Run, run
 
 from runner.checkpoints import save as saving
-from runner.checkpoints.async_writer import AsyncWriter, Snapshot
 from runner.checkpoints.layout import TrainState, list_checkpoints
 from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.checkpoints.saved_state import LocalState, open_checkpoint
 from runner.checkpoints.shard_file import LocalChunk
+from runner.checkpoints.snapshot import Snapshot
 from runner.errors import JobFailed
+from runner.records.background import BackgroundThread
 
 WORDS = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "epochs=2")
 WORDS = (*WORDS, "optimizer=adamw", "checkpoint.every_steps=3", "checkpoint.keep=2", "checkpoint.keep_best=0")
@@ -32,7 +33,7 @@ def test_the_writer_has_the_lowest_priority() -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    own, seen, background = priority(), list[int](), AsyncWriter()
+    own, seen, background = priority(), list[int](), BackgroundThread("checkpoint")
     background.submit(lambda: seen.append(priority()))
     assert background.wait(timeout_s=300)
     assert seen == [19] and priority() == own
@@ -45,7 +46,7 @@ def test_a_checkpoint_has_the_values_at_the_time_of_the_request(
     """The snapshot reuses its memory."""
     weight = torch.zeros(300, 7)
     held = LocalState({"model.a": LocalChunk.of(weight), "model.c": LocalChunk.of(weight.t())})
-    snapshot, background, may_write = Snapshot(), AsyncWriter(), threading.Semaphore(0)
+    snapshot, background, may_write = Snapshot(), BackgroundThread("checkpoint"), threading.Semaphore(0)
 
     def write(copy: LocalState, step: int) -> None:
         may_write.acquire(timeout=60)
@@ -65,7 +66,7 @@ def test_a_checkpoint_has_the_values_at_the_time_of_the_request(
 
 
 def test_functions_run_in_order_and_an_error_is_raised_once() -> None:
-    background, done, gate = AsyncWriter(), [], threading.Event()
+    background, done, gate = BackgroundThread("checkpoint"), [], threading.Event()
 
     def fail() -> None:
         raise OSError("no disk")
