@@ -67,10 +67,10 @@ class FirstFailure:
         store, missing = self.store, list[int]()
         if store.check([f"examiner/{self.rank}"]):
             # This rank hung until now and is about to be killed, so that its failure is not the cause.
-            _wait_until(lambda: store.check(["failure"]), 2 * STACKS_S)
+            wait_until(lambda: store.check(["failure"]), 2 * STACKS_S)
         elif is_peer_failure:
             store.set(f"failed/{self.rank}", position)
-            _wait_until(self._is_cause_known, PEERS_TIMEOUT_S)
+            wait_until(self._is_cause_known, PEERS_TIMEOUT_S)
             exited, silent = self._exited(), self._silent()
             if not store.check(["failure"]):
                 missing = exited or silent
@@ -124,7 +124,7 @@ class FirstFailure:
 
     def _finding(self, rank: int, deadline: float) -> Finding:
         key = f"finding/{rank}"
-        _wait_until(lambda: self.store.check([key]), deadline - time.monotonic())
+        wait_until(lambda: self.store.check([key]), deadline - time.monotonic())
         if self.store.check([key]):
             return Finding(*json.loads(self.store.get(key)))
         host = self.local_ranks.all[rank].host if self.local_ranks.all else "an unknown host"
@@ -142,7 +142,8 @@ class FirstFailure:
         ]
 
 
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for the condition, at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.02)

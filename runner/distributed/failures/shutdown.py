@@ -11,7 +11,7 @@ import torch.distributed as dist
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.heartbeat import Heartbeat, send_signal, state_of
 from runner.distributed.failures.hung_ranks import KILLED, describe, died, no_response
-from runner.distributed.failures.peer_failure import RECORD_TIMEOUT_S, FirstFailure
+from runner.distributed.failures.peer_failure import RECORD_TIMEOUT_S, FirstFailure, wait_until
 from runner.distributed.failures.signals import PARENT_EXITED, received
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
@@ -79,11 +79,9 @@ class Shutdown:
         if self.is_reporter:
             self._store.call(lambda store: store.set("reported", ""))
             return False
-        deadline = time.monotonic() + REPORT_TIMEOUT_S
-        while self._reporter not in self._local_ranks.exited() and time.monotonic() < deadline:
-            if self._is_reported():
-                return False
-            time.sleep(0.05)
+        wait_until(lambda: self._reporter in self._local_ranks.exited() or self._is_reported(), REPORT_TIMEOUT_S)
+        if self._is_reported():
+            return False
         self._reporter = self._local_ranks.lowest_running(excluding=self._reporter)
         # An exited rank may have recorded the failure since the last check.
         self.is_reporter = self._rank_info.rank == self._reporter and not self._is_reported()
@@ -144,12 +142,10 @@ class Shutdown:
             if self.is_reporter:
                 root.set("exiting", "")
                 return
-            deadline = time.monotonic() + REPORT_TIMEOUT_S
             # An agent may terminate the reporting rank as soon as that has reported.
-            while self._reporter not in self._local_ranks.exited() and not root.check(["exiting"]):
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.02)
+            wait_until(
+                lambda: self._reporter in self._local_ranks.exited() or root.check(["exiting"]), REPORT_TIMEOUT_S
+            )
         except RuntimeError:
             pass
 
@@ -161,11 +157,9 @@ class Shutdown:
         try:
             root.set(f"closed/{self._rank_info.rank}", "")
             if self._rank_info.hosts_store:
-                deadline = time.monotonic() + REPORT_TIMEOUT_S
                 ranks = set(range(self._rank_info.world_size)) - set(self._missing)
                 keys = [f"closed/{rank}" for rank in ranks]
-                while not root.check(keys) and not self._is_last() and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                wait_until(lambda: root.check(keys) or self._is_last(), REPORT_TIMEOUT_S)
         except RuntimeError:
             pass
         self._store.disconnect()

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-MAY_BE_IGNORED = (
-    signal.SIGHUP,
-    signal.SIGQUIT,
-)  # by nohup, and by shells for background jobs; the runner then ignores them too
+# nohup, and shells for background jobs, may have set these to be ignored; the runner then ignores them too.
+MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
 PREEMPTED, INTERRUPTED = 143, 130  # exit statuses
 EXIT_DELAY_S = 1.5  # from a second Ctrl-C to the exit
 PARENT_GRACE_S = 30.0  # from the exit of the parent, for a step and a save
