@@ -14,6 +14,7 @@ from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
 from runner.distributed.world import World
+from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors
 from runner.objectives.objective import Prediction
@@ -105,7 +106,7 @@ class SynchronizedReplica(Replica):
         super().__init__(recipe, recipe.make_optimizer(recipe.module.parameters()), **options)
         self._world, self._is_async, self._is_remote = world, is_async, is_remote
         # Only these exist on all ranks: the server calls no forward, which may create others.
-        self._buffer_names = [name for name, _ in recipe.module.named_buffers()]
+        self._buffer_shapes = {name: buffer.shape for name, buffer in recipe.module.named_buffers()}
 
     def load_weights(self, saved: SavedState) -> None:
         super().load_weights(saved)
@@ -121,8 +122,14 @@ class SynchronizedReplica(Replica):
 
     def _broadcast_buffers(self) -> None:
         """Send the first trainer's buffers (BatchNorm's statistics) to all; under remote forwards, the server's."""
-        for name in self._buffer_names:
-            dist.broadcast(self.module.get_buffer(name), src=0 if self._is_remote else 1)
+        for name, shape in self._buffer_shapes.items():
+            buffer = self.module.get_buffer(name)
+            if buffer.shape != shape:
+                raise JobFailed(
+                    f"forward has changed the shape of the buffer {name} from {list(shape)} to {list(buffer.shape)}, "
+                    "but the ranks of parallel=ps need equal shapes; create the buffer with its final shape"
+                )
+            dist.broadcast(buffer, src=0 if self._is_remote else 1)
 
 
 class ServerModel(SynchronizedReplica):

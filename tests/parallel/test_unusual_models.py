@@ -332,6 +332,25 @@ def test_a_buffer_that_forward_creates_on_one_rank(case: Case, tmp_path: Path) -
     assert_equal(run(tmp_path, case.world_size, *words, *case.overrides), run(tmp_path / "one", 1, *words))
 
 
+class Resized(nn.Linear):
+    """Changes the shape of a buffer in training, where the parameter server does not call it."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(sample_shape[0], num_outputs)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen = inputs.detach()[:1]
+        return super().forward(inputs)
+
+
+@pytest.mark.fault("a buffer of another shape on the parameter server", outcome="refused")
+def test_a_buffer_of_another_shape_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"forward has changed the shape of the buffer seen from \[0\] to \[1, 10\]"):
+        run(tmp_path, 2, *of_model("Resized"), "parallel=ps")
+
+
 @pytest.mark.fault("a forward that changes parameters before the run", outcome="survived")
 def test_the_dry_run_leaves_the_weights_unchanged() -> None:
     module = build_experiment(*of_model("Bounded")).recipe.module
