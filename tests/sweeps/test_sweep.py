@@ -215,7 +215,7 @@ def test_a_sweep_that_is_killed_twice_runs_each_job_to_its_end_once(commands: Co
         process.send_signal(signal.SIGSTOP)  # the process keeps its lock of the sweep
         if kills == 1:
             second = commands.forked("-m", "resume=last")
-            assert second.returncode == 2 and f": process {process.pid} on " in second.stderr
+            assert second.returncode == 2 and f"locked by process {process.pid} on " in second.stderr
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
         if kills == 2:
