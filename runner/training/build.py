@@ -47,7 +47,7 @@ from runner.training.mode import Axes, Parallel, Recipe, make_axes
 from runner.training.model.activation_checkpointing import checkpoint_activations
 from runner.training.model.deferred_init import build_deferred
 from runner.training.model.device_map import place_submodules
-from runner.training.model.forward_state import restoring_parameters
+from runner.training.model.forward_state import restoring_bounded
 from runner.training.model.initial_weights import InitialWeights
 
 Schedule = Callable[[int, int, int], float]
@@ -116,7 +116,7 @@ def build(
     sample, data_warnings = read_sample(config, choices, train_data, indices)
     sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
     tried = MicroBatch(sample, indices)
-    with restoring_parameters(module):
+    with restoring_bounded(module):
         forward = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
         if deferred is None:
             warnings += compare_samples(config, choices, module, objective, train_data)

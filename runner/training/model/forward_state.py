@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 
 class ForwardState:
@@ -49,16 +48,17 @@ def restoring_state(*objects: Any) -> Iterator[None]:
 
 
 @contextmanager
-def restoring_parameters(module: nn.Module) -> Iterator[None]:
-    """Restore the parameters that are changed in place meanwhile, except those without values."""
-    before = [
-        (parameter, parameter._version, parameter.detach().clone())
-        for parameter in module.parameters()
-        if not (parameter.is_meta or is_lazy(parameter))
+def restoring_bounded(model: nn.Module) -> Iterator[None]:
+    """Restore the weights of embeddings with `max_norm`, whose forward scales the rows that it reads."""
+    weights = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ]
+    before = [(weight, weight.detach().clone()) for weight in weights]
     try:
         yield
     finally:
-        for parameter, version, value in before:
-            if parameter._version != version:  # in-place operators increase it
-                parameter.detach().copy_(value)
+        for weight, value in before:
+            if not weight.is_meta:
+                weight.detach().copy_(value)
