@@ -217,7 +217,7 @@ def _row_of_run(record: RunRecord, folder: Path) -> Row:
     if monitor is not None:
         best, last = record.best, record.metrics.get(monitor.name, math.nan)
         if not (math.isfinite(best) and math.isfinite(last)):
-            curve = dict(record.curve(monitor.name))
+            curve = record.curves(monitor.name)[monitor.name]
             last = last if math.isfinite(last) else [math.nan, *curve.values()][-1]
             best = next((curve[step] for step in monitor.best(curve)), last)
     name, started = str(path).removeprefix(f"{folder}/"), started_at(path, record.started) or 0.0

@@ -5,14 +5,15 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
 from runner.records.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 from runner.records.monitor import Monitor, recorded_monitor
-from runner.records.record_files import check_metrics, parse_metrics, read_mapping, read_metrics
+from runner.records.record_files import parse_metrics, read_mapping, read_metrics
 from runner.records.result import RESULT, current_state, valid_result
 from runner.records.run_directory import CONFIG, OVERRIDES
 from runner.records.settings import Section, read_overrides, read_settings
@@ -74,29 +75,31 @@ class RunRecord:
             return self.overrides_by_key[key]
         return to_text(self.settings[key]) if key in self.settings else ""
 
-    def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Return the finite values of the metric by step. If a restart has repeated a step, the last value counts."""
-        points: dict[int, float] = {}
-        for line in read_metrics(self.directory):
-            if math.isfinite(value := line.get(metric, math.nan)):
-                points[line["step"]] = float(value)
-        return sorted(points.items())
+    def curves(self, *metrics: str) -> dict[str, dict[int, float]]:
+        """Return the finite values of each metric by step. If a restart has repeated a step, the last value counts."""
+        curves: dict[str, dict[int, float]] = {metric: {} for metric in metrics}
+        for line in sorted(read_metrics(self.directory), key=itemgetter("step")):
+            for metric, curve in curves.items():
+                if math.isfinite(value := line.get(metric, math.nan)):
+                    curve[line["step"]] = float(value)
+        return curves
 
 
 def read_jobs(
-    path: Path, key: str, read_sweep_jobs: Callable[[Path], list[JobRecord]] = read_ledger
+    path: Path, key: str, read_sweep_jobs: Callable[[Path], list[JobRecord]] = read_ledger, value: str = "best"
 ) -> list[RunRecord]:
     """Return the jobs of the sweep, or the single run, in the directory `path`, which the option `key` names.
 
-    A job whose files are damaged has the state damaged, and an error that names the file. Raises InputError for a
-    directory without a sweep or run.
+    value: the evaluation, best or last, whose metrics the jobs have. A job whose files are damaged has the state
+    damaged, and an error that names the file. Raises InputError for a directory without a sweep or run.
     """
     check_is_record(path, key)
     records = []
     for job in read_sweep_jobs(path) if is_sweep(path) else [single_run(path)]:
         try:
-            check_metrics(job.directory)
-            record = read_run(job)
+            last = read_run(job)
+            best = _at_best(last)  # also if the last one is wanted: reads the file
+            record = best if value == "best" else last
             _ = record.settings  # reads the file
             records.append(record)
         except (AttributeError, KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -107,7 +110,7 @@ def read_jobs(
 
 def check_is_record(path: Path, key: str) -> None:
     """Raise InputError, which names the key, if the path is not the directory of a run or sweep."""
-    if is_sweep(path) or (path / OVERRIDES).is_file():
+    if (path / OVERRIDES).is_file() or is_sweep(path):
         return
     what = f"no sweep or run (it has neither {LEDGER} nor {OVERRIDES})" if path.is_dir() else "no directory"
     raise InputError(f"{key}={path} is {what}; name one under outputs/, or run=last")
@@ -148,6 +151,17 @@ def read_run(job: JobRecord) -> RunRecord:
         error=str(job.error or result.get("error") or ""),
         code=str((result.get("code") or {}).get("hash") or ""),
     )
+
+
+def _at_best(job: RunRecord) -> RunRecord:
+    """Return the job with the metrics of its best evaluation in place of those of the last one."""
+    name = job.monitor.name if job.monitor else ""
+    rows = {int(line["step"]): line for line in read_metrics(job.directory) if name in line}
+    if job.monitor is None or not name.startswith("val/"):
+        return job
+    best = job.monitor.best({step: row[name] for step, row in rows.items()})
+    found = rows[best[0]].items() if best else ()
+    return replace(job, metrics=job.metrics | {name: value for name, value in found if name.startswith("val/")})
 
 
 def varied_keys(jobs: Sequence[RunRecord]) -> list[str]:

@@ -16,7 +16,7 @@ from runner.records.ledger import DONE, SweepRecord, is_sweep, read_ledger, unlo
 from runner.records.monitor import main_metrics
 from runner.records.records import RunRecord, read_jobs
 from runner.records.report.render import closing
-from runner.records.report.statistics import at_best, monitors_of
+from runner.records.report.statistics import monitors_of
 from runner.records.tables import text_table
 from runner.sweeps.jobs import first_job
 from runner.sweeps.queues import read_jobs_and_queues, submit
@@ -88,7 +88,7 @@ def _finish(sweep: Sweep) -> int:
 
 def print_summary(directory: Path) -> bool:
     """Print the outcome of the jobs. Return True if any is not finished or pruned."""
-    jobs = [at_best(job) for job in read_jobs(directory, "run", read_jobs_and_queues)]
+    jobs = read_jobs(directory, "run", read_jobs_and_queues)
     known = {name for job in jobs for name in job.metrics}
     print(f"\n{job_table(jobs, main_metrics(monitors_of(jobs), known)[:MAX_METRICS])}\n", flush=True)
     if report := closing(jobs):

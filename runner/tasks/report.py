@@ -30,14 +30,18 @@ class Report(LaunchingTask):
         """
         named = [("run", config.run)] if config.run else []
         named += [("report.runs", path) for path in config.report.runs]
-        jobs = [job for key, path in named for job in read_jobs(Path(path).absolute(), key, read_jobs_and_queues)]
+        options = config.report
+        jobs = [
+            job
+            for key, path in named
+            for job in read_jobs(Path(path).absolute(), key, read_jobs_and_queues, options.value)
+        ]
         if not jobs:
             raise InputError(f"{named[0][0]}={named[0][1]}: its ledger has no jobs; name another sweep or run")
         if all(job.state == DAMAGED for job in jobs):
             raise InputError(*(job.error for job in jobs))
         unique = list({job.directory: job for job in jobs}.values())  # a job may be named in addition to its sweep
-        options = config.report
-        summary = summarize(unique, options.metric, options.direction, options.value, options.over)
+        summary = summarize(unique, options.metric, options.direction, options.over)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         paths = [Path(path) for _, path in named]

@@ -87,7 +87,7 @@ def test_a_diverged_run_writes_json_and_is_never_the_best(tmp_path: Path) -> Non
     assert math.isnan(dict(logged_metrics(str(diverged.path)))[40]["val/loss"])
     assert all(map(math.isnan, RunDirectory(diverged.path).evaluations("val/loss").values()))
     jobs = [job for made in (diverged, sound) for job in read_jobs(made.path, "run")]
-    assert math.isnan(jobs[0].metrics["val/loss"]) and jobs[0].curve("val/loss") == []
+    assert math.isnan(jobs[0].metrics["val/loss"]) and jobs[0].curves("val/loss") == {"val/loss": {}}
     for direction in ("max", "min"):
         assert str(sound.path) in str((summarize(jobs, "val/loss", direction).best or summarize([])).jobs)
         assert best(summarize(jobs[:1], "val/loss", direction)) == []

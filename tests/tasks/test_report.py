@@ -102,8 +102,9 @@ def test_the_best_evaluation_is_compared(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(n), f"optimizer.lr={n}", accuracy=0.5 + n / 10) for n in range(2)]
     with (paths[0] / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 7, "epoch": 1, "val/accuracy": 0.9, "val/loss": 0.2}\n')
-    jobs = [job for path in paths for job in read_jobs(path, "run")]
-    best, last = summarize(jobs), summarize(jobs, value="last")
+    best, last = (
+        summarize([job for path in paths for job in read_jobs(path, "run", value=value)]) for value in ("best", "last")
+    )
     assert [row.values["optimizer.lr"] for row in best.rows] == ["0", "1"]
     assert [best.rows[0].means[name].value for name in ("val/accuracy", "val/loss")] == [0.9, 0.2]
     assert [row.values["optimizer.lr"] for row in last.rows] == ["1", "0"]
@@ -165,7 +166,11 @@ def test_a_curve_has_one_finite_value_per_step(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", accuracy=0.5)
     with (path / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 5, "val/accuracy": 0.3}\n{"step": 15, "val/accuracy": NaN}\n')
-    assert read_jobs(path, "run")[0].curve("val/accuracy") == [(5, 0.3), (10, 0.5)]
+    curves = read_jobs(path, "run")[0].curves("val/accuracy", "val/loss")
+    assert {name: [*curve.items()] for name, curve in curves.items()} == {
+        "val/accuracy": [(5, 0.3), (10, 0.5)],
+        "val/loss": [],
+    }
 
 
 def test_the_report_is_printed_and_written_as_markdown_csv_and_plots(

@@ -65,14 +65,14 @@ def _learning_curves(report: Summary) -> Any:
     rows = [row for row in report.rows if row.finished][:MAX_CURVES]
     monitors = [monitor.name for monitor in report.monitors]
     wanted = dict.fromkeys(name for name in ("train/loss", report.metric, *monitors, LOSS) if name)
-    curves = {name: [[job.curve(name) for job in row.finished] for row in rows] for name in wanted}
-    shown = [name for name in wanted if any(points for row in curves[name] for points in row)][:2]
+    curves = [[job.curves(*wanted) for job in row.finished] for row in rows]
+    shown = [name for name in wanted if any(job[name] for row in curves for job in row)][:2]
     if not shown:
         return None
     figure, panels = new_figure(len(shown))
     for name, panel in zip(shown, panels, strict=True):
-        for row, found in zip(rows, curves[name], strict=True):
-            _draw_band(panel, row, [dict(points) for points in found if points])
+        for row, jobs in zip(rows, curves, strict=True):
+            _draw_band(panel, row, [job[name] for job in jobs if job[name]])
         panel.set(xlabel="step", ylabel=name)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     return figure

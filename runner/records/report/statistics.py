@@ -5,12 +5,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from runner.errors import InputError, did_you_mean
 from runner.records.ledger import is_sweep
 from runner.records.monitor import BY_LOSS, Monitor
-from runner.records.record_files import read_metrics
 from runner.records.records import RunRecord, finished_jobs, varied_keys
 from runner.records.tables import as_number
 
@@ -83,18 +82,14 @@ def summarize(
     jobs: Sequence[RunRecord],
     metric: str | None = None,
     direction: str | None = None,
-    value: str = "best",
     over: Sequence[str] = ("seed",),
 ) -> Summary:
     """Group the jobs by configuration, average the metrics, and sort.
 
     Raises InputError if no job has the metric, or if the jobs do not differ in a key of `over`.
 
-    Args:
-        value: the evaluation by which each job is compared: best or last.
-        over: the keys over which jobs are averaged.
+    over: the keys over which jobs are averaged.
     """
-    jobs = [at_best(job) for job in jobs] if value == "best" else jobs
     known = sorted({name for job in finished_jobs(jobs) for name in job.metrics})
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or "; no job has finished with a metric"
@@ -123,18 +118,6 @@ def summarize(
     effects = {key: _effect(rows, key, metric) for key in keys} if metric else {}
     missing, fill = _holes(jobs, varied)
     return Summary(list(jobs), keys, metric, descending, rows, effects, monitors, over, missing, fill)
-
-
-def at_best(job: RunRecord) -> RunRecord:
-    """Return the job with the metrics of its best evaluation in place of those of the last one."""
-    if job.monitor is None or not job.monitor.name.startswith("val/"):
-        return job
-    rows: dict[int, dict[str, float]] = {}
-    for line in read_metrics(job.directory):
-        if job.monitor.name in line:
-            rows[int(line["step"])] = {name: value for name, value in line.items() if name.startswith("val/")}
-    best = job.monitor.best({step: row[job.monitor.name] for step, row in rows.items()})
-    return replace(job, metrics=job.metrics | rows[best[0]]) if best else job
 
 
 def _holes(jobs: Sequence[RunRecord], varied: Sequence[str]) -> tuple[list[str], list[str]]:
