@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from runner.distributed.environment import RankInfo
 from runner.distributed.world_store import WorldStore
-from runner.errors import Preempted
+from runner.errors import InputError, Preempted
 
 REPORT_TIMEOUT_S = 15.0  # by which ranks wait longer for rank 0 than rank 0 waits for them
 _ACTIVITIES = {"composed": "composing its configuration", "refused": "building its model and data"}  # by topic
@@ -47,18 +47,19 @@ class StoreConsensus:
     def broadcast(self, topic: str, make: Callable[[], str]) -> str:
         """Return what `make` returns on rank 0, on every rank. All ranks must call it.
 
-        Raises ValueError on every rank if `make` raises ValueError or OSError.
+        Raises InputError on every rank if `make` does, and ValueError if `make` raises another ValueError or OSError.
         """
-        value, errors = "", []
+        value, errors = "", list[str]()
         if self._rank_info.rank == 0:
             try:
                 value = make()
             except (ValueError, OSError) as error:
-                errors.append(str(error))
+                errors = [InputError.__name__ if isinstance(error, InputError) else "", str(error)]
             if self._store.job is not None:
                 self._store.job.set(topic, value)
         if errors := self.first_error(f"{topic}/made", errors):
-            raise ValueError(errors[0])
+            kind, text = errors
+            raise InputError(*text.splitlines()) if kind else ValueError(text)
         return value if self._store.job is None else self._get(topic, topic)
 
     def broadcast_once(self, topic: str, make: Callable[[], str]) -> str:

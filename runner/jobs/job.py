@@ -202,9 +202,9 @@ def _agree_on_directory(config: Config, request: Request, world: World) -> Path:
 
     try:
         path = world.consensus.broadcast_once("directory", create)
+    except InputError:  # of fork=
+        raise
     except ValueError as error:
-        if str(error).startswith("fork="):
-            raise InputError(str(error)) from None
         message = f"outputs={config.outputs}: cannot create a run directory there ({error}); name another directory"
         raise InputError(message) from None
     if world.rank_info.local_rank == 0 and request.directory_file is not None:

@@ -47,6 +47,10 @@ def test_invalid_forks_are_refused(
     ):
         assert here(f"fork={parent.path}", *words, "name=other") == 2
         assert message in capsys.readouterr().err
+    for file in parent.path.glob("checkpoints/step_*/rank_0.safetensors"):
+        file.write_bytes(b"damaged")
+    assert here(f"fork={parent.path}", "name=other") == 2
+    assert capsys.readouterr().err.startswith(f"fork={parent.path}: ")
     shutil.rmtree(parent.path / "checkpoints")
     assert here(f"fork={parent.path}", "name=other") == 2
     assert f"fork={parent.path} has no checkpoint yet" in capsys.readouterr().err

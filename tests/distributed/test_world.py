@@ -13,6 +13,7 @@ from ranks import run_ranks
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
+from runner.errors import InputError
 
 
 def world_of(rank: int, world_size: int, path: Path, timeout_s: float = 30) -> World:
@@ -54,18 +55,21 @@ def test_missing_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_broadcast_returns_or_raises_on_all_ranks(tmp_path: Path) -> None:
-    def on_rank(rank: int, world_size: int) -> tuple[str, str]:
+    def on_rank(rank: int, world_size: int) -> list[str]:
         world = world_of(rank, world_size, tmp_path)
+        results = [world.consensus.broadcast("value", lambda: f"made on {rank}")]
+        for error in (OSError(f"no space on {rank}"), InputError("seed=x", "epochs=x")):
 
-        def refuse() -> str:
-            raise OSError(f"no space on {rank}")
+            def refuse(error: Exception = error) -> str:
+                raise error
 
-        made = world.consensus.broadcast("value", lambda: f"made on {rank}")
-        with pytest.raises(ValueError, match="no space") as caught:
-            world.consensus.broadcast("trouble", refuse)
-        return made, str(caught.value)
+            with pytest.raises(ValueError, match=r"no space|seed") as caught:
+                world.consensus.broadcast(type(error).__name__, refuse)
+            results.append(repr(caught.value))
+        return results
 
-    assert run_ranks(on_rank, 3) == [("made on 0", "no space on 0")] * 3
+    expected = ["made on 0", "ValueError('no space on 0')", repr(InputError("seed=x", "epochs=x"))]
+    assert run_ranks(on_rank, 3) == [expected] * 3
 
 
 def test_jobs_use_separate_keys(tmp_path: Path) -> None:
