@@ -23,9 +23,9 @@ from runner.records.run_lock import living_owner, lock_directory
 Name = str | os.PathLike[str]
 
 
-def find(run: Name, outputs: Name = "outputs") -> Path:
-    """Return the absolute path of the run or sweep."""
-    return find_record(os.fspath(run), Path(outputs).absolute())
+def find(run: Name, outputs: Name = "outputs", adds_jobs: bool = False) -> Path:
+    """Return the absolute path of the run or sweep. adds_jobs: as in `find_record`."""
+    return find_record(os.fspath(run), Path(outputs).absolute(), adds_jobs)
 
 
 def show(run: Name, outputs: Name = "outputs") -> dict[str, Any]:
@@ -58,33 +58,36 @@ def archive(run: Name, restore: bool = False, outputs: Name = "outputs") -> None
     write_labels(path, replace(read_labels(path), archived=not restore))
 
 
-def stop(run: Name, outputs: Name = "outputs") -> int:
+def stop(run: Name, outputs: Name = "outputs") -> int | None:
     """Send SIGTERM to the process of a run or sweep, which saves a checkpoint and exits, and return its id.
 
-    If the run is a job, its sweep continues with the next job.
+    If the run is a job, its sweep continues with the next job. A job that has not started has no process: its sweep
+    skips it, and the function returns None.
 
     Raise InputError if the run is not in progress, or if its process is on another machine or of another user.
     """
-    path = find(run, outputs)
+    path = find(run, outputs, adds_jobs=True)
     owner = living_owner(path)
-    if owner is None:
-        queued = "; cancel its job in the queue" if is_sweep(path) and _is_queued(read_ledger(path)) else ""
-        raise InputError(f"{path} is not in progress ({read_row(path, path.parent).state}){queued}")
-    if not owner.is_here or owner.pid is None:
-        raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
-    if not owner.is_owner:
-        raise InputError(f"{path}: its lock file and process {owner.pid} belong to different users; stop it yourself")
     jobs = read_ledger(path.parent) if is_sweep(path.parent) and living_owner(path.parent) else []
     job = next((job for job in jobs if job.directory == path), None)
+    is_due = owner is None and job is not None and job.is_due
+    if owner is None and not is_due:
+        queued = "; cancel its job in the queue" if is_sweep(path) and _is_queued(read_ledger(path)) else ""
+        raise InputError(f"{path} is not in progress ({read_row(path, path.parent).state}){queued}")
+    if owner and (not owner.is_here or owner.pid is None):
+        raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
+    if owner and not owner.is_owner:
+        raise InputError(f"{path}: its lock file and process {owner.pid} belong to different users; stop it yourself")
     if job is not None and job.stop_requested:
         raise InputError(f"{path} is stopping already; runs stop {path.parent} stops its sweep")
     try:
         if job is not None:  # its sweep continues with the next job
             write_state(path.parent, job.number, STOPPING)
-        os.kill(owner.pid, signal.SIGTERM)
+        if owner and owner.pid:
+            os.kill(owner.pid, signal.SIGTERM)
     except OSError as error:
-        raise InputError(f"process {owner.pid} of {path} cannot be signaled: {error.strerror}") from None
-    return owner.pid
+        raise InputError(f"{path} cannot be stopped: {error.strerror}") from None
+    return owner.pid if owner else None
 
 
 def delete(run: Name, outputs: Name = "outputs") -> None:

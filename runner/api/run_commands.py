@@ -197,8 +197,11 @@ def _archive(args: Namespace) -> None:
 
 
 def _stop(args: Namespace) -> None:
-    path = manage.find(args.run, args.outputs)
-    print(f"sent SIGTERM to process {manage.stop(path)}: {path} saves a checkpoint after the current step, and ends")
+    path = manage.find(args.run, args.outputs, adds_jobs=True)
+    if process := manage.stop(path):
+        print(f"sent SIGTERM to process {process}: {path} saves a checkpoint after the current step, and ends")
+    else:
+        print(f"{path} has not started, and is not going to: -m resume={path.parent} runs it")
 
 
 def _delete(args: Namespace) -> None:

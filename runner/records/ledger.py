@@ -44,7 +44,8 @@ class JobRecord:
     queue: str = ""  # the launcher's `_target_`
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
-    stop_requested: bool = False  # `runs stop` stopped the last start of this job, but not its sweep
+    stop_requested: bool = False  # `runs stop` stopped the last start of this job, or its next one, but not its sweep
+    is_due: bool = True  # it is not done, and has not started since its sweep was last started or resumed
     result: dict[str, Any] | None = None  # the content of its result.json; None if there is none
 
 
@@ -71,13 +72,7 @@ def read_ledger(directory: Path) -> list[JobRecord]:
     before it locks its directory, if the process of the sweep is dead.
     """
     sweep_owner = find_owner(directory)  # first, so that a job that ends meanwhile is not lost
-    jobs: dict[int, JobRecord] = {}
-    for line in _read_lines(directory):
-        if "label" in line:
-            path = directory / line["label"]
-            jobs[line["number"]] = JobRecord(line["number"], line["label"], line["overrides"], path, line.get("trial"))
-        elif "state" in line and line["number"] in jobs:
-            _update(jobs[line["number"]], line)
+    jobs = _read_jobs(directory)
     for job in jobs.values():
         if job.num_starts:
             _add_result(job)
@@ -85,7 +80,13 @@ def read_ledger(directory: Path) -> list[JobRecord]:
             # The sweep's process starts the job, which locks its own directory after it has loaded its data.
             owner = find_owner(job.directory) or sweep_owner
             job.state = RUNNING if owner and owner.is_alive else current_state(job.directory, RUNNING)
+        job.is_due = job.is_due and job.state not in DONE
     return sorted(jobs.values(), key=lambda job: job.number)
+
+
+def is_stop_requested(directory: Path, number: int) -> bool:
+    """Return `stop_requested` of a job, without reading the results of all jobs."""
+    return _read_jobs(directory)[number].stop_requested
 
 
 def read_sweep(directory: Path) -> SweepRecord:
@@ -129,6 +130,21 @@ def _read_lines(directory: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
+def _read_jobs(directory: Path) -> dict[int, JobRecord]:
+    """Return the jobs by number, as the ledger describes them."""
+    jobs: dict[int, JobRecord] = {}
+    for line in _read_lines(directory):
+        if "label" in line:
+            path = directory / line["label"]
+            jobs[line["number"]] = JobRecord(line["number"], line["label"], line["overrides"], path, line.get("trial"))
+        elif "state" in line and line["number"] in jobs:
+            _update(jobs[line["number"]], line)
+        elif "sweep" in line:  # the sweep is resumed
+            for job in jobs.values():
+                job.stop_requested, job.is_due = False, True
+    return jobs
+
+
 def _is_valid(line: dict[str, Any]) -> bool:
     """Return True if the values have the right types. A label becomes part of a path."""
     match line:
@@ -163,7 +179,7 @@ def _update(job: JobRecord, line: dict[str, Any]) -> None:
     if line["state"] == STOPPING:
         job.stop_requested = True
         return
-    job.state = line["state"]
+    job.state, job.is_due = line["state"], False
     if job.state in ("running", "queued"):
         job.num_starts, job.stop_requested = job.num_starts + 1, False
         job.queued_as, job.queue = line.get("queued_as"), line.get("queue", "")

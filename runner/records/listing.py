@@ -125,10 +125,12 @@ def read_row(path: Path, folder: Path) -> Row:
     return Row(path, name, state, records, started, monitor, *values, read_labels(path), is_sweep=True)
 
 
-def find_record(text: str, folder: Path) -> Path:
+def find_record(text: str, folder: Path, adds_jobs: bool = False) -> Path:
     """Return the path of the run or sweep that `text` names by a path, "last" (newest) or a unique prefix of a name.
 
     Parent directories may precede a name: run/2026, sweep-20261120-192348/3. Raises InputError unless one matches.
+
+    adds_jobs: also find jobs of sweeps that have no directory, because they have not started.
     """
     if text == "last" and (newest := newest_record([folder, *(path for path in folder.glob("*") if path.is_dir())])):
         return newest
@@ -136,8 +138,10 @@ def find_record(text: str, folder: Path) -> Path:
     if path.is_dir():
         check_is_record(path, "RUN")
         return path
-    parts = text.strip("/").split("/")
-    paths = [path for path, _ in find_records(folder)] if folder.is_dir() else []
+    parts, folder = text.strip("/").split("/"), path.parent if is_sweep(path.parent) else folder
+    records = dict(find_records(folder) if folder.is_dir() else ())
+    sweeps = [path for path, has_jobs in records.items() if has_jobs and adds_jobs]
+    paths = dict.fromkeys([*records, *(job.directory for sweep in sweeps for job in read_ledger(sweep))])
     names = {path: path.parts[-len(parts) :] for path in paths}
     named = [found for found, (*parents, name) in names.items() if parents == parts[:-1] and name.startswith(parts[-1])]
     found = [each for each in named if each.name == parts[-1]] or named

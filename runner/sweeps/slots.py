@@ -88,6 +88,8 @@ def run_in_slots(
             while running or (waiting and not received()):
                 while waiting and not received() and len(free) >= (num_slots := count_ranks(waiting[0][1])):
                     job, config, request = waiting.pop(0)
+                    if sweep.skips(job):
+                        continue
                     used, free = free[:num_slots], free[num_slots:]
                     listed = ", ".join(map(str, used))
                     print(f"job {num_jobs - len(waiting)} of {num_jobs} on slot {listed}: {job.label}", flush=True)

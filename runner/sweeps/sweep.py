@@ -23,6 +23,7 @@ from runner.records.ledger import (
     DONE,
     JobRecord,
     SweepRecord,
+    is_stop_requested,
     lock_sweep,
     read_ledger,
     read_sweep,
@@ -170,6 +171,8 @@ class Sweep:
             if launcher.queues:
                 self.queued.append((job, config, request))
                 return {}
+            if self.skips(job):
+                return {}
             self.write_state(job, "running")
             with importing_code_of(self.code_of):  # another process may have composed the jobs
                 metrics = launch(config, request, self.rank_info, launcher)
@@ -189,12 +192,23 @@ class Sweep:
 
     def _continues(self, job: Job, is_stopped: bool = False) -> bool:
         """Return True if `runs stop` has stopped only this job, which may have ended before it received the signal."""
-        if not (is_stopped or received()):
-            return False
-        jobs = read_ledger(self.path(job).parent)
-        if not any(each.number == job.number and each.stop_requested for each in jobs):
+        if not (is_stopped or received()) or not is_stop_requested(self.path(job).parent, job.number):
             return False
         forget_signal()
+        return True
+
+    def skips(self, job: Job) -> bool:
+        """Return True if `runs stop` has stopped the job before it started, and record this. All ranks must call it."""
+
+        def read() -> str:
+            return "yes" if is_stop_requested(self.path(job).parent, job.number) else ""
+
+        if not self.broadcast(f"stop of {job.number}", read):
+            return False
+        text = "stopped before it started"
+        self.write_state(job, "preempted", error=text)
+        if self.rank_info.rank == 0:
+            print(f"{job.label} was {text}", flush=True)
         return True
 
     def request(self, job: Job, overrides: list[str], choices: dict[str, str]) -> Request:

@@ -14,7 +14,7 @@ from many_runs import SMALL, make_run, make_sweep, owned
 
 import runner
 from runner.errors import InputError
-from runner.records.ledger import read_ledger, write_state
+from runner.records.ledger import read_ledger, write_lines, write_state
 
 RUN, SWEEP = "run/20260101-000000", "run/sweep-20260101-000000"
 
@@ -210,6 +210,24 @@ def test_a_job_is_stopped_without_its_sweep(runs: Runs, outputs: Path) -> None:
         with owned(sweep / "0-lr-0.1"):
             status, _, err = runs("stop", str(sweep / "0-lr-0.1"))
             assert status == 2 and f"is stopping already; runs stop {sweep} stops its sweep" in err
+
+
+def test_a_job_that_has_not_started_is_stopped(runs: Runs, outputs: Path) -> None:
+    """Also in a resumed sweep, in which an earlier failure is due again."""
+    sweep = make_sweep(outputs / "run" / "sweep-20260101-000009", "finished", "failed", "waiting", "waiting")
+    for number, state in {0: "finished", 1: "failed", 3: "waiting"}.items():  # no process runs the sweep
+        assert f"is not in progress ({state})" in runs("stop", f"{sweep}/{number}")[2]
+    with owned(sweep):
+        assert "is not in progress (failed)" in runs("stop", f"{sweep}/1")[2]
+        status, out, err = runs("stop", f"{sweep.name}/3")
+        assert (status, err) == (0, "")
+        assert out == f"{sweep}/3-lr-0.4 has not started, and is not going to: -m resume={sweep} runs it\n"
+        assert f"is stopping already; runs stop {sweep} stops its sweep" in runs("stop", f"{sweep}/3")[2]
+        assert [job.stop_requested for job in read_ledger(sweep)] == [False, False, False, True]
+        write_lines(sweep, {"sweep": {"typed": [], "config_dirs": [], "command": [], "shared": {}}, "at": time.time()})
+        assert "is not in progress (finished)" in runs("stop", f"{sweep}/0")[2]
+        assert runner.stop(sweep / "1-lr-0.2") is None
+        assert [job.stop_requested for job in read_ledger(sweep)] == [False, True, False, False]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")

@@ -46,6 +46,9 @@ class Model(Toy):
     def __init__(self, sample_shape, num_outputs, fails=False, sleeps_s=0.0, job=""):
         super().__init__(sample_shape, num_outputs)
         self.fails, self.sleeps_s, self.job, self.calls = fails, sleeps_s, job, 0
+        if job == "third" and not list(Path().glob("cores-third-*")):  # both slots are in use
+            for sweep in Path().glob("outputs/run/sweep-*"):
+                run_command(["stop", f"{sweep}/3"])
         if job and job != "stopped":
             Path(f"cores-{job}-{os.getpid()}").write_text(",".join(map(str, sorted(os.sched_getaffinity(0)))))
         self.noise = random.random() + numpy.random.random()
@@ -55,7 +58,9 @@ class Model(Toy):
         self.calls += self.training
         if self.job == "stopped" and self.calls == 3 and RANK == "0" and not Path("stopped").exists():
             Path("stopped").touch()
-            run_command(["stop", *map(str, Path().glob("outputs/run/sweep-*/0-*"))])
+            for job in Path().glob("outputs/run/sweep-*/0-*"):
+                run_command(["stop", str(job.with_name("2"))])
+                run_command(["stop", str(job)])
         while self.job == "first" and not list(Path().glob("cores-third-*")):
             time.sleep(0.02)
         if self.training:
@@ -189,17 +194,18 @@ def test_a_removed_job_is_named_and_runs_again(here: Here, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_one_job_of_a_serial_sweep_is_stopped(ranks: int, commands: Commands, custom: Path) -> None:
-    """The first job stops itself in its third step, by `runs stop`; the sweep runs the second one to its end."""
-    arguments = ("-m", *CUSTOM, "model.job=stopped,other", *["parallel=ddp"] * (ranks > 1))
+    """The first job stops itself and the last one in its third step, by `runs stop`; the sweep runs the second one."""
+    arguments = ("-m", *CUSTOM, "model.job=stopped,other,last", *["parallel=ddp"] * (ranks > 1))
     first, *_ = done = commands.forked_world(ranks, *arguments)
     assert [each.returncode for each in done] == [1] * ranks, first.stdout + first.stderr
-    assert [job.state for job in jobs_of(custom)] == ["preempted", "finished"]
+    jobs = [(job.state, job.num_starts) for job in jobs_of(custom)]
+    assert jobs == [("preempted", 1), ("finished", 1), ("preempted", 0)]
     assert list(jobs_of(custom)[0].directory.glob("checkpoints/step_[34]")) != []
-    assert "1 of 2 jobs finished" in first.stdout
+    assert "1 of 3 jobs finished" in first.stdout and "2-job-last was stopped before it started" in first.stdout
     done = commands.forked_world(ranks, "-m", "resume=last")
     assert [each.returncode for each in done] == [0] * ranks, done[0].stdout + done[0].stderr
-    assert [(job.state, job.num_starts) for job in jobs_of(custom)] == [("finished", 2), ("finished", 1)]
-    one, other = (result_of(job.directory) for job in jobs_of(custom))
+    assert [(job.state, job.num_starts) for job in jobs_of(custom)] == [("finished", n) for n in (2, 1, 1)]
+    one, other, _ = (result_of(job.directory) for job in jobs_of(custom))
     assert one["step"] == other["step"] and one["weights_sha256"] == other["weights_sha256"]
 
 
@@ -269,17 +275,19 @@ def test_a_job_in_a_slot_that_exits_before_its_run_ends_has_failed(tmp_path: Pat
 def test_slots_have_one_job_at_a_time_and_jobs_start_as_soon_as_slots_are_free(
     commands: Commands, custom: Path
 ) -> None:
-    """The first job ends only after the start of the third. The last one has two ranks."""
+    """The first job ends only after the start of the third, which stops the next one. The last one has two ranks."""
     swept = (
-        "model.job=first,second,third,last",
-        "launcher=env,env,env,spawn",
+        "model.job=first,second,third,skipped,last",
+        "launcher=env,env,env,env,spawn",
         "hydra.sweeper.zip=[model.job,launcher]",
     )
     arguments = [override for override in CUSTOM if not override.startswith("threads=")]
     process = commands.start("-m", "runner", "-m", *arguments, "parallel=allreduce", "hydra/launcher=slots", *swept)
     done = commands.finish(process)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     jobs = jobs_of(custom)
+    skipped = jobs.pop(3)
+    assert (skipped.state, skipped.error) == ("preempted", "stopped before it started")
     assert [job.state for job in jobs] == ["finished"] * 4
     assert [job.slots for job in jobs] == [[0], [1], [1], [0, 1]]
     spans = [(job.start or 0, job.end or 0) for job in jobs]
