@@ -14,7 +14,7 @@ from runner.errors import InputError, printable
 from runner.records.console import is_terminal
 from runner.records.ledger import DONE, is_sweep, read_ledger
 from runner.records.listing import ORDERS, Row, describe_age, list_rows
-from runner.records.record_files import parse_metrics, read_metrics
+from runner.records.record_files import parse_metrics, read_last_metrics
 from runner.records.report.statistics import show
 from runner.records.result import RUNNING, read_result
 from runner.records.run_lock import living_owner
@@ -90,8 +90,8 @@ def _progress(row: Row) -> tuple[str, str]:
     """Return the current step of the run with the number of all steps, and the estimated time left."""
     facts, lines = parse_metrics(read_result(row.path) or {}), []
     if row.state == RUNNING:
-        with suppress(OSError, InputError):
-            lines = list(read_metrics(row.path))
+        with suppress(OSError):
+            lines = read_last_metrics(row.path)
     step, num_steps = lines[-1]["step"] if lines else facts.get("step", 0), facts.get("num_steps", math.nan)
     times = [seconds for line in lines if math.isfinite(seconds := line.get("perf/step_time_s", math.nan))]
     left_s = statistics.fmean(times[-10:]) * (num_steps - step) if times else math.nan

@@ -12,7 +12,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from runner.errors import InputError
 
 METRICS = "metrics.jsonl"
 MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole; characters of a line
+LAST_BYTES = 64 << 10  # of metrics.jsonl, more than ten lines
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 MAX_INT = 2**1023  # larger integers may not be convertible to float
 _NOT_REGULAR = "it is a link or another special file, which a run does not use; remove it"
@@ -124,12 +126,15 @@ def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
         os.close(file)
 
 
-def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: str | Path, marks: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines. Lines that are not JSON, as after a crash, are skipped.
 
+    marks: lines without any of these strings are skipped before they are parsed, which takes longer; empty: none.
     Raises OSError, and InputError if a line is too long, or is JSON but not an object.
     """
     for number, text in enumerate(read_lines(path), start=1):
+        if marks and not any(mark in text for mark in marks):
+            continue
         try:
             line = parse_json(text)
         except (ValueError, RecursionError):
@@ -169,14 +174,31 @@ def parse_json(text: str | bytes) -> Any:
     return value if is_small else _check_size(value)
 
 
-def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step."""
+def read_metrics(directory: Path, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step.
+
+    names: of metrics. Lines without any of them may be left out, for speed.
+    """
     path = f"{directory}/{METRICS}"  # a string: joining paths takes longer
-    for line in read_json_lines(path) if os.path.lexists(path) else ():
+    marks = [json.dumps(name) for name in names]
+    for line in read_json_lines(path, marks) if os.path.lexists(path) else ():
         numbers = parse_metrics(line)
         if type(numbers.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
         yield numbers
+
+
+def read_last_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the numbers of the last lines of metrics.jsonl, as `read_metrics` does, without reading the whole file."""
+    with open(directory / METRICS, "rb", opener=without_links) as file:
+        start = max(0, os.fstat(file.fileno()).st_size - LAST_BYTES)
+        file.seek(start)
+        texts = file.read(LAST_BYTES).split(b"\n")[start > 0 :]  # without the end of a line
+    lines = []
+    for text in texts:
+        with suppress(ValueError, RecursionError):
+            lines.append(parse_metrics(parse_json(text)))
+    return [line for line in lines if type(line.get("step")) is int]
 
 
 def read_mapping(path: Path | str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class RunRecord:
     def curves(self, *metrics: str) -> dict[str, dict[int, float]]:
         """Return the finite values of each metric by step. If a restart has repeated a step, the last value counts."""
         curves: dict[str, dict[int, float]] = {metric: {} for metric in metrics}
-        for line in sorted(read_metrics(self.directory), key=itemgetter("step")):
+        for line in sorted(read_metrics(self.directory, *metrics), key=itemgetter("step")):
             for metric, curve in curves.items():
                 if math.isfinite(value := line.get(metric, math.nan)):
                     curve[line["step"]] = float(value)
@@ -156,7 +156,7 @@ def read_run(job: JobRecord) -> RunRecord:
 def _at_best(job: RunRecord) -> RunRecord:
     """Return the job with the metrics of its best evaluation in place of those of the last one."""
     name = job.monitor.name if job.monitor else ""
-    rows = {int(line["step"]): line for line in read_metrics(job.directory) if name in line}
+    rows = {int(line["step"]): line for line in read_metrics(job.directory, name) if name in line}
     if job.monitor is None or not name.startswith("val/"):
         return job
     best = job.monitor.best({step: row[name] for step, row in rows.items()})

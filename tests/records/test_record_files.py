@@ -14,7 +14,15 @@ from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
 from runner.records.listing import list_rows
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.record_files import METRICS, dumps, parse_json, parse_metrics, read_metrics, read_string_list
+from runner.records.record_files import (
+    METRICS,
+    dumps,
+    parse_json,
+    parse_metrics,
+    read_last_metrics,
+    read_metrics,
+    read_string_list,
+)
 from runner.records.records import read_jobs
 from runner.records.report.render import best
 from runner.records.report.statistics import summarize
@@ -93,6 +101,18 @@ def test_a_diverged_run_writes_json_and_is_never_the_best(tmp_path: Path) -> Non
         assert best(summarize(jobs[:1], "val/loss", direction)) == []
     num_lines = len(diverged.lines)
     assert len(run(tmp_path / "diverged", 1, f"resume={diverged.path}", "max_steps=50").lines) > num_lines
+
+
+def test_metrics_are_read_in_part(tmp_path: Path) -> None:
+    """Only the end of the file, also if its last line is still being written, or only the lines with a metric."""
+    lines = [{"step": step, "epoch": 1, **({} if step % 9 else {"val/loss": 0.5})} for step in range(5000)]
+    assert list(read_metrics(tmp_path)) == []
+    for text in ("", '{"step": 5000, "ep'):
+        (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + text)
+        last = [line["step"] for line in read_last_metrics(tmp_path)]
+        assert last == [*range(5000 - len(last), 5000)] and 1000 < len(last) < 5000
+    found = [line["step"] for line in read_metrics(tmp_path, "val/loss") if "val/loss" in line]
+    assert found == [*range(0, 5000, 9)]
 
 
 def test_only_complete_lines_of_metrics_count(tmp_path: Path) -> None:
