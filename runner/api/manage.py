@@ -72,8 +72,9 @@ def stop(run: Name, outputs: Name = "outputs") -> int | None:
     job = next((job for job in jobs if job.directory == path), None)
     is_due = owner is None and job is not None and job.is_due
     if owner is None and not is_due:
-        queued = "; cancel its job in the queue" if is_sweep(path) and _is_queued(read_ledger(path)) else ""
-        raise InputError(f"{path} is not in progress ({read_row(path, path.parent).state}){queued}")
+        row = read_row(path, path.parent)
+        queued = "; cancel its job in the queue" if any(job.state == "queued" for job in row.records) else ""
+        raise InputError(f"{path} is not in progress ({row.state}){queued}")
     if owner and (not owner.is_here or owner.pid is None):
         raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
     if owner and not owner.is_owner:

@@ -199,13 +199,9 @@ class Sweep:
 
     def skips(self, job: Job) -> bool:
         """Return True if `runs stop` has stopped the job before it started, and record this. All ranks must call it."""
-
-        def read() -> str:
-            return "yes" if is_stop_requested(self.path(job).parent, job.number) else ""
-
-        if not self.broadcast(f"stop of {job.number}", read):
+        directory, text = self.path(job).parent, "stopped before it started"
+        if not self.broadcast(f"skip{job.number}", lambda: text if is_stop_requested(directory, job.number) else ""):
             return False
-        text = "stopped before it started"
         self.write_state(job, "preempted", error=text)
         if self.rank_info.rank == 0:
             print(f"{job.label} was {text}", flush=True)

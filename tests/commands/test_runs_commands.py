@@ -217,6 +217,8 @@ def test_a_job_that_has_not_started_is_stopped(runs: Runs, outputs: Path) -> Non
     sweep = make_sweep(outputs / "run" / "sweep-20260101-000009", "finished", "failed", "waiting", "waiting")
     for number, state in {0: "finished", 1: "failed", 3: "waiting"}.items():  # no process runs the sweep
         assert f"is not in progress ({state})" in runs("stop", f"{sweep}/{number}")[2]
+    write_state(sweep, 2, "queued")
+    assert "is not in progress (queued); cancel its job in the queue" in runs("stop", f"{sweep}/2")[2]
     with owned(sweep):
         assert "is not in progress (failed)" in runs("stop", f"{sweep}/1")[2]
         status, out, err = runs("stop", f"{sweep.name}/3")
