@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ LAST_BYTES = 64 << 10  # of metrics.jsonl, more than ten lines
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 MAX_INT = 2**1023  # larger integers may not be convertible to float
 _NOT_REGULAR = "it is a link or another special file, which a run does not use; remove it"
-_WRITTEN = re.compile(rb'(?:\{"step": \d+, "epoch": [^\n]*\n)*')
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
 
