@@ -19,13 +19,15 @@ from runner.config.trust import check_code, check_overrides, untrusted_owner
 from runner.errors import InputError
 from runner.records.custom_code import find_code
 from runner.records.ledger import LEDGER, read_ledger, read_sweep
+from runner.records.logged_numbers import check_comparable
 from runner.records.record_files import read_string_list
 from runner.records.records import check_is_record
 from runner.records.result import read_result
 from runner.records.run_directory import OVERRIDES
 
-ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path"}
-READS_RECORDS = "report"  # this task reads directories as data: no recorded override is composed
+ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path", "diff.with": "diff.other"}
+# These tasks read directories as data: no recorded override is composed. Each maps to the kind of its directories.
+READS_RECORDS = {"report": "sweep or run", "diff": "run"}
 OF_START = ("fork", "checkpoint.load")  # the checkpoint from which a run started; other runs do not inherit it
 OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do not train, which reject them
 NOT_RECORDED = ("resume_force", "trust", "code")
@@ -82,14 +84,14 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         raise InputError(f"{' and '.join(str(each.input_line) for each in pointers)} exclude each other; drop one")
     pointer = pointers[0] if pointers else None
     if pointer and pointer.value() == LAST and values.get("name") == ANY_NAME:
-        kind = "sweep or run" if task == READS_RECORDS else "sweep" if multirun and "resume" in values else "run"
+        kind = READS_RECORDS.get(task, "sweep" if multirun and "resume" in values else "run")
         path = find_directory(pointer.key_or_group, values, kind)
         others = [override for override in overrides if key_of(override) not in ("name", pointer.key_or_group)]
         return add_recorded([*others, pointer_to(path, pointer.key_or_group)], config_dirs, multirun)
     if multirun and pointer and pointer.key_or_group == "resume":
         return _resume_sweep(pointer, given, values, config_dirs)
-    if task == READS_RECORDS:
-        return unchanged if multirun else _resolve_records(unchanged, given, values)
+    if task in READS_RECORDS:
+        return unchanged if multirun else _resolve_records(unchanged, given, values, READS_RECORDS[task])
     if pointer is None:
         return unchanged
     if multirun:
@@ -240,18 +242,21 @@ def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str])
     return absolute_dirs([*existing, *config_dirs])
 
 
-def _resolve_records(unchanged: Arguments, given: list[Override], values: Mapping[str, Any]) -> Arguments:
-    """Check the directories that task=report reads, before torch is imported, and replace run=last."""
+def _resolve_records(unchanged: Arguments, given: list[Override], values: Mapping[str, Any], kind: str) -> Arguments:
+    """Check the directories that task=report or task=diff reads, before torch is imported, and replace `last`."""
     others = values.get("report.runs")
     for path in others if isinstance(others, list) else []:
         check_is_record(Path(str(path)).absolute(), "report.runs")
     if values.get("run") is None:
         return unchanged
-    path = find_directory("run", values, "sweep or run")
-    overrides = [
-        *_merge([], [override for override in given if override.key_or_group != "run"]),
-        pointer_to(path, "run"),
-    ]
+    paths = {"run": find_directory("run", values, kind)}
+    if kind == "run":
+        if values.get("diff.other") is None:
+            raise InputError("task=diff needs the run to compare with run=; add diff.with=RUN_DIR")
+        paths["diff.other"] = find_directory("diff.with", {**values, "diff.with": values["diff.other"]})
+        check_comparable((paths["run"], paths["diff.other"]))
+    kept = [override for override in given if override.key_or_group not in paths]
+    overrides = [*_merge([], kept), *(pointer_to(path, key) for key, path in paths.items())]
     return Arguments(overrides, overrides, unchanged.config_dirs)
 
 

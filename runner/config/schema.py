@@ -88,6 +88,14 @@ class Predicting:
 
 
 @dataclass
+class Differing:
+    """What task=diff compares, and how closely."""
+
+    other: str | None = None  # also written diff.with
+    tolerance: float | None = None
+
+
+@dataclass
 class Config:
     """One experiment. A group is a node with a `_target_`, whose constructor's signature types it."""
 
@@ -143,6 +151,7 @@ class Config:
     report: Reporting = field(default_factory=Reporting)
     export: Exporting = field(default_factory=Exporting)
     predict: Predicting = field(default_factory=Predicting)
+    diff: Differing = field(default_factory=Differing)
     resume: str | None = None
     resume_force: bool = False
     fork: str | None = None
@@ -158,7 +167,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
-OF_TASKS = ("compare", "report", "export", "predict")  # sections that only the task of the same name reads
+OF_TASKS = ("compare", "report", "export", "predict", "diff")  # sections that only the task of the same name reads
 # Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 

@@ -18,7 +18,10 @@ from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLIT
 from runner.errors import near_hint
 
 AUTO = "auto"
-_AT_LEAST_0 = ("seed", "ema.warmup_steps", "checkpoint.keep_best", "early_stop.min_delta", "export.tolerance")
+_AT_LEAST_0 = (
+    *("seed", "ema.warmup_steps", "checkpoint.keep_best", "early_stop.min_delta", "export.tolerance"),
+    "diff.tolerance",
+)
 _AT_LEAST_1 = (
     *("epochs", "max_steps", "batch_size", "micro_batches", "threads", "log_every", "eval_every", "eval_every_steps"),
     *("eval_batches", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep"),

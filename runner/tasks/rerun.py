@@ -2,17 +2,18 @@
 
 import logging
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from runner.config.schema import Config
+from runner.config.recorded import differences as config_differences
+from runner.config.schema import OF_TASKS, Config
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.jobs.task import JobTask
 from runner.records.custom_code import read_code
+from runner.records.logged_numbers import compare_numbers
 from runner.records.provenance import DIFF
 from runner.records.record_files import read_bytes, read_mapping
 from runner.records.records import LOCATION_KEYS
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Keys that do not affect the weights, and `threads`, which depends on the machine.
 IGNORED_KEYS = frozenset((*LOCATION_KEYS, "code"))
-IGNORED_KEYS |= {"launcher", "metrics", "monitor", "monitor_direction", "callbacks", "report", "compare", "profile"}
+IGNORED_KEYS |= {"launcher", "metrics", "monitor", "monitor_direction", "callbacks", "profile", *OF_TASKS}
 
 
 class Rerun(JobTask):
@@ -54,7 +55,7 @@ class Rerun(JobTask):
     ) -> dict[str, float]:
         then = Path(str(config.run))
         if directory.writes:
-            lines = differences(then, directory)
+            lines = differences(then, directory.path)
             log.info("rerun   %s", then)
             for line in lines or ["nothing: commit, versions, machine and configuration are the same"]:
                 log.info("differs %s", line)
@@ -63,23 +64,31 @@ class Rerun(JobTask):
             return metrics
         was, now = (read_result(then) or {}).get("weights_sha256"), directory.result.weights_sha256
         log.info("same weights: %s" if now == was else f"other weights: they were {was} and are %s", now)
+        if now != was:
+            parting = compare_numbers((then, directory.path), tolerance=0.0, grows=False).parting
+            where = f"parts from the record at {parting}" if parting else "the logged numbers are equal to the record"
+            log.info("%s", where)
         return metrics | {"rerun/same_weights": float(now == was)}
 
 
-def differences(then: Path, now: RunDirectory) -> list[str]:
-    """Return the possible causes of different weights, one line each."""
+def differences(then: Path, now: Path) -> list[str]:
+    """Return the possible causes of different weights of two runs, one line each."""
     old, new = (
-        dotted({topic: result.get(topic) or {} for topic in ("git", "code", "versions", "machine")}) | _settings(path)
-        for path, result in ((then, read_result(then) or {}), (now.path, asdict(now.result)))
+        dotted({topic: result.get(topic) or {} for topic in ("git", "code", "versions", "machine")})
+        | {"world_size": result.get("world_size")}
+        | _settings(path)
+        for path, result in ((path, read_result(path) or {}) for path in (then, now))
     )
-    lines = [f"{key}: was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+    changes = config_differences(old, new)
+    lines = [f"{key}: was {before}, is {after}" for key, (before, after) in changes.items()]
     lines = [line for line in lines if not line.startswith("code.submitted")]
-    with suppress(InputError):  # the copy has been removed
-        code = read_code(then) if old.get("code.hash") != new.get("code.hash") else None
-        if code is not None and (names := code.changed()):
-            lines.append(f"code: {code.describe(names)} changed since; the copy is in {code.directory}")
-    if _diff(then) != _diff(now.path):
-        lines.append(f"uncommitted changes: compare {then / DIFF} with {now.path / DIFF}")
+    with suppress(InputError):  # a copy has been removed
+        before, after = (read_code(path) if "code.hash" in changes else None for path in (then, now))
+        if before is not None and after is not None:
+            names = [name for name in before.modules if before.sources[name] != after.sources.get(name)]
+            lines.append(f"code: {before.describe(names)}: compare {before.directory} with {after.directory}")
+    if _diff(then) != _diff(now):
+        lines.append(f"uncommitted changes: compare {then / DIFF} with {now / DIFF}")
     return lines
 
 

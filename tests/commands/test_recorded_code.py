@@ -84,7 +84,8 @@ def test_tasks_import_the_copy_and_name_the_changed_files(
     assert only_run(tmp_path, "copy").result["code"]["hash"] == code["hash"]
 
     done = commands.forked("task=rerun", f"run={trained}", "name=again")
-    assert f"differs code: {changed} changed since; the copy is in {copy}" in done.stdout, done.stdout + done.stderr
+    assert f"differs code: {changed}: compare {copy} with {tmp_path}/outputs/again/" in done.stdout, done.stderr
+    assert "parts from the record at step 1: train/" in done.stdout
     assert metrics_of(tmp_path, "again")["rerun/same_weights"] == 0.0
     done = commands.forked("task=rerun", f"run={trained}", "name=exact", "code=recorded")
     assert "differs code" not in done.stdout and metrics_of(tmp_path, "exact")["rerun/same_weights"] == 1.0

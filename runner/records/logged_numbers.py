@@ -1,0 +1,126 @@
+"""Comparison of the numbers that two runs have logged: whether they agree, and the first step at which they differ."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.errors import InputError
+from runner.records.monitor import LOSS
+from runner.records.record_files import read_metrics
+from runner.records.result import read_result
+
+EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}  # torch.finfo(...).eps
+# In training, differences by rounding start with some EPS and grow, in runs of ConvNets by up to 7 times per step.
+FACTOR, MAX_TOLERANCE = 100, 0.005
+GROWTH, MAX_STEPS = 10, 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The values of a metric in two runs, at one step."""
+
+    step: int
+    metric: str
+    values: tuple[float, float]
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.metric} was {self.values[0]!r}, is {self.values[1]!r}"
+
+    @property
+    def relative(self) -> float:
+        """The difference divided by the larger absolute value; infinity if only one of the values is finite."""
+        one, other = self.values
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            return 0.0
+        is_finite = math.isfinite(one) and math.isfinite(other)
+        return abs(one - other) / max(abs(one), abs(other)) if is_finite else math.inf
+
+
+@dataclass(frozen=True)
+class NumberComparison:
+    """The comparison of two runs in the steps that both have logged.
+
+    Attributes:
+        num_steps: The number of compared steps, up to the first one at which the runs differ.
+        largest: The largest relative difference in these steps.
+        parting: The first difference that rounding does not explain; None if the runs agree.
+        allowed: The relative difference that rounding explains at that step.
+    """
+
+    num_steps: int
+    largest: Difference
+    parting: Difference | None = None
+    allowed: float = 0.0
+
+
+def default_tolerance(precisions: Sequence[str]) -> float:
+    """Return the tolerance of runs of these precisions, FACTOR * EPS of the lowest one, but at most MAX_TOLERANCE."""
+    return min(FACTOR * max(EPS.get(precision, 0.0) for precision in precisions), MAX_TOLERANCE)
+
+
+def grown(largest: float, num_steps: int) -> float:
+    """Return the difference that rounding explains `num_steps` steps after the largest difference so far."""
+    return float(largest * GROWTH ** min(num_steps, MAX_STEPS))
+
+
+def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = True) -> NumberComparison:
+    """Compare the losses, the gradient norms and the learning rates of two runs.
+
+    Args:
+        runs: the run directories.
+        tolerance: the relative difference that rounding explains before the first step.
+        grows: the difference that rounding explains grows from step to step, as `grown` returns.
+    """
+    one, other = map(_logged, runs)
+    pairs = {
+        step: [
+            Difference(step, name, (one[step][name], other[step][name])) for name in one[step] if name in other[step]
+        ]
+        for step in sorted(one.keys() & other.keys())
+    }
+    largest, before, num_steps = Difference(0, "", (0.0, 0.0)), 0, 0
+    for step, found in pairs.items():
+        if not found:
+            continue
+        num_steps += 1
+        worst = max(found, key=lambda difference: difference.relative)
+        allowed = grown(max(tolerance, largest.relative), step - before) if grows else tolerance
+        largest, before = max(largest, worst, key=lambda difference: difference.relative), step
+        if worst.relative > allowed:
+            return NumberComparison(num_steps, largest, worst, allowed)
+    return NumberComparison(num_steps, largest)
+
+
+def check_comparable(runs: tuple[Path, Path]) -> None:
+    """Raise InputError if one of the directories is not a training run, or if the runs were trained on other data."""
+    results = [read_result(run) or {} for run in runs]
+    for key, run, result in zip(("run", "diff.with"), runs, results, strict=True):
+        if result.get("task") not in ("train", "rerun"):
+            raise InputError(f"{key}={run} is a run of task={result.get('task')}; task=diff compares training runs")
+    (data, samples), (other_data, other_samples) = ((each.get("data"), each.get("samples")) for each in results)
+    if (data, samples) != (other_data, other_samples):
+        raise InputError(
+            f"diff.with={runs[1]} was trained on data={other_data} with {_counts(other_samples)} samples, and "
+            f"run={runs[0]} on data={data} with {_counts(samples)}; choose runs on the same data"
+        )
+
+
+def _counts(samples: object) -> str:
+    return " and ".join(f"{count} {split}" for split, count in samples.items()) if isinstance(samples, Mapping) else "?"
+
+
+def _logged(run: Path) -> dict[int, dict[str, float]]:
+    """Return the compared values by step and name. If a restart has repeated a step, the last value counts.
+
+    Metrics of the group `metrics`, such as accuracy, are left out: one sample near a limit changes them by 1 / samples.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for line in read_metrics(run):
+        rows.setdefault(line["step"], {}).update(line)
+    measured = {name.removeprefix("val/") for row in rows.values() for name in row if name.startswith("val/")}
+    left_out = {f"train/{name}" for name in measured - {"loss"}}
+    return {
+        step: {name: row[name] for name in row if (name.startswith("train/") and name not in left_out) or name == LOSS}
+        for step, row in rows.items()
+    }
