@@ -99,7 +99,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         return Arguments(overrides, overrides, directories, code_of=code_of)
 
     key = pointer.key_or_group
-    named, is_rerun = f"{key}={values[key]}", key == "run" and task == "rerun"
+    named, is_rerun = f"{key}={values[key]}", key == "run" and task in ("rerun", "trace")
     path = find_directory(key, values)
     weights = [override for override in given if override.key_or_group.partition(".")[0] == "init_from"]
     if weights and not is_rerun:
@@ -116,7 +116,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     merged = _merge(recorded, [override for override in given if override is not pointer])
     code_of = _code_of(named, path, values) if key == "run" else None
     if is_rerun:
-        return _rerun(merged, path, directories, code_of)
+        return _rerun(task, merged, path, directories, code_of)
     pointing = pointer_to(path, key)
     if key == "fork":
         merged = pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
@@ -160,14 +160,14 @@ def _recordable(overrides: list[str]) -> list[str]:
     return [override for override in overrides if key_of(override) not in NOT_RECORDED]
 
 
-def _rerun(merged: list[str], path: Path, config_dirs: list[str], code_of: str | None) -> Arguments:
-    """Return the arguments of task=rerun; the new run records those of a training run, as the old one did."""
+def _rerun(task: str, merged: list[str], path: Path, config_dirs: list[str], code_of: str | None) -> Arguments:
+    """Return the arguments of task=rerun or trace; the new run records those of a training run, as the old one did."""
     training = [override for override in merged if override.partition("=")[0] != "task"]
     machine = (read_result(path) or {}).get("machine")
     threads = machine.get("threads") if isinstance(machine, dict) else None
     if type(threads) is int and not any(override.startswith("threads=") for override in merged):
         training.append(f"threads={threads}")  # the environment may imply another number now
-    overrides = [*training, "task=rerun", pointer_to(path, "run")]
+    overrides = [*training, f"task={task}", pointer_to(path, "run")]
     return Arguments(overrides, _recordable(training), config_dirs, None, overrides, code_of)
 
 

@@ -89,10 +89,11 @@ class Predicting:
 
 @dataclass
 class Differing:
-    """What task=diff compares, and how closely."""
+    """What task=diff compares, how closely, and whether it repeats the runs."""
 
     other: str | None = None  # also written diff.with
     tolerance: float | None = None
+    trace: bool = False
 
 
 @dataclass

@@ -130,7 +130,12 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         if (given := getattr(config, section)) != default and task.section != section:
             names = [f"{section}.{key}" for key, value in vars(given).items() if value != getattr(default, key)]
             return [f"{' and '.join(names)}: no effect without task={section}; add it, or leave the key out"]
-    composes = config.resume or config.fork or (config.run and (task.reads_checkpoint or task.needs_experiment))
+    composes = (
+        config.resume
+        or config.fork
+        or config.diff.trace
+        or (config.run and (task.reads_checkpoint or task.needs_experiment))
+    )
     uses_runs = task.needs_experiment or task.reads_run
     forks = bool(config.fork) and task.trains
     ignored = {

@@ -39,19 +39,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class NumberComparison:
-    """The comparison of two runs in the steps that both have logged.
-
-    Attributes:
-        num_steps: The number of compared steps, up to the first one at which the runs differ.
-        largest: The largest relative difference in these steps.
-        parting: The first difference that rounding does not explain; None if the runs agree.
-        allowed: The relative difference that rounding explains at that step.
-    """
+    """The comparison of two runs in the steps that both have logged, up to the first one at which they differ."""
 
     num_steps: int
     largest: Difference
-    parting: Difference | None = None
-    allowed: float = 0.0
+    parting: Difference | None = None  # the first difference that rounding does not explain; None if the runs agree
+    allowed: float = 0.0  # the relative difference that rounding explains at that step
+    agreed: int = 0  # the compared step before it; 0 if there is none
 
 
 def default_tolerance(precisions: Sequence[str]) -> float:
@@ -59,18 +53,11 @@ def default_tolerance(precisions: Sequence[str]) -> float:
     return min(FACTOR * max(EPS.get(precision, 0.0) for precision in precisions), MAX_TOLERANCE)
 
 
-def grown(largest: float, num_steps: int) -> float:
-    """Return the difference that rounding explains `num_steps` steps after the largest difference so far."""
-    return float(largest * GROWTH ** min(num_steps, MAX_STEPS))
-
-
 def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = True) -> NumberComparison:
     """Compare the losses, the gradient norms and the learning rates of two runs.
 
-    Args:
-        runs: the run directories.
-        tolerance: the relative difference that rounding explains before the first step.
-        grows: the difference that rounding explains grows from step to step, as `grown` returns.
+    The relative difference that rounding explains is `tolerance`, or if it grows, GROWTH times the larger of
+    `tolerance` and the largest difference so far, for each step since the last compared one.
     """
     one, other = map(_logged, runs)
     pairs = {
@@ -85,10 +72,12 @@ def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = Tru
             continue
         num_steps += 1
         worst = max(found, key=lambda difference: difference.relative)
-        allowed = grown(max(tolerance, largest.relative), step - before) if grows else tolerance
-        largest, before = max(largest, worst, key=lambda difference: difference.relative), step
+        factor = GROWTH ** min(step - before, MAX_STEPS)
+        allowed = max(tolerance, largest.relative) * factor if grows else tolerance
+        largest = max(largest, worst, key=lambda difference: difference.relative)
         if worst.relative > allowed:
-            return NumberComparison(num_steps, largest, worst, allowed)
+            return NumberComparison(num_steps, largest, worst, allowed, before)
+        before = step
     return NumberComparison(num_steps, largest)
 
 

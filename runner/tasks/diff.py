@@ -1,17 +1,27 @@
 """task=diff: whether two runs agree up to rounding, and otherwise where they part."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from runner.checkpoints.layout import list_checkpoints, step_of
+from runner.config.command import composing, prepare
+from runner.config.diagnostics.type_hints import show
+from runner.config.pointers import pointer_to, quote
 from runner.config.recorded import read_config
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed
 from runner.jobs.task import LaunchingTask
+from runner.launchers.launch import launch
+from runner.optimization.parameter_patterns import counted
 from runner.records.logged_numbers import NumberComparison, compare_numbers, default_tolerance
 from runner.records.result import read_result
-from runner.records.run_directory import Request
+from runner.records.run_directory import CHECKPOINTS, Request
 from runner.tasks.rerun import differences
+from runner.tasks.trace import TRACE
+from runner.tasks.trace_comparison import find_difference
 
+NO_CHECKPOINTS = ("checkpoint.every_epochs=1000000", "checkpoint.every_steps=null", "checkpoint.every_seconds=null")
 LARGE = 0.01  # a relative difference that needs a remark even if rounding explains it
 
 
@@ -22,10 +32,12 @@ class Diff(LaunchingTask):
     reads_run = True
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Print the comparison, and return its numbers. Nothing is written.
+        """Print the comparison, and return its numbers. Nothing is written, except in a temporary directory.
 
         Raises InputError for runs that cannot be compared, and JobFailed if the runs differ.
         """
+        if config.diff.trace and rank_info.world_size > 1:
+            raise InputError("diff.trace=true starts the ranks of both runs itself; run task=diff in one process")
         runs = Path(str(config.run)), Path(str(config.diff.other))
         tolerance = config.diff.tolerance
         precisions = [read_config(run).precision for run in runs]
@@ -42,7 +54,11 @@ class Diff(LaunchingTask):
             for line in differences(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
                 print(f"differs  {line}")
             print(f"numbers  {describe(numbers)}", flush=True)
+            if config.diff.trace and numbers.parting is None:
+                print("trace    nothing to trace")
         if numbers.parting is not None:
+            for line in trace(config, runs, numbers, rank_info) if config.diff.trace else ():
+                print(f"trace    {line}", flush=True)
             raise JobFailed("the runs differ")
         return {"diff/num_steps": float(numbers.num_steps), "diff/largest": numbers.largest.relative}
 
@@ -64,3 +80,31 @@ def describe(numbers: NumberComparison) -> str:
         f"{text}: {largest.metric} at step {largest.step} differs most; the difference grew from step to step, as "
         "rounding errors do; with precision=fp64 such errors stay small"
     )
+
+
+def trace(config: Config, runs: tuple[Path, Path], numbers: NumberComparison, rank_info: RankInfo) -> list[str]:
+    """Repeat both runs in worlds of their sizes, and return lines about the first tensor that differs.
+
+    The steps are those from the last one at which the logged numbers agree to the one at which they part.
+    """
+    assert numbers.parting is not None
+    first, last = max(numbers.agreed, 1), numbers.parting.step
+    saved = [{step_of(path) for path in list_checkpoints(run / CHECKPOINTS)} for run in runs]
+    checkpoint = max((step for step in saved[0] & saved[1] if step < first), default=0)
+    start = f"the checkpoints step_{checkpoint}" if checkpoint else "the start"
+    lines = [f"steps {first} to {last}, repeated from {start}"]
+    with TemporaryDirectory(prefix="runner-diff-") as folder:
+        directories = list[Path]()
+        for name, run in zip("AB", runs, strict=True):
+            steps = (f"task.first={first}", f"task.last={last}", f"task.checkpoint={checkpoint}")
+            world = ("launcher=spawn", f"launcher.nproc_per_node={(read_result(run) or {}).get('world_size', 1)}")
+            # With compile=true, hooks would not see the modules; a replay would record a step twice.
+            without = ("compile=false", "logger=none", "replay_every_steps=null", "profile=false", *NO_CHECKPOINTS)
+            where = (pointer_to(run, "run"), f"outputs={quote(folder)}", f"name={name}", f"trust={show(config.trust)}")
+            overrides = ["task=trace", "code=recorded", *steps, *world, *without, *where]
+            with composing(overrides, [], multirun=False) as arguments:
+                launch(*prepare(arguments, rank_info, ()), rank_info)
+            directories += Path(folder, name).glob(f"*/{TRACE}")
+        found, skipped = find_difference((directories[0], directories[1]), range(first, last + 1), numbers.allowed)
+    lines += [found or "all recorded outputs and gradients agree: the repeated runs do not differ as the runs did"]
+    return [*lines, *([f"not compared: {counted(skipped, 8)}"] if skipped else [])]

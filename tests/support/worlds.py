@@ -144,8 +144,18 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
         add_to_path(request.config_dirs)  # the previous test may have restored sys.path
         config = replace(config, outputs=str(outputs))
         request = replace(request, overrides=(*request.overrides, f"outputs={outputs}"))
-    store_path = outputs / f"store-{next(_numbers)}"  # a used file would be read as this world's
     before = _runs(Path(config.outputs) / config.name)
+    outputs.mkdir(exist_ok=True)
+    run_world(config, request, world_size, outputs, timeout_s)
+    if request.directory:
+        return Run(Path(request.directory))
+    (created,) = _runs(Path(config.outputs) / config.name) - before
+    return Run(created)
+
+
+def run_world(config: Config, request: Request, world_size: int, folder: Path, timeout_s: float = 300) -> None:
+    """Run a job on forked ranks, whose store is a new file in the folder. Raise what a rank raises."""
+    store_path = folder / f"store-{next(_numbers)}"  # a used file would be read as this world's
 
     def run_rank(rank: int, world_size: int) -> None:
         rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
@@ -156,12 +166,7 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
         finally:  # as the command does: a failed rank exits after rank 0 has reported the failure
             world.shutdown.report_before_exit(lambda: None)
 
-    outputs.mkdir(exist_ok=True)
     run_ranks(run_rank, world_size, timeout_s=timeout_s, forms_group=False)  # the job forms its own group
-    if request.directory:
-        return Run(Path(request.directory))
-    (created,) = _runs(Path(config.outputs) / config.name) - before
-    return Run(created)
 
 
 def _runs(folder: Path) -> set[Path]:
