@@ -133,7 +133,9 @@ class Tracer(Callback):
             # Neither a pass without gradients nor a block that is computed again in backward.
             is_forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
             if is_forward and self._step in self._steps:
-                self._calls.setdefault(name, []).append({n: _copy(t) for n, t in named_tensors(outputs).items()})
+                # Integers may be positions in the micro-batch, as in a PackedSequence.
+                found = {n: t for n, t in named_tensors(outputs).items() if t.is_floating_point() or t.is_complex()}
+                self._calls.setdefault(name, []).append({n: _copy(t) for n, t in found.items()})
 
         return record
 

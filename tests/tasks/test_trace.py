@@ -1,7 +1,6 @@
 """task=diff with diff.trace=true: the module, step, rank and samples at which two repeated runs differ."""
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from commands import Commands
 from custom_files import write_files
 from worlds import Run, only_run, run, run_world
 
+from runner.config.custom_dirs import fresh_imports
 from runner.records.logged_numbers import default_tolerance
 from runner.tasks import diff
 from runner.tasks.trace_comparison import find_difference
@@ -93,18 +93,18 @@ TINY = ("model=net", "data=points", "precision=fp64", "batch_size=12", "epochs=3
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a custom directory. The ranks that task=diff starts are forked."""
 
     def launch_forked(config: diff.Config, request: diff.Request, rank_info: object) -> None:
         run_world(config, request, config.launcher["nproc_per_node"], tmp_path)
 
     monkeypatch.setattr(diff, "launch", launch_forked)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("net", "points", "shift"):  # of the previous test
-        monkeypatch.delitem(sys.modules, name, raising=False)
     write_files(tmp_path / "mine", FILES)
-    return tmp_path / "mine"
+    with fresh_imports():
+        yield tmp_path / "mine"
+    with fresh_imports():  # other tests have modules of the same names
+        pass
 
 
 def traced(here: Callable[..., int], capsys: pytest.CaptureFixture[str], one: Run, other: Run) -> str:
