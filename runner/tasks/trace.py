@@ -24,7 +24,7 @@ from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callback, Progress, RunInfo, Update
 
 TRACE = "trace"  # the directory of the records
-DATA, ROOT = "the data", "the model"  # the names of the batch and of the outermost module
+ROOT = "the model"  # the name of the outermost module
 
 
 class Trace(JobTask):
@@ -99,7 +99,7 @@ class Tracer(Callback):
 
         for number, batch in enumerate(batches):
             for name, tensor in named_tensors(batch.data).items():
-                add(DATA + name, number, tensor)
+                add(f"the data{name}", number, tensor)
         for module, calls in self._calls.items():
             if batches and len(calls) % len(batches) == 0:  # the same number of calls for each micro-batch
                 for position, outputs in enumerate(calls):
@@ -109,19 +109,17 @@ class Tracer(Callback):
         scale = self._experiment.recipe.precision.scaler.get_scale()
         has_whole = not isinstance(self._experiment.parallel, LocalSGD | ParameterServer)
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None and has_whole}
+        whole = {name: _copy(gradient) / scale for name, gradient in gradients.items()}
         self._record[update.name] = {
             "samples": [[*batch.indices] for batch in batches],
             "modules": [*self._calls],
             "rows": rows,
-            "gradients": {name: _copy(gradient) / scale for name, gradient in gradients.items()},
+            "gradients": whole if self._experiment.axes.data_rank(self._rank) == 0 else {},
         }
         return True
 
     def after_step(self, now: Progress) -> None:
         if self._record:
-            if self._experiment.axes.data_rank(self._rank):  # the gradients are those of data rank 0
-                for record in self._record.values():
-                    record["gradients"] = {}
             torch.save(self._record, self._directory / f"{now.step}.{self._rank}")
             self._record = {}
         self._step = now.step + 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runner.optimization.parameter_patterns import counted
-from runner.tasks.trace import DATA
+from runner.tasks.trace import ROOT
 
 SMALL = 0.1  # a gradient below this fraction of the largest one of the step may consist only of rounding errors
 LISTED = 8  # samples in a line
@@ -55,10 +55,9 @@ def _differences(runs: Sequence[Records], tolerance: float, skipped: dict[str, N
     if read[0] != read[1]:
         only = [_listed(samples) or "none" for samples in (read[0] - read[1], read[1] - read[0])]
         yield f"the runs read other samples: only A has {only[0]}, and only B has {only[1]}"
-    # Each rank of a pipeline has only the modules of its stages.
-    modules = [*dict.fromkeys(name for record in min(runs, key=len).values() for name in record["modules"])]
-    names = dict.fromkeys(name for run in runs for record in run.values() for name in record["rows"])
-    for name in sorted(names, key=lambda name: _position(name, modules)):
+    # A record has the names in the order of the forward. Each rank of a pipeline has only the modules of its stages.
+    records = [record for run in sorted(runs, key=len) for record in run.values()]
+    for name in dict.fromkeys(name for record in records for name in record["rows"]):
         found, is_compared = _compare_rows(name, runs, tolerance)
         if found:
             ranks = [counted(sorted({str(each.ranks[i]) for each in found})) for i in (0, 1)]
@@ -68,24 +67,24 @@ def _differences(runs: Sequence[Records], tolerance: float, skipped: dict[str, N
             skipped[name] = None
     gradients = [{n: g for record in run.values() for n, g in record["gradients"].items()} for run in runs]
     largest = _largest(gradient for of_run in gradients for gradient in of_run.values())
-    last = len(modules) - 1
     common = [name for name, g in gradients[0].items() if name in gradients[1] and g.shape == gradients[1][name].shape]
     skipped |= {f"the gradient of {name}": None for of_run in gradients for name in of_run if name not in common}
-    for name in sorted(common, key=lambda name: -_position(name, modules)):
+    modules = [*dict.fromkeys(name for record in records for name in record["modules"])]
+    last = len(modules) - 1
+    for position, name in sorted(((_position(name, modules), name) for name in common), reverse=True):
         one, other = gradients[0][name], gradients[1][name]
-        worst, position = _worst(one, other), _position(name, modules)
+        worst = _worst(one, other)
         if worst.difference > tolerance * max(_largest([one, other]), SMALL * largest):
-            computed_by = counted(modules[max(position, 0) : last + 1])
+            computed_by = counted(modules[position : last + 1])
             yield f"the gradient of {name} differs, which is computed in the backward of {computed_by}; {worst}"
         last = position
 
 
-def _position(name: str, modules: Sequence[str]) -> int:
-    """Return the position of a tensor's module in the order of forward: -1 for the data, the last one for ROOT."""
-    if name.startswith(DATA):
-        return -1
-    found = [i for i, module in enumerate(modules) if name == module or name.startswith((f"{module}.", f"{module},"))]
-    return max(found, key=lambda i: len(modules[i]), default=len(modules) - 1)
+def _position(parameter: str, modules: Sequence[str]) -> int:
+    """Return the position of the innermost called module that contains the parameter, in the order of the forward."""
+    while parameter and parameter not in modules:
+        parameter = parameter.rpartition(".")[0]
+    return modules.index(parameter or ROOT) if (parameter or ROOT) in modules else len(modules) - 1
 
 
 def _compare_rows(name: str, runs: Sequence[Records], tolerance: float) -> tuple[list[Difference], bool]:
