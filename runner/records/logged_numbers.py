@@ -57,8 +57,15 @@ def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = Tru
     """Compare the losses, the gradient norms and the learning rates of two runs.
 
     The relative difference that rounding explains is `tolerance`, or if it grows, GROWTH times the larger of
-    `tolerance` and the largest difference so far, for each step since the last compared one.
+    `tolerance` and the largest difference so far, for each step since the last compared one. For evaluations it is then
+    at least the square root of `tolerance`: they depend on values that the loss of a step does not depend on, such as
+    the statistics of BatchNorm.
     """
+
+    def explained(difference: Difference) -> float:
+        is_evaluation = grows and difference.metric == LOSS
+        return max(allowed, math.sqrt(tolerance)) if is_evaluation else allowed
+
     one, other = map(_logged, runs)
     pairs = {
         step: [
@@ -71,12 +78,12 @@ def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = Tru
         if not found:
             continue
         num_steps += 1
-        worst = max(found, key=lambda difference: difference.relative)
         factor = GROWTH ** min(step - before, MAX_STEPS)
         allowed = max(tolerance, largest.relative) * factor if grows else tolerance
-        largest = max(largest, worst, key=lambda difference: difference.relative)
-        if worst.relative > allowed:
-            return NumberComparison(num_steps, largest, worst, allowed, before)
+        largest = max(largest, *found, key=lambda difference: difference.relative)
+        if unexplained := [difference for difference in found if difference.relative > explained(difference)]:
+            worst = max(unexplained, key=lambda difference: difference.relative)
+            return NumberComparison(num_steps, largest, worst, explained(worst), before)
         before = step
     return NumberComparison(num_steps, largest)
 

@@ -92,16 +92,17 @@ def trace(config: Config, runs: tuple[Path, Path], numbers: NumberComparison, ra
     saved = [{step_of(path) for path in list_checkpoints(run / CHECKPOINTS)} for run in runs]
     checkpoint = max((step for step in saved[0] & saved[1] if step < first), default=0)
     start = f"the checkpoints step_{checkpoint}" if checkpoint else "the start"
-    lines = [f"steps {first} to {last}, repeated from {start}"]
+    steps = f"steps {first} to {last}" if first < last else f"step {last}"
+    lines = [f"{steps}, repeated from {start}"]
     with TemporaryDirectory(prefix="runner-diff-") as folder:
         directories = list[Path]()
         for name, run in zip("AB", runs, strict=True):
-            steps = (f"task.first={first}", f"task.last={last}", f"task.checkpoint={checkpoint}")
+            task = ("task=trace", f"task.first={first}", f"task.last={last}", f"task.checkpoint={checkpoint}")
             world = ("launcher=spawn", f"launcher.nproc_per_node={(read_result(run) or {}).get('world_size', 1)}")
             # With compile=true, hooks would not see the modules; a replay would record a step twice.
             without = ("compile=false", "logger=none", "replay_every_steps=null", "profile=false", *NO_CHECKPOINTS)
             where = (pointer_to(run, "run"), f"outputs={quote(folder)}", f"name={name}", f"trust={show(config.trust)}")
-            overrides = ["task=trace", "code=recorded", *steps, *world, *without, *where]
+            overrides = [*task, "code=recorded", *world, *without, *where]
             with composing(overrides, [], multirun=False) as arguments:
                 launch(*prepare(arguments, rank_info, ()), rank_info)
             directories += Path(folder, name).glob(f"*/{TRACE}")

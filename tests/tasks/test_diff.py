@@ -75,3 +75,9 @@ def test_the_command_names_what_differs(
     assert here("diff.tolerance=1") == 2
     assert "diff.tolerance: no effect without task=diff" in capsys.readouterr().err
     assert sorted(map(str, tmp_path.rglob("*"))) == names
+
+
+def test_evaluations_may_differ_by_half_of_the_digits(tmp_path: Path) -> None:
+    one, other, wrong = (write(tmp_path / str(loss), [{"val/loss": loss}]) for loss in (1.0, 1.003, 1.03))
+    assert compare_numbers((one, other), FP32).parting is None
+    assert compare_numbers((one, wrong), FP32).parting is not None
