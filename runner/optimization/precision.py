@@ -52,16 +52,11 @@ def _changes(tensor: Tensor, converted: Tensor) -> bool:
 
 
 class CpuAttention(TorchFunctionMode):
-    """Replaces torch's attention kernel under autocast on CPUs without tiles (AMX), where the kernel is slow.
+    """Computes attention under autocast in float32, because torch's kernel is slow on CPUs without tiles (AMX).
 
-    Short sequences use two matrix products in bfloat16 if the CPU supports them; otherwise the kernel runs in float32.
-    The backward of 256 sequences of length 49 takes 31 ms with the bfloat16 kernel, 6 ms in float32 including the
-    casts, and 3 ms with matrix products. Calls from within torch (nn.MultiheadAttention) are unchanged.
+    The backward of 256 sequences of length 49 takes 31 ms with the bfloat16 kernel, and 6 ms in float32 including the
+    casts. Calls from within torch (nn.MultiheadAttention) are unchanged.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_products = torch.cpu._is_avx512_bf16_supported()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,10 +64,6 @@ class CpuAttention(TorchFunctionMode):
             return function(*args, **kwargs)
         dtype = torch.get_autocast_dtype("cpu")
         with torch.autocast("cpu", enabled=False):
-            if self._has_products and dtype == torch.bfloat16:
-                output = _by_products(*args, **kwargs)
-                if output is not None:
-                    return output
             float32_kwargs = {name: _in_float32(value) for name, value in kwargs.items()}
             return function(*map(_in_float32, args), **float32_kwargs).to(dtype)
 
@@ -81,29 +72,6 @@ def _is_cast(arguments: tuple[Any, ...]) -> bool:
     """Return True if autocast is enabled here and would cast these arguments; it does not cast float64."""
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     return torch.is_autocast_enabled("cpu") and not any(tensor.dtype == torch.float64 for tensor in tensors)
-
-
-def _by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Return attention in bfloat16: (..., L, E) queries, (..., S, E) keys and (..., S, V) values -> (..., L, V).
-
-    Returns None for other options, and if scores and weights would take more memory than the kernel's operands.
-    """
-    if attn_mask is not None or dropout_p or enable_gqa or key.size(-2) > 4 * key.size(-1):
-        return None
-    query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
-    scores = torch.matmul(query * (query.size(-1) ** -0.5 if scale is None else scale), key.transpose(-1, -2))
-    if is_causal:
-        scores = scores + scores.new_full(scores.shape[-2:], -torch.inf).triu(1)
-    return torch.matmul(scores.softmax(-1), value)
 
 
 def _in_float32(value: Any) -> Any:
