@@ -2,20 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from runner.checkpoints.layout import BEST, list_checkpoints, step_of
 
 PARTIAL, DELETING = ".tmp", ".deleting"  # suffixes of directories that are not complete checkpoints
-
-watchers: list[Callable[[str], None]] = []  # tests append functions that kill the process at a named point
-
-
-def reached(point: str) -> None:
-    """Call the watchers with the name of this point of a save or a removal."""
-    for watch in watchers:
-        watch(point)
 
 
 def set_link(directory: Path, name: str, path: Path | None) -> None:
@@ -59,12 +51,9 @@ def remove(path: Path) -> None:
     """Delete a checkpoint, which is either complete or absent at any moment."""
     renamed = path.with_name(path.name + DELETING)
     _delete(renamed)
-    reached("remove: begin")
     path.rename(renamed)
-    reached("remove: renamed")
     flush(path.parent)
     _delete(renamed, ignore_errors=False)
-    reached("remove: end")
 
 
 def remove_leftovers(directory: Path, keep: Path | None = None) -> None:

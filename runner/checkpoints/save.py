@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoints.layout import FACTS, LAST, MANIFEST, PROGRESS, FileRecord, TrainState, manifest_text, shard_name
-from runner.checkpoints.retention import PARTIAL, flush, reached, remove, remove_leftovers, set_link
+from runner.checkpoints.retention import PARTIAL, flush, remove, remove_leftovers, set_link
 from runner.checkpoints.save_coordination import SaveCoordinator, StoreLost
 from runner.checkpoints.saved_state import LocalState, merge
 from runner.checkpoints.shard_file import write_shard
@@ -59,7 +59,6 @@ def save(
         _save_part(partial, local, train_state.step, coordinator)
         return final
     try:
-        reached("save: begin")
         if coordinator.synchronous:
             check_lock()
             remove_leftovers(directory, keep=partial)
@@ -76,7 +75,6 @@ def save(
             files |= report["files"]
             facts = merge(facts, report["facts"])
         check_replicas([local.replica_hashes, *(report["replica_hashes"] for report in reports)])
-        reached("save: shards written")
         check_visible(partial, files)
         texts = {
             FACTS: json.dumps({"world_size": coordinator.world_size, **facts}),
@@ -84,16 +82,12 @@ def save(
         }
         for name, text in texts.items():
             files[name] = asdict(_write_text(partial / name, text))
-        reached("save: facts written")
         _write_text(partial / MANIFEST, manifest_text({name: FileRecord(**record) for name, record in files.items()}))
-        reached("save: manifest written")
         flush(partial)
         check_lock()
         if final.exists():  # a damaged checkpoint of the same step, from which the run was not resumed
             remove(final)
-        reached("save: before rename")
         partial.rename(final)
-        reached("save: renamed")
         flush(directory)
     except Exception as error:
         check_lock()  # the directory may belong to another world
@@ -105,7 +99,6 @@ def save(
         with suppress(RuntimeError):
             coordinator.announce(train_state.step, "ended")
     set_link(directory, LAST, final)
-    reached("save: end")
     return final
 
 
