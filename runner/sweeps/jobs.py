@@ -15,7 +15,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from runner.config.custom_dirs import searched_dirs
-from runner.config.diagnostics.overrides import explain
 from runner.config.diagnostics.type_hints import show
 from runner.config.resume import add_recorded
 from runner.config.schema import Config
@@ -49,19 +48,14 @@ class Composer:
 
         Raises InputError if a value of the job is invalid by itself.
         """
-        from runner.config.compose import checked
+        from runner.config.compose import checked, explained
 
         if tuple(job) not in self._composed:
             overrides = complete_overrides(job)
-            try:
+            # Hydra's own overrides are explained too, because one of them may add a directory to the search path.
+            with explained([*self.master.hydra.overrides.hydra, *overrides]):
                 cfg = self.loader.load_sweep_config(self.master, overrides)
-                self._composed[tuple(job)] = checked(cfg, overrides), dict(cfg.hydra.runtime.choices)
-            except InputError:
-                raise
-            except Exception as error:
-                # Hydra's own overrides are included, because one of them may add a directory to the search path.
-                messages = explain(error, [*self.master.hydra.overrides.hydra, *overrides], self.loader)
-                raise InputError(*messages) from None
+            self._composed[tuple(job)] = checked(cfg, overrides), dict(cfg.hydra.runtime.choices)
         return self._composed[tuple(job)]
 
 

@@ -44,9 +44,7 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
         )
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
     swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    sweep = Sweep(rank_info, record, arguments.directory, dict(base.backend), swept_overrides)
-    sweep.code_of, sweep.resume_force = arguments.code_of, arguments.resume_force
-    sweep.untrusted = arguments.untrusted
+    sweep = Sweep(rank_info, arguments, record, arguments.directory, dict(base.backend), swept_overrides)
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, open_dict
 from runner.config.custom_dirs import add_to_path
 from runner.config.pointers import pointer_to
 from runner.config.recorded_code import importing_code_of
+from runner.config.resume import Arguments
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -45,17 +46,17 @@ class Sweep:
     """The task function that Hydra's launchers call for each job. Some of them pickle it.
 
     Attributes:
+        given: The arguments of the command.
         directory: The directory of the sweep; None until a new one is created.
         arguments: The overrides of the sweep, with several values for some keys, but without those of Hydra.
         jobs: The remaining jobs, in the order in which they run; Hydra's job.num is an index of this list.
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
         is_new: True if this process has created the directory.
-        code_of, untrusted: As in `Request`.
-        resume_force: True if the sweep is resumed even if its code has changed.
         pruners: The pruners of a study's jobs, by job number.
     """
 
     rank_info: RankInfo
+    given: Arguments
     record: SweepRecord
     directory: str | None
     backend: dict[str, Any]
@@ -66,9 +67,6 @@ class Sweep:
     dry_run: bool = False
     is_new: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
-    code_of: str | None = None
-    untrusted: str | None = None
-    resume_force: bool = False
 
     def open(
         self,
@@ -94,7 +92,7 @@ class Sweep:
         composer = Composer(master, loader)
         composed = [composer.compose(job) for job in jobs]
         configs = [config for config, _ in composed]
-        self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None, self.untrusted)
+        self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None, self.given.untrusted)
         check(configs)
         if self.dry_run:
             if self.directory is not None:
@@ -116,7 +114,7 @@ class Sweep:
             if not self.is_new:
                 before = read_sweep(path).shared
                 check_shared(path, recorded, before, configs[0], swept)
-                if not self.resume_force:
+                if not self.given.resume_force:
                     _check_code(recorded, configs[0])
                 self.record.shared = {key: value for key, value in before.items() if key in self.record.shared}
             if prepare is not None:
@@ -174,7 +172,7 @@ class Sweep:
             if self.skips(job):
                 return {}
             self.write_state(job, "running")
-            with importing_code_of(self.code_of):  # another process may have composed the jobs
+            with importing_code_of(self.given.code_of):  # another process may have composed the jobs
                 metrics = launch(config, request, self.rank_info, launcher)
         except BaseException as error:
             if isinstance(error, InputError) and self.rank_info.rank == 0:
@@ -216,8 +214,8 @@ class Sweep:
             directory=str(self.path(job)),
             choices=choices,
             pruner=self.pruners.get(job.number),
-            code_of=self.code_of,
-            untrusted=self.untrusted,
+            code_of=self.given.code_of,
+            untrusted=self.given.untrusted,
         )
 
     def path(self, job: Job) -> Path:
