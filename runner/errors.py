@@ -102,6 +102,12 @@ def user_line(error: BaseException) -> str | None:
     return of_user[-1] if of_user else None
 
 
+def calling_line() -> str:
+    """Return `FILE:LINE` of the innermost caller in user code; `a library` if there is none."""
+    positions = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    return next((f"{file}:{line}" for file, line in positions if is_user_code(file)), "a library")
+
+
 def describe_full_disk(error: BaseException) -> str | None:
     """Return one line about an error of a full disk or an exhausted quota; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):

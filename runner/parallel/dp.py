@@ -31,6 +31,9 @@ class DP(Parallel):
     def prepare(self, recipe: Recipe, world: World) -> Replica:
         if recipe.device.type == "cpu" or torch.cuda.device_count() == 1:
             log.warning("parallel=dp has no effect on CPU or one GPU: DataParallel passes the whole batch to the model")
+        elif recipe.draws.follows:
+            recipe.draws.follows = False
+            log.warning("parallel=dp: random numbers of the model depend on the number of GPUs; try parallel=ddp")
         wrapped = nn.DataParallel(recipe.module)
         optimizer = recipe.make_optimizer(recipe.module.parameters())
         return Replica(recipe, optimizer, wrapper=lambda function, *args: function(wrapped, *args))

@@ -32,8 +32,7 @@ class ParameterServer(Parallel):
 
     updates=sync computes the same numbers as parallel=none. With updates=async, each trainer's part of the global
     gradient is a separate update, at weights that the others may have changed since they were fetched. No trainer gets
-    more than one step ahead of another, because all ranks vote after each step whether to stop. Dropout under
-    forward=remote draws its masks on the server, in the order of the trainers' calls.
+    more than one step ahead of another, because all ranks vote after each step whether to stop.
     """
 
     needs_group = True
@@ -250,9 +249,10 @@ class TrainerModel(SynchronizedReplica):
         weight = torch.zeros((), dtype=torch.float64, device=self._device)
         for micro_batch in batch.micro_batches:
             if micro_batch.num_samples:
-                outputs: Any = request(server_rpc.forward, map_tensors(torch.Tensor.cpu, micro_batch.inputs))
+                inputs = map_tensors(torch.Tensor.cpu, micro_batch.inputs)
+                outputs: Any = request(server_rpc.forward, inputs, list(micro_batch.indices), self._draws.key)
                 outputs = map_tensors(lambda tensor: tensor.to(self._device), outputs)
-                with self.precision.autocast():
+                with self.precision.autocast(), self._draws.following(micro_batch):
                     loss = self.objective.local_loss(outputs, micro_batch)
                 total = total + loss.divided_by(batch.num_samples)
                 weight += loss.weight

@@ -3,7 +3,7 @@
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from runner.distributed.network import environment_variables, loopback_only
 from runner.distributed.traffic import RPC, count_tensors
 from runner.distributed.world import World
 from runner.errors import JobFailed
+from runner.input.batch import MicroBatch
 from runner.input.pytree import map_tensors
 from runner.objectives.supervised import call_model
 from runner.parallel.parameter_update import ParameterUpdate, flatten_gradients, set_gradients
@@ -32,7 +33,7 @@ class Server:
 
     def __init__(self, recipe: Recipe, update: ParameterUpdate, num_trainers: int, is_async: bool, timeout_s: float):
         self.module, self.device, self.precision, self.update = recipe.module, recipe.device, recipe.precision, update
-        self.trained = [p for p in recipe.module.parameters() if p.requires_grad]
+        self.trained, self.draws = [p for p in recipe.module.parameters() if p.requires_grad], recipe.draws
         self.trainers, self.is_async, self.timeout_s = range(1, num_trainers + 1), is_async, timeout_s
         self._update_lock = threading.Lock()  # so that no thread reads partially updated weights
         self._changed = threading.Condition()
@@ -95,13 +96,14 @@ class Server:
         with self._update_lock:
             return torch.cat([parameter.reshape(-1) for parameter in self.trained]).cpu()
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: Any, indices: Sequence[int], key: int) -> Any:
         torch.set_num_threads(self._num_threads)  # each thread has its own number
         with self._update_lock, self.precision.autocast():
             # With copies of the parameters: another trainer's update may precede this forward's backward.
             copies = {parameter: parameter.clone() for parameter in self.module.parameters()}
             inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
-            outputs = call_with(copies, self.module, call_model, inputs)
+            with self.draws.following(MicroBatch(inputs, indices), key=key):
+                outputs = call_with(copies, self.module, call_model, inputs)
             return map_tensors(torch.Tensor.cpu, outputs)
 
     def gradients(self, context: int) -> torch.Tensor:
@@ -140,8 +142,9 @@ def weights() -> torch.Tensor:
     return flat
 
 
-def forward(inputs: Any) -> Any:
-    outputs = _servers[0].forward(inputs)
+def forward(inputs: Any, indices: Sequence[int], key: int) -> Any:
+    """Call the server's model. key: of the random numbers of the step."""
+    outputs = _servers[0].forward(inputs, indices, key)
     count_tensors(RPC, inputs, outputs, _gradient_of(outputs))
     return outputs
 

@@ -59,6 +59,7 @@ class PipelineReplica(Replica):
                 number == 0,
                 self._micro_batches,
                 recipe.precision,
+                recipe.draws,
                 outputs[number] if number < len(outputs) else None,
                 self._compute_loss,
             )
@@ -164,7 +165,10 @@ class PipelineReplica(Replica):
         A rank can receive the next inputs as soon as it has sent its outputs, so that the ranks overlap. Nothing is
         sent for a micro-batch without rows.
         """
-        rank = dist.get_rank(self._pipeline)
+        with self._draws.following(micro_batch):
+            return self._predict(micro_batch, dist.get_rank(self._pipeline))
+
+    def _predict(self, micro_batch: MicroBatch, rank: int) -> Prediction | None:
         features: Any = None
         for number, stage in self._stages.items():
             stage.eval()

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from runner.input.batch import MicroBatch
 from runner.objectives.supervised import call_model
 from runner.optimization.precision import Precision
+from runner.training.draws.following import Draws
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ class StageModule(nn.Module):
         is_first: bool,
         micro_batches: list[MicroBatch],
         precision: Precision,
+        draws: Draws,
         output: StageOutput | None,
         compute_loss: Callable[[Any, MicroBatch], torch.Tensor],
     ):
         """micro_batches: those of the current call of the schedule. output: None for the last stage."""
         super().__init__()
         self.layers, self.output, self.is_first, self.compute_loss = layers, output, is_first, compute_loss
-        self.micro_batches, self.precision = micro_batches, precision
+        self.micro_batches, self.precision, self.draws = micro_batches, precision, draws
         self.num_samples = 0  # after padding
         self.position = 0  # of the next micro-batch: all schedules run their forwards in order
 
@@ -79,7 +81,7 @@ class StageModule(nn.Module):
                 return zero
             return zero + self.output.empty(self.num_samples, received.device).zero_()
         micro_batch = self.micro_batches[position]
-        with self.precision.autocast():
+        with self.precision.autocast(), self.draws.following(micro_batch):
             inputs = micro_batch.inputs if self.is_first else received[: micro_batch.rows]
             outputs = call_model(self.layers, inputs)
             if self.output is None:

@@ -60,10 +60,11 @@ class Replica:
         local_optimizer: torch.optim.Optimizer | None = None,
     ):
         self.module, self.optimizer, self.precision = recipe.module, optimizer, recipe.precision
-        self.objective = recipe.objective
+        self.objective, self._draws = recipe.objective, recipe.draws
         if loss_group is None:
             (loss_group,) = loss_groups(recipe.objective, recipe.module)
         self.loss_group = loss_group
+        self._loss_number = [*recipe.objective.losses].index(loss_group.name)
         self.update = ParameterUpdate(
             optimizer, loss_group.parameters, recipe.precision, recipe.clip_grad_norm, total_norm
         )
@@ -88,7 +89,8 @@ class Replica:
         is_weighted = not (self.objective.weighted_by_samples or self.objective.terms)
         with training_only(self.loss_group):
             for number, micro_batch in enumerate(batch.micro_batches):
-                with nullcontext() if number == last else self._without_sync():
+                without_sync = nullcontext() if number == last else self._without_sync()
+                with without_sync, self._draws.following(micro_batch, self._loss_number):
                     with self.precision.autocast():
                         loss = self._wrapper(self.objective.measure, self.loss_group.name, micro_batch)
                     if self.objective.terms:
@@ -142,7 +144,9 @@ class Replica:
         restoring = restoring_state(self.module, self.objective)
         with restoring, torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
             for micro_batch in batch.micro_batches:
-                weights += self._evaluation_wrapper(self.objective.measure, self.loss_group.name, micro_batch).weight
+                with self._draws.following(micro_batch, self._loss_number):
+                    loss = self._evaluation_wrapper(self.objective.measure, self.loss_group.name, micro_batch)
+                weights += loss.weight
         self.objective.take_logged(weights.device)  # the values are logged again by the next pass
         return self._sum_over(weights / self._duplicates)
 
@@ -163,7 +167,7 @@ class Replica:
         """Compute losses and outputs in evaluation mode, without gradients."""
         self.module.eval()
         try:
-            with torch.no_grad(), self.precision.autocast():
+            with torch.no_grad(), self.precision.autocast(), self._draws.following(micro_batch):
                 prediction: Prediction = self._evaluation_wrapper(self.objective.evaluate, micro_batch)
                 return prediction
         finally:

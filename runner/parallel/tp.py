@@ -20,6 +20,7 @@ from runner.optimization.parameter_patterns import names_of
 from runner.parallel.fsdp import check_sparse, replica_options, shard
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
+from runner.training.draws.following import Draws
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.activation_checkpointing import Extent, blocks_to_checkpoint
 from runner.training.model.submodules import offered
@@ -71,7 +72,7 @@ class TP(Parallel):
         module, axes = recipe.module, self.axes(world.world_size)
         rest = "replicate" if self.rest == "average" else "shard"
         mesh = make_mesh(world.device, **{rest: axes.data_ranks, "tensor": axes.tensor})
-        _shard_layers(module, module.tensor_plan(), mesh["tensor"])  # type: ignore[operator]
+        _shard_layers(module, module.tensor_plan(), mesh["tensor"], recipe.draws)  # type: ignore[operator]
         if axes.data_ranks > 1:
             use_group(module, mesh[rest].get_group())
 
@@ -131,7 +132,7 @@ def _check_blocks(module: nn.Module, plan: Plan, extent: Extent) -> list[str]:
     return []
 
 
-def _shard_layers(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def _shard_layers(module: nn.Module, plan: Plan, mesh: DeviceMesh, draws: Draws) -> None:
     """Shard the plan's layers over the mesh. All its ranks must call it, with the same weights.
 
     The output of a colwise layer stays sharded until the next rowwise layer. If none follows, the output is gathered.
@@ -155,36 +156,34 @@ def _shard_layers(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         previous = style
     # src_data_rank=None: every rank has the same weights, so that none needs to send them.
     parallelize_module(module, mesh, styles, src_data_rank=None)
-    _draw_whole_masks(module, opening, closing, mesh)
+    _draw_whole_masks(module, opening, closing, mesh, draws)
 
 
-def _draw_whole_masks(module: nn.Module, opening: list[nn.Module], closing: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Let Dropout between the layers of a pair draw masks for all units, as one process would, and use its own part.
+def _draw_whole_masks(
+    module: nn.Module, opening: list[nn.Module], closing: list[nn.Module], mesh: DeviceMesh, draws: Draws
+) -> None:
+    """Let draws between the layers of a pair be this rank's part of the draws for all units, as one process would draw.
 
-    The ranks of the mesh have the same random stream: if each drew only for its own units, all masks would be equal.
+    The ranks of the mesh have the same random stream: if each drew only for its own units, all masks would be equal. If
+    the draws do not follow the samples, only Dropout draws for all units.
     """
     rank, size = mesh.get_local_rank(), mesh.size()
-    is_sharded = False
 
-    def mark(sharded: bool) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            nonlocal is_sharded
-            is_sharded = sharded
-
-        return hook
+    def mark(shard: tuple[int, int] | None) -> Callable[..., None]:
+        return lambda *_: setattr(draws, "shard", shard)
 
     def widen(dropout: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor | None:
         width = inputs[0].size(-1)
-        return F.pad(inputs[0], (rank * width, (size - 1 - rank) * width)) if is_sharded and dropout.training else None
+        return F.pad(inputs[0], (rank * width, (size - 1 - rank) * width)) if draws.shard and dropout.training else None
 
     def narrow(dropout: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
         width = output.size(-1) // size
-        return output.narrow(-1, rank * width, width) if is_sharded and dropout.training else None
+        return output.narrow(-1, rank * width, width) if draws.shard and dropout.training else None
 
-    for dropout in (submodule for submodule in module.modules() if isinstance(submodule, _DropoutNd)):
+    for dropout in (part for part in module.modules() if isinstance(part, _DropoutNd) and not draws.follows):
         dropout.register_forward_pre_hook(widen)
         dropout.register_forward_hook(narrow)
     for layer in opening:
-        layer.register_forward_hook(mark(True))
+        layer.register_forward_hook(mark((rank, size)))
     for layer in closing:
-        layer.register_forward_pre_hook(mark(False))
+        layer.register_forward_pre_hook(mark(None))

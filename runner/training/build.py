@@ -40,6 +40,8 @@ from runner.training.components import (
     make_objective,
     make_parallel,
 )
+from runner.training.draws.following import Draws
+from runner.training.draws.recording import record_draws
 from runner.training.dry_run import check_all_used, compare_samples, dry_run, read_sample
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
@@ -49,6 +51,7 @@ from runner.training.model.deferred_init import build_deferred
 from runner.training.model.device_map import place_submodules
 from runner.training.model.forward_state import restoring_bounded
 from runner.training.model.initial_weights import InitialWeights
+from runner.training.model.submodules import offered
 
 Schedule = Callable[[int, int, int], float]
 
@@ -120,6 +123,8 @@ def build(
         forward = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
         if deferred is None:
             warnings += compare_samples(config, choices, module, objective, train_data)
+        draws = Draws(world.device)
+        warnings += record_draws(config, choices, module, objective, train_data, draws)
     prediction = forward.prediction
     if trains and forward.replaced:
         raise InputError(
@@ -165,6 +170,15 @@ def build(
         except ValueError as error:
             raise InputError(f"sync_batchnorm={config.sync_batchnorm}: {error}") from None
     checkpoint_activations(module, config.activation_checkpointing)
+    if draws.follows and (stages := offered(module, "stages")):
+        is_known = draws.seed_stages(module, stages())
+        if axes.stage > 1 and (draws.recomputes or not is_known):
+            draws.follows = False
+            why = "a stage begins with a module of another stage" if not is_known else "it calls torch.utils.checkpoint"
+            warnings.append(
+                f"parallel={choices['parallel']}: the random numbers of model={choices['model']} depend on the number "
+                f"of ranks, because {why}"
+            )
     if config.compile:
         module.compile()
 
@@ -218,6 +232,7 @@ def build(
             on_device(sample),
             materialize=materialize,
             differentiates=forward.differentiates,
+            draws=draws,
         ),
         make_model=make_model,
         train_loader=loader(

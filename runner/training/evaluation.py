@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from runner.distributed.world import World
-from runner.input.rng import derive_seed, seed_step
 from runner.objectives.objective import Objective
 from runner.training.build import Experiment
 from runner.training.metrics.confusion import Predictions
@@ -36,8 +35,8 @@ def evaluate(
     metrics.reset(world.device)
     counts = experiment.axes.counts(world.rank)
     # An objective that draws random numbers draws the same ones in every evaluation, also in task=evaluate.
-    key = derive_seed(experiment.val_loader.sampler.seed, experiment.axes.data_rank(world.rank) or 0)
-    seed_step(key, world.device)
+    seed, data_rank = experiment.val_loader.sampler.seed, experiment.axes.data_rank(world.rank)
+    experiment.recipe.draws.begin(seed, data_rank=data_rank)
     votes: deque[Callable[[], object]] = deque()
     for batch in itertools.islice(experiment.val_loader.steps(epoch=0), max_batches):
         votes.append(start_vote())

@@ -1,7 +1,7 @@
 """The contract of a parallel mode: what it declares, and what the training loop calls on the model that it prepares."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from runner.errors import InputError
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.objective import Objective, Prediction
 from runner.optimization.precision import Precision
+from runner.training.draws.following import Draws
 
 SupportedObjectives = Literal["supervised", "one_loss", "several_losses"]
 
@@ -62,6 +63,7 @@ class Recipe:
     # Creates the initial weights of submodules on the device, if the module was built on the meta device.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda submodules: None
     differentiates: bool = False  # the forward computes gradients, so that a second backward needs all parameters
+    draws: Draws = field(default_factory=Draws)  # of the model and the objective
 
 
 class Stepper(Protocol):

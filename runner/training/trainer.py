@@ -13,7 +13,6 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.world import World
 from runner.errors import Preempted
 from runner.input.batch import StepBatch
-from runner.input.rng import derive_seed, seed_step
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
 from runner.training.evaluation import evaluate, logged_means, with_total
@@ -107,9 +106,9 @@ class Trainer:
         self.world.heartbeat.record(f"step {step + 1}")
         self.straggler.begin_step()
         is_logged = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
-        # Dropout, NumPy and `random` have their own stream for each step and data rank: no state needs to be saved.
-        key = derive_seed(self.config.seed, step, self.experiment.axes.data_rank(self.world.rank) or 0)
-        seed_step(key, self.world.device)
+        # Each step has its own random numbers, so that no state needs to be saved.
+        data_rank = self.experiment.axes.data_rank(self.world.rank)
+        self.experiment.recipe.draws.begin(self.config.seed, step, data_rank=data_rank)
 
         lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
         objective, train_metrics = self.experiment.objective, self.experiment.train_metrics

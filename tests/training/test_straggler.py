@@ -10,7 +10,7 @@ import torch.distributed as dist
 from worlds import run
 
 from runner.input.source import Source
-from runner.training import trainer
+from runner.training.draws.following import Draws
 
 SLOW, SLOW_S = 1, 0.1  # a rank, and how much longer its steps are
 WORDS = ("model=mlp", "model.hidden=[8]", "data.sample_shape=[1,8,8]", "parallel=ddp", "logger=none", "eval_every=99")
@@ -27,11 +27,11 @@ def compute() -> None:
 def test_the_slowest_rank_and_the_waiting_time_are_logged(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed_step, read = trainer.seed_step, Source.__getitems__
+    begin, read = Draws.begin, Source.__getitems__
 
-    def compute_and_seed(*args: Any) -> None:
+    def compute_and_seed(self: Draws, *key: int, data_rank: int | None) -> None:
         compute()
-        seed_step(*args)
+        begin(self, *key, data_rank=data_rank)
 
     def wait_and_read(self: Source, share: Any) -> Any:
         if dist.is_initialized() and dist.get_rank() == SLOW:
@@ -39,7 +39,7 @@ def test_the_slowest_rank_and_the_waiting_time_are_logged(
         return read(self, share)
 
     if slow == "computes":
-        monkeypatch.setattr(trainer, "seed_step", compute_and_seed)
+        monkeypatch.setattr(Draws, "begin", compute_and_seed)
     else:
         monkeypatch.setattr(Source, "__getitems__", wait_and_read)
         monkeypatch.setattr("runner.input.loader.MOST_AT_ONCE", 1)  # or it is slow in one step of 16

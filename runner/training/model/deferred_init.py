@@ -154,11 +154,14 @@ class _Mask(TorchFunctionMode):
 def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: torch.device | None = None) -> Any:
     """Call a function of the model and these arguments, with a placeholder for weights that are not initialized.
 
-    Each placeholder is an expanded view of one number. `device` is that of the arguments, by default the CPU.
+    The placeholder of a parameter is an expanded view of one number. `device` is that of the arguments, by default the
+    CPU.
     """
     where = device or torch.device("cpu")
     placeholders = {
         tensor: torch.full((), PLACEHOLDER, dtype=tensor.dtype, device=where).expand(tensor.size())
+        if tensor.is_meta and isinstance(tensor, nn.Parameter)
+        else torch.full_like(tensor, PLACEHOLDER, device=where)  # forward may write to a buffer
         if tensor.is_meta
         else tensor.to(where)
         for tensor in chain(module.parameters(), module.buffers())

@@ -1,0 +1,147 @@
+"""Random numbers of a forward pass that follow the samples: seeds, and the mode in which functions of torch draw."""
+
+import functools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.errors import calling_line
+from runner.input.batch import MicroBatch
+from runner.input.rng import derive_seed, seed_step
+from runner.training.draws.functions import DrawMode
+from runner.training.draws.generator import Rows, sample_keys
+from runner.training.model.submodules import called_modules
+
+log = logging.getLogger(__name__)
+Kind = tuple[str, int]  # the name of a function, and the number of dims that it draws
+
+
+@dataclass
+class Draws:
+    """What the model and the objective of a run draw, as the dry run has recorded it, and the seed of the step.
+
+    Attributes:
+        follows: The random numbers follow the samples. False if nothing is drawn, or a draw cannot follow them: then
+            torch draws, with another seed for each data rank.
+        sample_dims: The dim of the samples, by kind of draw.
+        common: Functions and shapes of draws that all samples have in common.
+        of_samples: Functions and shapes, without the dim of the samples, of the other draws.
+        recomputes: The model itself calls torch.utils.checkpoint around a draw.
+        shard: While the features that a forward computes are sharded: the number of this rank's part, and of parts.
+    """
+
+    device: torch.device = field(default_factory=functools.partial(torch.device, "cpu"))
+    follows: bool = False
+    sample_dims: dict[Kind, int] = field(default_factory=dict)
+    common: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    of_samples: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    recomputes: bool = False
+    shard: tuple[int, int] | None = None
+    key: int = 0
+    _part: int = 0
+    _is_following: bool = False
+    _has_warned: bool = False
+    _lock: Any = field(default_factory=threading.RLock)  # a parameter server's threads call the model
+
+    def begin(self, *key: int, data_rank: int | None) -> None:
+        """Seed torch, NumPy and `random` for a step or an evaluation."""
+        with self._lock:
+            self.key = derive_seed(*key)
+            seed_step(self.key if self.follows else derive_seed(*key, data_rank or 0), self.device)
+
+    @contextmanager
+    def following(self, micro_batch: MicroBatch, part: int = 0, key: int | None = None) -> Iterator[None]:
+        """Draw the random numbers of a micro-batch, which do not depend on the ranks and micro-batches.
+
+        part: the number of the loss, each of which has other random numbers. key: by default that of the step.
+        """
+        if not self.follows:
+            yield
+            return
+        with self._lock:
+            self.key = self.key if key is None else key
+            self._part, self._is_following = part, True
+            self._seed(0)
+            try:
+                with Following(self, micro_batch.indices or [0] * micro_batch.rows):
+                    yield
+            finally:
+                self._is_following = False
+
+    def _seed(self, stage: int) -> None:
+        seed_step(derive_seed(self.key, self._part, stage), self.device)
+
+    def seed_stages(self, model: nn.Module, stages: Sequence[nn.Module]) -> bool:
+        """Seed the generators again before each stage, so that a pipeline's ranks draw what one process draws.
+
+        Return False, and do nothing, if a stage begins with a module that another stage calls as well.
+        """
+        called = [called_modules(model, stage) for stage in stages]
+        entries = {number: modules[0] for number, modules in enumerate(called) if number and modules}
+        if any(sum(entry in modules for modules in called) > 1 for entry in entries.values()):
+            return False
+
+        def enter(number: int) -> None:
+            if self._is_following:  # not in a dry run
+                self._seed(number)
+
+        for number, entry in entries.items():
+            entry.register_forward_pre_hook(lambda module, inputs, number=number: enter(number))
+        return True
+
+    def warn(self, what: str) -> None:
+        """Log once that a draw does not follow the samples."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s: %s; results depend on the number of ranks and micro_batches", calling_line(), what)
+
+
+class Following(DrawMode):
+    """Replaces what random functions draw for the samples of a micro-batch.
+
+    The key of a call is drawn from torch's CPU generator, whose state torch.utils.checkpoint restores. So a
+    recomputation draws the same numbers.
+    """
+
+    def __init__(self, draws: Draws, indices: Sequence[int]):
+        super().__init__()
+        self._draws, self._indices = draws, indices
+
+    @functools.cached_property
+    def _keys(self) -> Tensor:
+        return sample_keys(self._indices, self._draws.device)
+
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> Rows | None:
+        name, draws, size = function.__name__, self._draws, torch.Size(shape)
+        kind = name, len(size)
+        if (name, size) in draws.common:
+            return None
+        if (dim := draws.sample_dims.get(kind)) is None or size[dim] % max(1, len(self._indices)):
+            if dim is not None or kind not in {(common, len(other)) for common, other in draws.common}:
+                draws.warn(f"{name} draws a tensor of shape {[*size]}, unlike in the dry run")
+            return None
+        call = torch.empty(2, dtype=torch.int64).random_().to(draws.device)
+        return Rows(self._keys + call, size, dim, self._sharded(name, size, dim))
+
+    def _sharded(self, name: str, size: torch.Size, dim: int) -> tuple[int, int, int] | None:
+        """Return the sharded dim, the last one or that of the heads, and this rank's part of it."""
+        if (shard := self._draws.shard) is None:
+            return None
+        for sharded in (len(size) - 1, len(size) - 3):
+            whole = [n * shard[1] if d == sharded else n for d, n in enumerate(size)]
+            if (name, without(whole, dim)) in self._draws.of_samples:
+                return sharded, *shard
+        if (name, without(size, dim)) not in self._draws.of_samples:  # samples have different lengths
+            return len(size) - (3 if name.startswith("scaled") else 1), *shard
+        return None
+
+
+def without(size: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the shape without one of its dims."""
+    return tuple(n for d, n in enumerate(size) if d != dim)

@@ -1,0 +1,159 @@
+"""The random functions of torch whose draws can follow the samples, each with its replacement."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from runner.training.draws.generator import Rows
+
+
+class DrawMode(TorchFunctionMode):
+    """Calls `rows` for each random function with the shape of what it draws; None means that torch draws."""
+
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> Rows | None:
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # compiled code draws by torch's generator
+            return func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if (replacement := REPLACEMENTS.get(func)) is not None:
+            result = replacement(self, func, args, kwargs)
+            return func(*args, **kwargs) if result is None else result
+        if isinstance(func, FunctionType) and (opened := _opened(func)) is not None:
+            with self:
+                return opened(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _opened(function: FunctionType) -> Callable[..., Any] | None:
+    """Return a copy of a Python function of torch that calls random functions, such as F.dropout; None for others.
+
+    The original passes itself to the active mode, which is not active in what the function calls then. The copy does
+    not check for a mode.
+    """
+    unchecked = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    if not unchecked or _NAMES.isdisjoint(function.__code__.co_names):
+        return None
+    scope = {**function.__globals__, **unchecked}
+    opened = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _drop(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Dropout of elements or of whole channels (feature_...), also so that mean and variance are kept (alpha_...)."""
+    named = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+    features, p, name = named["input"], named["p"], func.__name__
+    if not named["train"] or p == 0:
+        return None
+    whole = 2 if "feature" in name else features.dim()
+    rows = mode.rows(func, [size if dim < whole else 1 for dim, size in enumerate(features.shape)], kwargs)
+    if rows is None:
+        return None
+    kept = rows.bernoulli(1 - p).to(features)
+    scale, shift = (1 / (1 - p) if p < 1 else 0.0), None
+    if "alpha" in name:  # the formula of torch: dropped elements get the lower limit of SELU
+        limit = 1.7580993408473766
+        scale = 1 / math.sqrt((limit**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+        shift = (kept - 1 + p) * (limit * scale)
+    factor = kept.mul_(scale)
+    result = features.mul_(factor) if name.endswith("_") else features * factor
+    return result if shift is None else result.add_(shift)
+
+
+def _attend(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Attention with dropout of its weights, by torch's implementation that returns them."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    p, value = named.pop("dropout_p", 0.0), named["value"]
+    rows = mode.rows(func, [*named["query"].shape[:-1], named["key"].size(-2)], {}) if p > 0 else None
+    if rows is None:
+        return None
+    if (mask := named.get("attn_mask")) is not None and mask.dtype == torch.bool:
+        named["attn_mask"] = torch.zeros_like(mask, dtype=value.dtype).masked_fill(~mask, -torch.inf)
+    _, weights = torch.ops.aten._scaled_dot_product_attention_math(**named)
+    if named.get("enable_gqa"):
+        value = value.repeat_interleave(weights.size(-3) // value.size(-3), -3)
+    return (weights * rows.bernoulli(1 - p).to(weights).mul_(1 / (1 - p) if p < 1 else 0.0)) @ value
+
+
+def _create(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions of a shape or of a tensor of that shape, whose numbers are uniform or normal."""
+    name, options = func.__name__, {key: kwargs[key] for key in kwargs if key not in ("generator", "requires_grad")}
+    tensor = (torch.empty_like if name.endswith("like") else torch.empty)(*args, **options)
+    rows = mode.rows(func, tensor.shape, kwargs)
+    if rows is None:
+        return None
+    drawn = rows.normal(tensor.dtype) if name.startswith("randn") else rows.uniform(tensor.dtype)
+    return tensor.copy_(drawn).requires_grad_(kwargs.get("requires_grad", False))
+
+
+def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Methods that write uniform or normal numbers, or samples of one probability, to a tensor."""
+    tensor, name, defaults = args[0], func.__name__, _ARGUMENTS[func.__name__]
+    values = {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
+    first, *rest = (values[key] for key in defaults)
+    if isinstance(first, Tensor):
+        return _draw_each(mode, func, args, kwargs)
+    rows = mode.rows(func, tensor.shape, kwargs)
+    if rows is None:
+        return None
+    if name == "bernoulli_":
+        return tensor.copy_(rows.bernoulli(first))
+    drawn, factor = (rows.uniform, rest[0] - first) if name == "uniform_" else (rows.normal, rest[0])
+    return tensor.copy_(drawn(tensor.dtype) * factor + first)
+
+
+def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Other functions of tensors or of a size: called for one sample at a time, after seeding torch's generator."""
+    given = [*args, *kwargs.values()]
+    shapes: list[Any] = [value.shape for value in given if isinstance(value, Tensor)]
+    shape, *_ = shapes or [value for value in given if isinstance(value, (tuple, list))] or [given[:1]]
+    rows = mode.rows(func, shape, kwargs)
+    if rows is None or not len(rows.keys):
+        return None
+    dim, seeds, device = rows.dim, rows.seeds(), rows.keys.device
+    width = shape[dim] // len(seeds)
+
+    def of_sample(value: Any, number: int) -> Any:
+        if isinstance(value, Tensor) and value.dim() == len(shape) and value.size(dim) == shape[dim]:
+            return value.narrow(dim, number * width, width)
+        return [*value[:dim], width, *value[dim + 1 :]] if isinstance(value, (tuple, list)) else value
+
+    parts = []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for number, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            named = {key: of_sample(value, number) for key, value in kwargs.items()}
+            parts.append(func(*(of_sample(value, number) for value in args), **named))
+    return args[0] if func.__name__.endswith("_") else torch.cat(parts, dim)
+
+
+_ARGUMENTS = {"uniform_": {"from": 0.0, "to": 1.0}, "normal_": {"mean": 0.0, "std": 1.0}, "bernoulli_": {"p": 0.5}}
+_BY_NAMES: dict[str, Callable[[DrawMode, Any, Any, Any], Any]] = {
+    "dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout": _drop,
+    "feature_alpha_dropout_": _drop,
+    "rand randn rand_like randn_like": _create,
+    "uniform_ normal_ bernoulli_": _fill,
+    "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet randperm": _draw_each,
+    "randint randint_like exponential_ geometric_ cauchy_ log_normal_ random_": _draw_each,
+}
+REPLACEMENTS = {F.scaled_dot_product_attention: _attend} | {
+    getattr(owner, name): replacement
+    for names, replacement in _BY_NAMES.items()
+    for name in names.split()
+    for owner in (torch, Tensor)
+    if hasattr(owner, name)
+}
+_NAMES = {function.__name__ for function in REPLACEMENTS}

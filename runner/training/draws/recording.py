@@ -1,0 +1,141 @@
+"""The dry run of random functions: which dim of what they draw is that of the samples."""
+
+import random
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from runner.config.schema import Config
+from runner.errors import calling_line, first_line
+from runner.input.batch import MicroBatch, cast_floating
+from runner.input.pytree import map_tensors
+from runner.input.rng import isolated, seed_all
+from runner.input.source import Source
+from runner.objectives.objective import Objective
+from runner.training.draws.following import Draws, without
+from runner.training.draws.functions import REPLACEMENTS, DrawMode
+from runner.training.model.deferred_init import probe
+from runner.training.model.forward_state import restoring_state
+
+
+class Draw(NamedTuple):
+    """A call of a random function."""
+
+    name: str
+    shape: tuple[int, ...]
+    line: str
+    problem: str = ""  # why it cannot follow the samples
+    is_recomputed: bool = False  # by torch.utils.checkpoint
+
+
+class Recording(DrawMode):
+    """Records the draws of a forward pass, and lets torch draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+        self._expected = torch.get_rng_state()
+
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> None:
+        problem = "uses its own generator" if kwargs.get("generator") is not None else ""
+        is_recomputed = any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in traceback.walk_stack(None))
+        self.draws.append(Draw(function.__name__, tuple(shape), calling_line(), problem, is_recomputed))
+        torch.default_generator.manual_seed(len(self.draws))  # what follows does not depend on the shape of this draw
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.check("code before a function of torch")
+        result = super().call(func, args, kwargs)
+        if func in REPLACEMENTS:
+            self._expected = torch.get_rng_state()
+        self.check(getattr(func, "__name__", str(func)))
+        return result
+
+    def check(self, name: str) -> None:
+        """Record a draw by anything else that has changed the state of torch's generator."""
+        state = torch.get_rng_state()
+        if not torch.equal(state, self._expected):
+            self.draws.append(Draw(name, (), calling_line(), "changes the state of torch's generator"))
+        self._expected = state
+
+
+def record_draws(
+    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source, draws: Draws
+) -> list[str]:
+    """Record in `draws` what model and objective draw in training; return a warning if some cannot follow the samples.
+
+    They are called with two copies of the first sample, and if that draws, with three: the dim that grows is the
+    samples'. If other samples cause other draws, training logs a warning.
+    """
+    found: list[list[Draw]] = []
+    others: list[object] = []  # what NumPy and `random` draw next
+
+    def record(count: int) -> None:
+        read = source.read([0] * count, seed=config.seed)
+        data = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), read)
+        with restoring_state(module, objective), isolated():
+            seed_all(0)
+            recording = Recording()
+            found.append(recording.draws)
+            probe(module, _run, recording, objective, MicroBatch(data, [0] * count))
+            others.append((np.random.bytes(16), random.getrandbits(128)))
+
+    error: Exception | None = None
+    try:
+        record(2)
+        with isolated():
+            seed_all(0)
+            if not found[0] and others[0] == (np.random.bytes(16), random.getrandbits(128)):
+                return []
+        record(3)
+    except Exception as raised:  # training reports an error with two samples, if it occurs there
+        error = raised
+    finally:
+        module.train()
+        objective.take_logged(torch.device("cpu"))
+    problem = f"the dry run of random numbers fails ({first_line(error)})" if error else _compare(draws, *found)
+    if not problem and others[0] != others[1]:
+        problem = f"model={choices['model']} or the objective draws numbers of NumPy or `random` for each sample"
+    if not problem and config.compile:
+        problem = "compile=true draws the random numbers of compiled code by torch's generator"
+    draws.follows = not problem
+    return [f"{problem}, so that results depend on the number of ranks and micro_batches"] if problem else []
+
+
+def _run(model: nn.Module, recording: Recording, objective: Objective, micro_batch: MicroBatch) -> None:
+    with recording:
+        for name in objective.losses:
+            objective.measure(model, name, micro_batch)
+        if recording.draws:
+            model.eval()
+            objective.evaluate(model, micro_batch)
+
+
+def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
+    """Fill in `draws` from the draws for two and three samples. Return the first one that cannot follow the samples."""
+    if [draw.name for draw in two] != [draw.name for draw in three]:
+        return f"model or objective draws {len(two)} times for two samples, and {len(three)} times for three"
+    for draw, larger in zip(two, three, strict=True):
+        where = f"{draw.name} in {draw.line}"
+        if draw.problem:
+            return f"{where} {draw.problem}"
+        draws.recomputes |= draw.is_recomputed
+        if draw.shape == larger.shape:
+            draws.common.add((draw.name, draw.shape))
+            continue
+        kind, pairs = (draw.name, len(draw.shape)), list(zip(draw.shape, larger.shape, strict=False))
+        grown = [dim for dim, (size, size_of_three) in enumerate(pairs) if size != size_of_three]
+        if len(grown) != 1 or 3 * pairs[grown[0]][0] != 2 * pairs[grown[0]][1] or draw.name == "randperm":
+            return f"{where} draws {list(draw.shape)} numbers for two samples together"
+        if draws.sample_dims.setdefault(kind, grown[0]) != grown[0]:
+            return f"{where} draws for samples along dim {grown[0]}, elsewhere along dim {draws.sample_dims[kind]}"
+        draws.of_samples.add((draw.name, without(draw.shape, grown[0])))
+    for name, shape in draws.common:
+        dim = draws.sample_dims.get((name, len(shape)))
+        if dim is not None and (name, without(shape, dim)) in draws.of_samples:
+            return f"{name} draws {list(shape)} numbers for all samples, and as many for {shape[dim]} separate samples"
+    return ""
