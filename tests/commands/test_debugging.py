@@ -28,7 +28,7 @@ class Stopping(nn.Module):
 
     def forward(self, inputs):
         self.calls += 1
-        if self.training and self.calls in (3, 5):
+        if self.training and len(inputs) > 3 and self.calls in (3, 5):
             answer = 6 * 7
             breakpoint()
         return self.layer(inputs)

@@ -63,6 +63,13 @@ class Rotary(nn.Module):
         return torch.view_as_real(pairs * self.angles * self.scale).flatten(1)
 
 
+class Noise(nn.Module):
+    """Adds noise of each sample, in evaluation too, and a number that all samples share."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features + 0.1 * torch.randn_like(features) + torch.rand(()).to(features)
+
+
 class Idle(Block):
     """A block with a parameter that forward does not use."""
 
@@ -81,7 +88,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "shared": lambda: nn.Linear(8, 8),  # all of them are the same module
     "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
     "conv": lambda: _tokens(nn.Conv1d(2, 2, 3, padding=1), nn.BatchNorm1d(2), nn.Tanh()),
-    "attention": lambda: _tokens(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)),
+    "attention": lambda: _tokens(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)),
     "batch_norm": lambda: nn.BatchNorm1d(8, momentum=None, affine=False),
     "layer_norm": lambda: nn.LayerNorm(8),
     "group_norm": lambda: nn.GroupNorm(2, 8),
@@ -90,10 +97,13 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "scale": Scale,
     "rotary": Rotary,
     "idle": Idle,
-    "block": lambda: Block(8),
+    "dropout": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)),
+    "noise": lambda: nn.Sequential(nn.Linear(8, 8), Noise()),
+    "block": lambda: Block(8, dropout=0.2),
     "norm_block": lambda: Block(8, batch_norm=True),
 }
 BATCH_NORMS = {"conv", "batch_norm", "norm_block"}
+RANDOM = {"attention", "dropout", "noise", "block"}
 
 
 class Net(nn.Module):
@@ -192,6 +202,8 @@ def draw(seed: int) -> Cell:
     parts = rng.choices([*PARTS], k=rng.randint(1, 5)) + (["block"] if "tp" in chosen else [])
     if {"local_sgd", "ps"} & {*chosen}:  # BatchNorm may have separate statistics there
         parts = [part for part in parts if part not in BATCH_NORMS] or ["linear"]
+    if RANDOM & {*parts} and parts.count("shared") > 1:  # pipeline warns that random numbers differ
+        parts = ["linear" if part == "shared" else part for part in parts]
     has_norm = bool(BATCH_NORMS & {*parts})
     # BatchNorm sees each micro-batch separately: the reference has the same ones, each of two samples or more.
     count, split = rng.choice((1, 1, 2, 3)), 1 if has_norm and resumes else rng.choice((1, 2, 4))

@@ -95,6 +95,7 @@ OWN = torch.Generator()
 gru = GRU(8, 8, 2, dropout=0.5)
 PROBLEMS: dict[str, Callable[[Tensor], Tensor]] = {
     "gru in": gru,
+    "rand_like in": lambda x: torch.rand_like(torch.complex(x, x)).real,
     "rrelu in": lambda x: F.rrelu(x, training=True),
     "own generator": lambda x: torch.rand(8, generator=OWN),
     "two samples together": lambda x: x[torch.randperm(len(x))],

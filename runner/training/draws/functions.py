@@ -92,7 +92,7 @@ def _create(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Functions of a shape or of a tensor of that shape, whose numbers are uniform or normal."""
     name, options = func.__name__, {key: kwargs[key] for key in kwargs if key not in ("generator", "requires_grad")}
     tensor = (torch.empty_like if name.endswith("like") else torch.empty)(*args, **options)
-    rows = mode.rows(func, tensor.shape, kwargs)
+    rows = None if tensor.is_complex() else mode.rows(func, tensor.shape, kwargs)
     if rows is None:
         return None
     drawn = rows.normal(tensor.dtype) if name.startswith("randn") else rows.uniform(tensor.dtype)
@@ -106,7 +106,7 @@ def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     first, *rest = (values[key] for key in defaults)
     if isinstance(first, Tensor):
         return _draw_each(mode, func, args, kwargs)
-    rows = mode.rows(func, tensor.shape, kwargs)
+    rows = None if tensor.is_complex() else mode.rows(func, tensor.shape, kwargs)
     if rows is None:
         return None
     if name == "bernoulli_":

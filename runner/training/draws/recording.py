@@ -18,7 +18,7 @@ from runner.input.rng import isolated, seed_all
 from runner.input.source import Source
 from runner.objectives.objective import Objective
 from runner.training.draws.following import Draws, without
-from runner.training.draws.functions import REPLACEMENTS, DrawMode
+from runner.training.draws.functions import DrawMode
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
@@ -49,8 +49,9 @@ class Recording(DrawMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.check("code before a function of torch")
+        num_draws = len(self.draws)
         result = super().call(func, args, kwargs)
-        if func in REPLACEMENTS:
+        if len(self.draws) > num_draws:
             self._expected = torch.get_rng_state()
         self.check(getattr(func, "__name__", str(func)))
         return result
