@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole;
 LAST_BYTES = 64 << 10  # of metrics.jsonl, more than ten lines
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 MAX_INT = 2**1023  # larger integers may not be convertible to float
+_STEP = re.compile(r'\{"step": \d')
 _NOT_REGULAR = "it is a link or another special file, which a run does not use; remove it"
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
@@ -127,11 +129,11 @@ def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
 def read_json_lines(path: str | Path, marks: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines. Lines that are not JSON, as after a crash, are skipped.
 
-    marks: lines without any of these strings are skipped before they are parsed, which takes longer; empty: none.
+    marks: lines that begin with a step and have none of these strings are skipped, because parsing takes longer.
     Raises OSError, and InputError if a line is too long, or is JSON but not an object.
     """
     for number, text in enumerate(read_lines(path), start=1):
-        if marks and not any(mark in text for mark in marks):
+        if marks and _STEP.match(text) and not any(mark in text for mark in marks):
             continue
         try:
             line = parse_json(text)
