@@ -41,10 +41,10 @@ def test_a_run_is_repeated_to_the_same_weights_in_another_environment(commands: 
 
 @pytest.mark.thorough
 def test_a_job_of_a_sweep_on_two_ranks_is_repeated(commands: Commands, tmp_path: Path) -> None:
-    done = commands.forked("-m", *SMALL, "launcher=spawn", "parallel=ddp", "seed=4")
+    done = commands.runner("-m", *SMALL, "launcher=spawn", "parallel=ddp", "seed=4")
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "outputs" / "run").iterdir()
-    again = commands.forked("task=rerun", f"run={sweep}/0")
+    again = commands.runner("task=rerun", f"run={sweep}/0")
     assert again.returncode == 0 and "same weights: " in again.stdout, again.stdout + again.stderr
     alone = commands.forked("task=rerun", f"run={sweep}/0", "launcher=env")
     assert alone.returncode == 2
