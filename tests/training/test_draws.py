@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gumbel_softmax": F.gumbel_softmax,
     "multinomial": lambda x: torch.multinomial(x[:, 0].exp(), 3),
     "normal": lambda x: Normal(x, 1.0).rsample(),
+    "normal with a common mean": lambda x: torch.normal(torch.zeros(1, 4, 8), x.exp()),
     "categorical": lambda x: Categorical(logits=x).sample(),
     "beta": lambda x: Beta(x.exp(), 1.0).rsample(),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4).tril().bool(), 0.5),
@@ -97,6 +98,7 @@ PROBLEMS: dict[str, Callable[[Tensor], Tensor]] = {
     "gru in": gru,
     "rand_like in": lambda x: torch.rand_like(torch.complex(x, x)).real,
     "rrelu in": lambda x: F.rrelu(x, training=True),
+    "multinomial in": lambda x: torch.multinomial(torch.ones(5), len(x), replacement=True),
     "own generator": lambda x: torch.rand(8, generator=OWN),
     "two samples together": lambda x: x[torch.randperm(len(x))],
     "elsewhere along dim 0": lambda x: F.dropout(x) + F.dropout(x.transpose(0, 1)).transpose(0, 1),
@@ -118,6 +120,19 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden, _ = self.layer(x[..., None])
         return self.out(hidden[:, -1])
+
+
+class NoisyInEvaluation(nn.Linear):
+    def __init__(self, sample_shape: list[int], num_outputs: int) -> None:
+        super().__init__(sample_shape[0], num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x + torch.randn_like(x))
+
+
+def test_draws_that_happen_only_in_evaluation_follow_the_samples() -> None:
+    built = build_experiment("model=linear", "model._target_=test_draws.NoisyInEvaluation", "data=toy")
+    assert built.recipe.draws.follows and not built.warnings
 
 
 def test_the_header_names_the_line_of_such_a_draw() -> None:

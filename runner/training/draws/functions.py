@@ -118,8 +118,11 @@ def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
 def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Other functions of tensors or of a size: called for one sample at a time, after seeding torch's generator."""
     given = [*args, *kwargs.values()]
-    shapes: list[Any] = [value.shape for value in given if isinstance(value, Tensor)]
-    shape, *_ = shapes or [value for value in given if isinstance(value, (tuple, list))] or [given[:1]]
+    shapes = [value.shape for value in given if isinstance(value, Tensor)]
+    if func.__name__ == "multinomial" and len(shapes[0]) == 1:
+        return None  # its numbers, not its weights, may be those of samples
+    sizes: list[Any] = [value for value in given if isinstance(value, (tuple, list))]
+    shape = torch.broadcast_shapes(*shapes) if shapes else [*sizes, given[:1]][0]
     rows = mode.rows(func, shape, kwargs)
     if rows is None or not len(rows.keys):
         return None

@@ -67,7 +67,7 @@ class Recording(DrawMode):
 def record_draws(
     config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source, draws: Draws
 ) -> list[str]:
-    """Record in `draws` what model and objective draw in training; return a warning if some cannot follow the samples.
+    """Record in `draws` what model and objective draw; return a warning if a draw cannot follow the samples.
 
     They are called with two copies of the first sample, and if that draws, with three: the dim that grows is the
     samples'. If other samples cause other draws, training logs a warning.
@@ -111,9 +111,8 @@ def _run(model: nn.Module, recording: Recording, objective: Objective, micro_bat
     with recording:
         for name in objective.losses:
             objective.measure(model, name, micro_batch)
-        if recording.draws:
-            model.eval()
-            objective.evaluate(model, micro_batch)
+        model.eval()
+        objective.evaluate(model, micro_batch)
 
 
 def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
