@@ -36,7 +36,7 @@ WAITING = {
             def forward(self, samples):
                 self.calls += self.training
                 place = "step" if self.training else "evaluation"
-                if self.at == place and (self.calls >= 5 if self.training else len(samples) > 1):
+                if self.at == place and (self.calls >= 5 if self.training else len(samples) > 3):
                     if place == "step" and self.calls == 5:
                         self.note_signals()
                     self.wait()
