@@ -9,8 +9,7 @@ import torch.distributed.autograd as dist_autograd
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
-from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
-from runner.checkpoints.shard_file import LocalChunk
+from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
 from runner.distributed.world import World
@@ -141,7 +140,8 @@ class ServerModel(SynchronizedReplica):
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Take part in the sum of the trainers' loss weights, which all ranks must call."""
         if not self.objective.weighted_by_samples:
-            self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
+            with self.server.allowing_forwards():
+                self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
         return torch.zeros((), dtype=self.precision.parameter_dtype, device=self._world.device)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
@@ -152,19 +152,11 @@ class ServerModel(SynchronizedReplica):
 
     def state(self) -> LocalState:
         self._broadcast_buffers()
-        state = super().state()
-        if self._is_remote:  # the next step may write buffers before they are copied
-            for name, buffer in self.module.named_buffers():
-                if MODEL + name in state.chunks:
-                    state.chunks[MODEL + name] = LocalChunk.of(buffer.clone())
-        self._wait_for_all()  # otherwise, the next remote forward could replace parameters meanwhile
-        return state
+        return super().state()
 
     def weights(self) -> dict[str, torch.Tensor]:
         self._broadcast_buffers()
-        weights = super().weights()
-        self._wait_for_all()
-        return weights
+        return super().weights()
 
 
 class TrainerModel(SynchronizedReplica):
@@ -224,7 +216,6 @@ class TrainerModel(SynchronizedReplica):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return nothing: the server returns the weights, with this rank's buffers. All ranks must call it."""
         self._broadcast_buffers()
-        self._wait_for_all()
         return {}
 
     def load_weights(self, saved: SavedState) -> None:

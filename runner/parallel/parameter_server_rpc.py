@@ -4,7 +4,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Server:
         self.trained, self.draws = [p for p in recipe.module.parameters() if p.requires_grad], recipe.draws
         self.trainers, self.is_async, self.timeout_s = range(1, num_trainers + 1), is_async, timeout_s
         self._update_lock = threading.Lock()  # so that no thread reads partially updated weights
-        self._changed = threading.Condition()
+        self._forward_lock = threading.Lock()
+        self._changed, self._allows_forwards = threading.Condition(), False
         self._closed, self._reason = False, "the parameter server has exited"
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
         self._num_threads = torch.get_num_threads()
@@ -49,7 +50,7 @@ class Server:
         norm = 0.0 if want_norm else None
         missing = [*self.trainers]
         while missing:
-            with self._changed:
+            with self.allowing_forwards(), self._changed:
                 self._wait_for(missing)
                 here = [rank for rank in self._arrived if rank in missing]
                 # Summed in the order of ranks, not of arrival, so that the sum is bit-identical in each run.
@@ -65,6 +66,21 @@ class Server:
                 count_tensors(RPC, reply)
                 future.set_result(reply)
         return norm
+
+    @contextmanager
+    def allowing_forwards(self) -> Iterator[None]:
+        """Let RPC threads call the model in this block, in which the thread of the training loop only waits.
+
+        Elsewhere both threads could draw from the process's random generators, or use the model, at the same time.
+        """
+        with self._changed:
+            self._allows_forwards = True
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._forward_lock:
+                self._allows_forwards = False
 
     def close(self, reason: str | None = None) -> None:
         """End the waiting of all threads, for example after another rank has failed, which RPC does not detect."""
@@ -98,7 +114,9 @@ class Server:
 
     def forward(self, inputs: Any, indices: Sequence[int], key: int) -> Any:
         torch.set_num_threads(self._num_threads)  # each thread has its own number
-        with self._update_lock, self.precision.autocast():
+        with self._forward_lock, self.precision.autocast():
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._allows_forwards)
             # With copies of the parameters: another trainer's update may precede this forward's backward.
             copies = {parameter: parameter.clone() for parameter in self.module.parameters()}
             inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)

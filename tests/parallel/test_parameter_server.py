@@ -4,31 +4,35 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from commands import Commands
+from commands import Commands, wait_until
 from parity import assert_equal
 from ranks import run_ranks
 from torch.distributed import rpc
 from worlds import Run, configure, run
 
-from runner.checkpoints.saved_state import LocalState
-from runner.checkpoints.shard_file import LocalChunk
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures import shutdown, watchdog
 from runner.distributed.world import World
 from runner.errors import JobFailed
+from runner.input.batch import MicroBatch
 from runner.jobs.job import run_job
+from runner.optimization.precision import Precision
 from runner.parallel.parameter_server import ParameterServer, ServerModel, TrainerModel
-from runner.parallel.parameter_server_rpc import join_rpc
-from runner.parallel.replica import Replica
+from runner.parallel.parameter_server_rpc import Server, join_rpc
+from runner.training.draws.following import Draws
 
 TOY = ("model=toy", "data=toy", "data.num_train=350", "batch_size=90", "precision=fp64", "epochs=9", "logger=none")
 DEEP = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=350", *TOY[4:])
@@ -175,14 +179,36 @@ def test_unsupported_options_are_refused(mode: ParameterServer, overrides: tuple
         ParameterServer().axes(1)
 
 
-def test_remote_forwards_do_not_change_a_state_that_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainers' next step begins when all ranks have called `_wait_for_all`, maybe before the state is copied."""
-    module = torch.nn.Module()
-    module.register_buffer("seen", torch.zeros(3))
-    state = LocalState({"model.seen": LocalChunk.of(module.seen)})
-    monkeypatch.setattr(Replica, "state", lambda self: state)
-    monkeypatch.setattr(ServerModel, "_broadcast_buffers", lambda self: None)
-    monkeypatch.setattr(ServerModel, "_wait_for_all", lambda self: self.module.seen.fill_(9.0))
-    model: Any = object.__new__(ServerModel)
-    model.module, model._is_remote = module, True
-    assert model.state().chunks["model.seen"].tensor.tolist() == [0.0] * 3
+def test_a_remote_forward_waits_while_the_servers_loop_may_draw() -> None:
+    """Between two waits of a step the loop reads samples, for example, for which it seeds the generators."""
+    has_begun, is_seeded = threading.Event(), threading.Event()
+
+    class Noisy(torch.nn.Linear):
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            has_begun.set()
+            assert is_seeded.wait(300)
+            return features + torch.rand_like(features)
+
+    draws = Draws(follows=True, sample_dims={("rand_like", 2): 0})
+    cpu, outputs = torch.device("cpu"), []
+    recipe: Any = SimpleNamespace(module=Noisy(3, 3), device=cpu, precision=Precision("fp64", cpu), draws=draws)
+    update: Any = None  # not called without a gradient
+    server = Server(recipe, update, num_trainers=1, is_async=False, timeout_s=300)
+
+    def train() -> None:
+        outputs.append(server.forward(torch.ones(2, 3), [5, 6], key=7))
+        server.receive(1, None)
+
+    def is_waiting() -> bool:
+        frames = traceback.walk_stack(sys._current_frames()[trainer.ident or 0])
+        return any(frame.f_code is threading.Condition.wait_for.__code__ for frame, _ in frames)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    wait_until(lambda: has_begun.is_set() or is_waiting())
+    torch.manual_seed(0)
+    is_seeded.set()
+    server.step(1.0, want_norm=False)
+    trainer.join(300)
+    with draws.following(MicroBatch(torch.ones(2, 3), [5, 6]), key=7):
+        assert torch.equal(outputs[0], recipe.module(torch.ones(2, 3)))

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,13 +46,11 @@ class Draws:
     _part: int = 0
     _is_following: bool = False
     _has_warned: bool = False
-    _lock: Any = field(default_factory=threading.RLock)  # a parameter server's threads call the model
 
     def begin(self, *key: int, data_rank: int | None) -> None:
         """Seed torch, NumPy and `random` for a step or an evaluation."""
-        with self._lock:
-            self.key = derive_seed(*key)
-            seed_step(self.key if self.follows else derive_seed(*key, data_rank or 0), self.device)
+        self.key = derive_seed(*key)
+        seed_step(self.key if self.follows else derive_seed(*key, data_rank or 0), self.device)
 
     @contextmanager
     def following(self, micro_batch: MicroBatch, part: int = 0, key: int | None = None) -> Iterator[None]:
@@ -64,15 +61,14 @@ class Draws:
         if not self.follows:
             yield
             return
-        with self._lock:
-            self.key = self.key if key is None else key
-            self._part, self._is_following = part, True
-            self._seed(0)
-            try:
-                with Following(self, micro_batch.indices or [0] * micro_batch.rows):
-                    yield
-            finally:
-                self._is_following = False
+        self.key = self.key if key is None else key
+        self._part, self._is_following = part, True
+        self._seed(0)
+        try:
+            with Following(self, micro_batch.indices or [0] * micro_batch.rows):
+                yield
+        finally:
+            self._is_following = False
 
     def _seed(self, stage: int) -> None:
         seed_step(derive_seed(self.key, self._part, stage), self.device)
