@@ -172,9 +172,10 @@ def build(
     checkpoint_activations(module, config.activation_checkpointing)
     if draws.follows and (stages := offered(module, "stages")):
         is_known = draws.seed_stages(module, stages())
-        if axes.stage > 1 and (draws.recomputes or not is_known):
+        if axes.stage > 1 and not is_known:
             draws.follows = False
-            why = "a stage begins with a module of another stage" if not is_known else "it calls torch.utils.checkpoint"
+            other = "a stage begins with a module of another stage"
+            why = "it calls torch.utils.checkpoint" if draws.recomputes else other
             warnings.append(
                 f"parallel={choices['parallel']}: the random numbers of model={choices['model']} depend on the number "
                 f"of ranks, because {why}"

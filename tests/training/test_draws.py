@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Beta, Categorical, Normal
+from torch.utils.checkpoint import checkpoint
 from worlds import build_experiment
 
 from runner.input.batch import MicroBatch
@@ -85,6 +86,37 @@ def test_attention_without_dropped_weights_equals_torch(monkeypatch: pytest.Monk
 
     draws = Draws(follows=True, sample_dims={("scaled_dot_product_attention", 4): 0})
     assert torch.allclose(call(lambda x: attend(0.5), draws, *range(6)), 2 * attend(0.0))
+
+
+def test_a_stage_draws_other_numbers_when_it_is_called_again() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Dropout())
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.stack([model(torch.ones_like(x)), model(torch.ones_like(x))])
+
+    draws, _ = record(model)
+    assert draws.seed_stages(model, [*model])
+    first, second = call(twice, draws, *range(6))
+    assert not torch.equal(first, second)
+
+
+def test_a_recomputation_draws_the_numbers_of_the_forward() -> None:
+    """The gradient of dropout's sum is its output for ones."""
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+
+    def recompute(x: Tensor) -> Tensor:
+        return checkpoint(model[1], model[0](x), use_reentrant=False)  # type: ignore[no-any-return]
+
+    def compare(x: Tensor) -> Tensor:
+        x = torch.ones_like(x).requires_grad_()
+        outputs = recompute(x)
+        outputs.sum().backward()
+        return torch.stack([outputs, x.grad])  # type: ignore[list-item]
+
+    draws, problem = record(recompute)
+    assert not problem and not draws.seed_stages(model, [*model])
+    outputs, gradient = call(compare, draws, *range(6))
+    assert torch.equal(outputs, gradient)
 
 
 class GRU(nn.GRU):

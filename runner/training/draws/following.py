@@ -44,6 +44,7 @@ class Draws:
     shard: tuple[int, int] | None = None
     key: int = 0
     _part: int = 0
+    _stage: int = 0
     _is_following: bool = False
     _has_warned: bool = False
 
@@ -71,20 +72,23 @@ class Draws:
             self._is_following = False
 
     def _seed(self, stage: int) -> None:
+        self._stage = stage
         seed_step(derive_seed(self.key, self._part, stage), self.device)
 
     def seed_stages(self, model: nn.Module, stages: Sequence[nn.Module]) -> bool:
         """Seed the generators again before each stage, so that a pipeline's ranks draw what one process draws.
 
-        Return False, and do nothing, if a stage begins with a module that another stage calls as well.
+        Return False, and do nothing, if a stage begins with a module that another stage calls as well, or if the model
+        calls torch.utils.checkpoint, which may begin to recompute in any stage.
         """
         called = [called_modules(model, stage) for stage in stages]
         entries = {number: modules[0] for number, modules in enumerate(called) if number and modules}
-        if any(sum(entry in modules for modules in called) > 1 for entry in entries.values()):
+        if self.recomputes or any(sum(entry in modules for modules in called) > 1 for entry in entries.values()):
             return False
 
         def enter(number: int) -> None:
-            if self._is_following:  # not in a dry run
+            # Not in a dry run, nor if the stage calls the module again, or the objective the model.
+            if self._is_following and number > self._stage:
                 self._seed(number)
 
         for number, entry in entries.items():
