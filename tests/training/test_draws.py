@@ -119,6 +119,12 @@ def test_a_recomputation_draws_the_numbers_of_the_forward() -> None:
     assert torch.equal(outputs, gradient)
 
 
+def test_a_shape_that_the_dry_run_has_not_drawn_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    draws, _ = record(lambda x: x * torch.rand(8))
+    call(lambda x: x * torch.rand(8) + torch.rand(len(x))[:, None, None], draws, *range(6))
+    assert "test_draws.py" in caplog.text and "rand draws a tensor of shape [6], unlike in the dry run" in caplog.text
+
+
 class GRU(nn.GRU):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0]

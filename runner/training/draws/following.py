@@ -119,12 +119,10 @@ class Following(DrawMode):
 
     def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> Rows | None:
         name, draws, size = function.__name__, self._draws, torch.Size(shape)
-        kind = name, len(size)
         if (name, size) in draws.common:
             return None
-        if (dim := draws.sample_dims.get(kind)) is None or size[dim] % max(1, len(self._indices)):
-            if dim is not None or kind not in {(common, len(other)) for common, other in draws.common}:
-                draws.warn(f"{name} draws a tensor of shape {[*size]}, unlike in the dry run")
+        if (dim := draws.sample_dims.get((name, len(size)))) is None or size[dim] % max(1, len(self._indices)):
+            draws.warn(f"{name} draws a tensor of shape {[*size]}, unlike in the dry run")
             return None
         call = torch.empty(2, dtype=torch.int64).random_().to(draws.device)
         return Rows(self._keys + call, size, dim, self._sharded(name, size, dim))
