@@ -153,8 +153,10 @@ def raised_by(component: str, method: str) -> Iterator[None]:
 def _exit_as_python(error: BaseException | None) -> NoReturn:
     """Exit with the status of a Python program that `error` ends, but without Python's finalization."""
     status = 0 if error is None else 1
-    if isinstance(error, SystemExit):
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        status = error.code or 0
+    elif isinstance(error, SystemExit):
+        print(error.code, file=sys.stderr)
     elif error is not None:
         traceback.print_exception(error)
     sys.stdout.flush()

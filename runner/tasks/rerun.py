@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from runner.checkpoints.layout import list_checkpoints, read_train_state
 from runner.config.recorded import differences as config_differences
 from runner.config.schema import OF_TASKS, Config
 from runner.distributed.world import World
@@ -55,6 +56,8 @@ class Rerun(JobTask):
     ) -> dict[str, float]:
         then = Path(str(config.run))
         if directory.writes:
+            if config.fork:  # its record, with which the differences are found, is otherwise written by the training
+                directory.commit(read_train_state(list_checkpoints(directory.checkpoints)[-1]).step)
             lines = differences(then, directory.path)
             log.info("rerun   %s", then)
             for line in lines or ["nothing: commit, versions, machine and configuration are the same"]:

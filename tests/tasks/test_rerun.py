@@ -52,6 +52,16 @@ def test_a_job_of_a_sweep_on_two_ranks_is_repeated(commands: Commands, tmp_path:
     assert len(list((tmp_path / "outputs" / "run").iterdir())) == 2
 
 
+def test_a_fork_is_repeated_from_the_same_checkpoint(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", 1, *SMALL)
+    forked = run(tmp_path / "forked", 1, f"fork={one.path}", "max_steps=8", f"outputs={tmp_path / 'forked'}")
+    again = run(tmp_path / "again", 1, "task=rerun", f"run={forked.path}", f"outputs={tmp_path / 'again'}")
+    assert again.result["metrics"]["rerun/same_weights"] == 1.0
+    (attempt,) = map(json.loads, (again.path / "attempts.jsonl").read_text().splitlines())
+    assert (attempt["first_step"], attempt["step"]) == (6, 8)
+    assert "differs nothing: " in (again.path / "log.txt").read_text()
+
+
 def test_runs_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
     one = run(tmp_path, 1, *SMALL)
     result = one.result

@@ -122,7 +122,9 @@ class Forks(Callback):
 
 
 @pytest.mark.fault("a callback that forks a process", outcome="went_on")
-def test_a_process_that_a_callback_forks_does_not_continue_the_run(tmp_path: Path) -> None:
+def test_a_process_that_a_callback_forks_does_not_continue_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def call(rank: int, world_size: int) -> None:
         for error, status in ((ArithmeticError(), 1), (SystemExit(3), 3), (SystemExit("text"), 1), (SystemExit(), 0)):
             Callbacks([("forks", Forks(error))]).call("after_step", END)
@@ -132,6 +134,7 @@ def test_a_process_that_a_callback_forks_does_not_continue_the_run(tmp_path: Pat
 
     run_ranks(call, 1, forms_group=False)
     assert (tmp_path / "continued").read_text() == 4 * "once\n"
+    assert "\ntext\n" in capfd.readouterr().err
 
 
 def calls(folder: Path, rank: int = 0) -> list[dict[str, object]]:
