@@ -124,11 +124,12 @@ def build(
         if deferred is None:
             warnings += compare_samples(config, choices, module, objective, train_data)
         draws = Draws(world.device)
-        warnings += record_draws(config, choices, module, objective, train_data, draws)
+        draw_warnings, replaced = record_draws(config, choices, module, objective, train_data, draws)
+        warnings += draw_warnings
     prediction = forward.prediction
-    if trains and forward.replaced:
+    if trains and replaced:
         raise InputError(
-            f"model={choices['model']}: its forward replaces the parameter {forward.replaced[0]}, which the optimizer "
+            f"model={choices['model']}: its forward replaces the parameter {replaced[0]}, which the optimizer "
             "would not update; change the parameter in place"
         )
     if trains and forward.written and (world.world_size > 1 or parallel.needs_group):

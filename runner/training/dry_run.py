@@ -50,7 +50,6 @@ class DryRun:
 
     prediction: Prediction
     written: list[str]  # names of the trained parameters that the forward changes in place
-    replaced: list[str]  # names of those that it replaces by other tensors
     differentiates: bool  # the forward computes gradients, for example those of a gradient penalty
 
 
@@ -98,8 +97,7 @@ def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_ba
     with _SeeingGradients() as mode:
         prediction = objective.evaluate(model, micro_batch)
     written = [name for name, tensor in parameters.items() if tensor._version != before[name]]
-    replaced = [name for name, tensor in model.named_parameters() if parameters.get(name, tensor) is not tensor]
-    return DryRun(prediction, written, replaced, mode.has_seen)
+    return DryRun(prediction, written, mode.has_seen)
 
 
 class _SeeingGradients(TorchFunctionMode):

@@ -296,20 +296,24 @@ def test_a_replaced_parameter_is_named(case: Case, tmp_path: Path) -> None:
 
 
 class Renewed(nn.Linear):
-    """Replaces its weight in every forward. fully_shard would restore the original one after the forward."""
+    """Replaces its weight in training or evaluation. fully_shard would restore the original one after the forward."""
 
-    def __init__(self, sample_shape: list[int], num_outputs: int):
+    def __init__(self, sample_shape: list[int], num_outputs: int, in_training: bool):
         super().__init__(sample_shape[0], num_outputs)
+        self.in_training = in_training
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.weight = nn.Parameter(torch.zeros(self.weight.shape, dtype=inputs.dtype))
+        if self.training == self.in_training:
+            self.weight = nn.Parameter(torch.zeros(self.weight.shape, dtype=inputs.dtype))
         return super().forward(inputs)
 
 
 @pytest.mark.fault("a model that replaces a layer in forward", outcome="refused")
-def test_a_parameter_that_every_forward_replaces_is_refused() -> None:
+@pytest.mark.parametrize("in_training", [True, False])
+def test_a_parameter_that_forward_replaces_is_refused(in_training: bool) -> None:
+    model = (*of_model("Renewed"), f"+model.in_training={in_training}")
     with pytest.raises(InputError, match="model=linear: its forward replaces the parameter weight, which "):
-        build_experiment(*of_model("Renewed"), "parallel=fsdp", world_size=2)
+        build_experiment(*model, "parallel=fsdp", world_size=2)
 
 
 class Cached(nn.Linear):

@@ -66,13 +66,17 @@ class Recording(DrawMode):
 
 def record_draws(
     config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source, draws: Draws
-) -> list[str]:
-    """Record in `draws` what model and objective draw; return a warning if a draw cannot follow the samples.
+) -> tuple[list[str], list[str]]:
+    """Record in `draws` what model and objective draw, in training and in evaluation.
 
-    They are called with two copies of the first sample, and if that draws, with three: the dim that grows is the
-    samples'. If other samples cause other draws, training logs a warning.
+    Return a warning if a draw cannot follow the samples, and the names of the trained parameters that forward replaces.
+
+    Model and objective are called with two copies of the first sample, and if that draws, with three: the dim that
+    grows is the samples'. If other samples cause other draws, training logs a warning.
     """
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     found: list[list[Draw]] = []
+    replaced: list[str] = []
     others: list[object] = []  # what NumPy and `random` draw next
 
     def record(count: int) -> None:
@@ -82,7 +86,7 @@ def record_draws(
             seed_all(0)
             recording = Recording()
             found.append(recording.draws)
-            probe(module, _run, recording, objective, MicroBatch(data, [0] * count))
+            replaced[:] = probe(module, _run, trained, recording, objective, MicroBatch(data, [0] * count))
             others.append((np.random.bytes(16), random.getrandbits(128)))
 
     error: Exception | None = None
@@ -91,7 +95,7 @@ def record_draws(
         with isolated():
             seed_all(0)
             if not found[0] and others[0] == (np.random.bytes(16), random.getrandbits(128)):
-                return []
+                return [], replaced
         record(3)
     except Exception as raised:  # training reports an error with two samples, if it occurs there
         error = raised
@@ -104,15 +108,20 @@ def record_draws(
     if not problem and config.compile:
         problem = "compile=true draws the random numbers of compiled code by torch's generator"
     draws.follows = not problem
-    return [f"{problem}, so that results depend on the number of ranks and micro_batches"] if problem else []
+    end = "so that results depend on the number of ranks and micro_batches"
+    return [f"{problem}, {end}"] if problem else [], replaced
 
 
-def _run(model: nn.Module, recording: Recording, objective: Objective, micro_batch: MicroBatch) -> None:
+def _run(
+    model: nn.Module, trained: set[str], recording: Recording, objective: Objective, micro_batch: MicroBatch
+) -> list[str]:
+    parameters = {name: tensor for name, tensor in model.named_parameters() if name in trained}
     with recording:
         for name in objective.losses:
             objective.measure(model, name, micro_batch)
         model.eval()
         objective.evaluate(model, micro_batch)
+    return [name for name, tensor in model.named_parameters() if parameters.get(name, tensor) is not tensor]
 
 
 def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
