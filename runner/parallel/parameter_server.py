@@ -45,6 +45,7 @@ class ParameterServer(Parallel):
     ):
         self.updates, self.forward, self.allow_network = updates, forward, allow_network
         self.supported_objectives = "one_loss" if forward == "local" else "supervised"
+        self.can_recompute = forward == "local"
 
     def axes(self, world_size: int) -> Axes:
         if world_size < 2:

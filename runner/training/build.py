@@ -150,6 +150,11 @@ def build(
     frozen = freeze(config.freeze, module)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
+    if trains and draws.recomputes and not parallel.can_recompute:
+        raise InputError(
+            f"parallel={choices['parallel']}: with its options, the recomputation of torch.utils.checkpoint in "
+            f"model={choices['model']} may use other weights and random numbers; try parallel=ddp"
+        )
     loss_groups(objective, module)  # checks the patterns
     warnings += [*data_warnings, *place_submodules(module, choices, parallel.spans_devices, world)]
     initial = InitialWeights(config.init_from, init_from, module) if init_from is not None else None

@@ -130,6 +130,7 @@ class Parallel(Protocol):
         spans_devices: A model may be spread over several devices of one rank.
         needs_all_gradients: Each loss of a step must depend on all parameters that it trains.
         shards_matrices: An optimizer updates shards of matrices.
+        can_recompute: A model may call torch.utils.checkpoint around random functions.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
             loss, and losses that gather the rows of all ranks).
@@ -142,6 +143,7 @@ class Parallel(Protocol):
     spans_devices: bool = False
     needs_all_gradients: bool = False
     shards_matrices: bool = False
+    can_recompute: bool = True
     supported_objectives: SupportedObjectives = "one_loss"
     fails_at_once: bool = True
 

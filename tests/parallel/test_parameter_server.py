@@ -20,13 +20,14 @@ from commands import Commands, wait_until
 from parity import assert_equal
 from ranks import run_ranks
 from torch.distributed import rpc
-from worlds import Run, configure, run
+from torch.utils.checkpoint import checkpoint
+from worlds import Run, build_experiment, configure, run
 
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures import shutdown, watchdog
 from runner.distributed.world import World
-from runner.errors import JobFailed
+from runner.errors import InputError, JobFailed
 from runner.input.batch import MicroBatch
 from runner.jobs.job import run_job
 from runner.optimization.precision import Precision
@@ -177,6 +178,21 @@ def test_unsupported_options_are_refused(mode: ParameterServer, overrides: tuple
     assert not ParameterServer().check(configure()[0], torch.nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="parallel=ps needs at least 2 ranks, a server and a trainer, but the world"):
         ParameterServer().axes(1)
+
+
+class Recomputing(torch.nn.Linear):
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(sample_shape[0], num_outputs)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return super().forward(checkpoint(torch.nn.Dropout(), features, use_reentrant=False))
+
+
+def test_remote_forwards_that_would_be_recomputed_are_refused() -> None:
+    model = ("model=linear", "model._target_=test_parameter_server.Recomputing", "data=toy", "parallel=ps")
+    with pytest.raises(InputError, match=r"parallel=ps: .* recomputation of torch\.utils\.checkpoint in model=linear"):
+        build_experiment(*model, REMOTE, world_size=2)
+    build_experiment(*model, world_size=2)
 
 
 def test_a_remote_forward_waits_while_the_servers_loop_may_draw() -> None:
