@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -103,8 +104,44 @@ def shard(recipe: Recipe, mesh: DeviceMesh, **options: Any) -> ForwardWrapper:
         fully_shard(unit, mesh=mesh, **options, **_ignore_others(unit))
     materialize([model])
     root = ForwardWrapper(model)
-    fully_shard(root, mesh=mesh, **options, **_ignore_others([model]))
+    shard_together(root, mesh, **options)
     return root
+
+
+def shard_together(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Shard all of a module's parameters that are not sharded yet, as one unit. All ranks must call it."""
+    fully_shard(module, mesh=mesh, **options, **_ignore_others([module]))
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the group of this rank's peers along replicate and shard; None if it has none. All ranks must call it."""
+    data = _data_mesh(mesh)
+    if data is None or data.size() == 1:
+        return None
+    return (data if data.ndim == 1 else data._flatten()).get_group()
+
+
+def data_options(
+    mesh: DeviceMesh, group: dist.ProcessGroup | None, shard_model: Callable[[DeviceMesh], nn.Module]
+) -> dict[str, Any]:
+    """Return the options of Replica that combine gradients along the axes replicate and shard. All ranks must call it.
+
+    group: the mesh's `data_group`. shard_model: shards the model over a mesh, if there is an axis shard, and returns
+    the sharded module.
+    """
+
+    def sum_over(flat: torch.Tensor) -> None:
+        dist.all_reduce(flat, group=group)
+
+    data = _data_mesh(mesh)
+    if data is not None and "shard" in (data.mesh_dim_names or ()):
+        return replica_options(shard_model(data), data.size(), sum_over)
+    return {} if group is None else {"reduce": lambda parameters: sum_gradients(parameters, sum_over)}
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
+    return mesh[axes] if axes else None
 
 
 def replica_options(root: nn.Module, num_ranks: int, sum_over: Callable[[torch.Tensor], object]) -> dict[str, Any]:

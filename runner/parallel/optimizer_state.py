@@ -22,14 +22,17 @@ def chunks_to_write(tensors: dict[str, torch.Tensor]) -> dict[str, LocalChunk]:
     return {name: LocalChunk.of(tensor) for name, tensor in tensors.items() if is_of_rank(tensor)}
 
 
-def is_of_rank(tensor: torch.Tensor) -> bool:
-    """Return True if this rank writes its part of the tensor: rank 0, or the first rank that has the shard."""
+def is_of_rank(tensor: torch.Tensor, first: int = 0) -> bool:
+    """Return True if this rank writes its part of the tensor.
+
+    first: the rank that writes what all ranks have. Each shard is written by the first rank that has it.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
-        return rank == 0
+        return rank == first
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None or 0 not in mesh.mesh:  # a submesh of another replica: the one with rank 0 writes
+    if coordinate is None or first not in mesh.mesh:  # a submesh of another replica
         return False
     is_first = all(coordinate[axis] == 0 for axis, kind in enumerate(tensor.placements) if kind.is_replicate())
     return is_first and (tensor.to_local().numel() > 0 or (tensor.numel() == 0 and not any(coordinate)))

@@ -87,8 +87,12 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def norm_over_meshes(groups: list[list[nn.Parameter]]) -> Tensor:
     """Return the norm of the whole gradient on every rank, (). All ranks that share a mesh must call it."""
     norms = [norm_of_gradients(group) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([*map(whole, norms)])) if norms else torch.zeros(())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor. All ranks of its mesh must call it if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -16,6 +17,7 @@ from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
 from runner.objectives.supervised import call_model
+from runner.parallel.fsdp import data_group
 from runner.parallel.pipeline_partition import (
     Chain,
     TiedParameters,
@@ -23,10 +25,12 @@ from runner.parallel.pipeline_partition import (
     num_operations,
     num_parameters,
     partition,
+    pipelines,
     trainable_units,
 )
 from runner.parallel.pipeline_replica import PipelineReplica
 from runner.parallel.pipeline_stage import StageOutput
+from runner.parallel.tp import shard_layers
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.deferred_init import probe
 from runner.training.model.submodules import attached_loss, offered
@@ -48,6 +52,7 @@ class Pipeline(Parallel):
     meta_init = True
     supported_objectives = "supervised"
     fails_at_once = False
+    mode, stages_key = "parallel=pipeline", "parallel.stages"  # as in messages
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class Pipeline(Parallel):
         """Return the mesh. stages=null: as many as model and schedule allow; before `check`, the model is unknown."""
         divisors = [size for size in range(world_size, 0, -1) if world_size % size == 0]
         if self.stages is not None:
-            check_divides("parallel.stages", self.stages, world_size)
+            check_divides(self.stages_key, self.stages, world_size)
         candidates = divisors if self.stages is None else [self.stages]
         stages = next((size for size in candidates if not self._objection(size, divisors)), None)
         if stages is None:
@@ -87,9 +92,9 @@ class Pipeline(Parallel):
         total, count = stages * self.virtual_stages, self.micro_batches
         if self._num_units is not None and total > self._num_units:
             fitting = [size for size in divisors if size * self.virtual_stages <= self._num_units]
-            fix = f"parallel.stages={fitting[0]}" if fitting else "parallel.schedule=1F1B"
+            fix = f"{self.stages_key}={fitting[0]}" if fitting else "parallel.schedule=1F1B"
             return (
-                f"parallel.stages={stages} x {self.virtual_stages} per rank must be at most {self._num_units}, the "
+                f"{self.stages_key}={stages} x {self.virtual_stages} per rank must be at most {self._num_units}, the "
                 f"number of the model's stages with parameters; try {fix}, or a deeper model"
             )
         least = {"1F1B": stages, "DualPipeV": total}.get(self.schedule, 1)
@@ -105,41 +110,45 @@ class Pipeline(Parallel):
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         if not offered(module, "stages"):
-            return ["parallel=pipeline needs a model that offers its stages(); try model=convnet or model=mlp"]
+            return [f"{self.mode} needs a model that offers its stages(); try model=convnet or model=mlp"]
         messages = []
         if offered(module, "place", []):
-            messages.append("parallel=pipeline does not support a model that is spread over devices; try parallel=ddp")
+            messages.append(f"{self.mode} does not support a model that is spread over devices; try parallel=ddp")
         if config.precision == "fp16":
-            messages.append("precision=fp16: parallel=pipeline has no gradient scaler over stages; try precision=bf16")
+            messages.append(f"precision=fp16: {self.mode} has no gradient scaler over stages; try precision=bf16")
         if config.compile:
-            messages.append("compile=true compiles a whole model, which no rank of parallel=pipeline has; set it false")
+            messages.append(f"compile=true compiles a whole model, which no rank of {self.mode} has; set it false")
         units = trainable_units(module.stages())  # type: ignore[operator]
         names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         if (loss := attached_loss(module)) is not None:
             units[-1].add_module("loss", loss)  # counts as part of the last stage
         seen = [id(tensor) for unit in units for tensor in (*unit.parameters(), *unit.buffers())]
         if left_out := [name for key, name in names.items() if key not in seen]:
-            messages.append(f"parallel=pipeline needs all tensors in stages(), but the model's leave out {left_out[0]}")
+            messages.append(f"{self.mode} needs all tensors in stages(), but the model's leave out {left_out[0]}")
         buffers = {id(buffer) for buffer in module.buffers()}
         if tied := [names[key] for key in names if key in buffers and seen.count(key) > 1]:
-            messages.append(f"parallel=pipeline: two stages share the buffer {tied[0]}; give each a separate one")
+            messages.append(f"{self.mode}: two stages share the buffer {tied[0]}; give each a separate one")
         self._num_units = len(units)
         return messages
 
     def prepare(self, recipe: Recipe, world: World) -> PipelineReplica:
-        axes, module = self.axes(world.world_size), recipe.module
-        mesh = make_mesh(world.device, replicate=axes.replicate, stage=axes.stage)
-        replicas = mesh["replicate"].get_group()
-        use_group(module, replicas)
+        axes = self.axes(world.world_size)
+        return self.prepare_stages(recipe, world, make_mesh(world.device, replicate=axes.replicate, stage=axes.stage))
+
+    def prepare_stages(self, recipe: Recipe, world: World, mesh: DeviceMesh) -> PipelineReplica:
+        """Prepare the model over a mesh with the axis stage, and any of the other axes. All ranks must call it."""
+        module, num_ranks, replicas = recipe.module, mesh["stage"].size(), data_group(mesh)
+        if replicas is not None:
+            use_group(module, replicas)
 
         units = trainable_units(module.stages())  # type: ignore[operator]
         module.eval()
         costs = num_parameters(units) if self.balance == "parameters" else num_operations(units, recipe.sample[0])
-        ranges = partition(costs, axes.stage * self.virtual_stages)
+        ranges = partition(costs, num_ranks * self.virtual_stages)
         stages = [Chain(*units[r.start : r.stop]) for r in ranges]
-        owners = [self.owner(stage, axes.stage) for stage in range(len(stages))]
+        owners = [self.owner(stage, num_ranks) for stage in range(len(stages))]
         if world.rank == 0:
-            _log_stages(ranges, num_parameters(stages), owners, axes)
+            _log_stages(ranges, num_parameters(stages), owners, mesh)
         own = {n: stage for n, stage in enumerate(stages) if owners[n] == mesh.get_local_rank("stage")}
         loss = attached_loss(module)
         ties = find_ties(module, stages, owners)
@@ -148,11 +157,14 @@ class Pipeline(Parallel):
         module.train()
         local = [*own.values(), *([loss] if loss is not None and len(stages) - 1 in own else [])]
         for tensor in (t for submodule in local for t in (*submodule.parameters(), *submodule.buffers())):
-            dist.broadcast(tensor.data, group_src=0, group=replicas)
+            if replicas is not None:
+                dist.broadcast(tensor.data, group_src=0, group=replicas)
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            for stage in own.values():
+                shard_layers(module, stage, mesh["tensor"], recipe.draws)
         options: dict[str, Any] = {"make_schedule": self._make_schedule, "num_micro_batches": self.micro_batches}
-        return PipelineReplica(
-            recipe, own, owners, outputs, mesh=mesh, tied=tied, sum_over=world.collectives.sum, **options
-        )
+        options |= {"mesh": mesh, "data_group": replicas, "tied": tied}
+        return PipelineReplica(recipe, own, owners, outputs, sum_over=world.collectives.sum, **options)
 
     def _make_schedule(self, stages: Sequence[PipelineStage], loss: Callable[..., torch.Tensor]) -> Any:
         options = {"n_microbatches": self.micro_batches, "loss_fn": loss, "scale_grads": False}
@@ -179,12 +191,12 @@ def _materialize(stages: list[Chain], own: dict[int, Chain], recipe: Recipe) -> 
     return outputs
 
 
-def _log_stages(ranges: list[range], sizes: list[int], owners: list[int], axes: Axes) -> None:
-    for rank in range(axes.stage):
+def _log_stages(ranges: list[range], sizes: list[int], owners: list[int], mesh: DeviceMesh) -> None:
+    for rank, ranks_of_stage in enumerate(zip(*pipelines(mesh), strict=True)):
         own = [stage for stage, owner in enumerate(owners) if owner == rank]
         units = ", ".join("-".join(dict.fromkeys((str(ranges[n][0]), str(ranges[n][-1])))) for n in own)
         fraction = sum(sizes[n] for n in own) / sum(sizes)
-        ranks = " and ".join(str(replica * axes.stage + rank) for replica in range(axes.replicate))
+        ranks = " and ".join(map(str, ranks_of_stage))
         log.info(
             "pipeline rank %s: stages %s of %s, %.1f%% of the parameters", ranks, units, ranges[-1].stop, 100 * fraction
         )

@@ -88,6 +88,13 @@ def partition(costs: Sequence[int], num_groups: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(best[len(costs)][2])]
 
 
+def pipelines(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks of each pipeline of a mesh with the axis stage, in the order of the stages."""
+    assert mesh.mesh_dim_names is not None
+    ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("stage"), -1)
+    return ranks.reshape(-1, ranks.size(-1)).tolist()  # type: ignore[no-any-return]
+
+
 class Tie(NamedTuple):
     """A parameter with several names or in several stages, and the ranks of a pipeline whose stages have it."""
 
@@ -114,28 +121,34 @@ class TiedParameters:
     """
 
     def __init__(self, module: nn.Module, ties: Sequence[Tie], own: Iterable[nn.Module], mesh: DeviceMesh):
-        """own: this rank's stages. mesh: replicate x stage."""
+        """own: this rank's stages. mesh: has the axis stage."""
         here = {parameter for stage in own for parameter in stage.parameters()}
-        rank = mesh.get_local_rank("stage")
-        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        self.on_lower_ranks: set[torch.Tensor] = set()  # this rank's copies of parameters that a lower rank has too
-        for tie in ties:
-            slots = [_slot(module, name) for name in tie.names]
-            candidates = [parameters[key] for parameters, key in slots]
-            copy = next((parameter for parameter in candidates if parameter in here), candidates[0])
-            for parameters, key in slots:
-                parameters[key] = copy
-            if rank in tie.ranks[1:]:
-                self.on_lower_ranks.add(copy)
-            if rank in tie.ranks and len(tie.ranks) > 1 and copy.requires_grad:
-                self._shared.setdefault(tie.ranks, []).append(copy)
+        self._rank = rank = mesh.get_local_rank("stage")
+        slots = [[_slot(module, name) for name in tie.names] for tie in ties]
+        # The parameters' places in the model by tie: first those of this rank's stages.
+        self._slots = [sorted(of_tie, key=lambda slot: slot[0][slot[1]] not in here) for of_tie in slots]
+        self._ties = ties
+        self.tie()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks in dict.fromkeys(tie.ranks for tie in ties if len(tie.ranks) > 1):
-            for pipeline in mesh.mesh.tolist():
+            for pipeline in pipelines(mesh):
                 group = dist.new_group([pipeline[stage] for stage in ranks])
                 if dist.get_rank() in pipeline and rank in ranks:
                     assert isinstance(group, dist.ProcessGroup)
                     self._groups[ranks] = group
+
+    def tie(self) -> None:
+        """Tie the parameters. Must be called again after this rank's stages were sharded, which replaces parameters."""
+        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        self.on_lower_ranks: set[torch.Tensor] = set()  # this rank's copies of parameters that a lower rank has too
+        for (_, ranks), slots in zip(self._ties, self._slots, strict=True):
+            copy = slots[0][0][slots[0][1]]
+            for parameters, key in slots:
+                parameters[key] = copy
+            if self._rank in ranks[1:]:
+                self.on_lower_ranks.add(copy)
+            if self._rank in ranks and len(ranks) > 1 and copy.requires_grad:
+                self._shared.setdefault(ranks, []).append(copy)
 
     def sum_gradients(self) -> None:
         """Sum over the copies, after the sum over replicas. All ranks of a pipeline must call it."""

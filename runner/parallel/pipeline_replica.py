@@ -15,10 +15,11 @@ from runner.distributed.collectives import sum_over
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.rng import derive_seed, seed_step
 from runner.objectives.objective import LossGroup, Prediction
-from runner.objectives.supervised import Supervised, call_model
-from runner.parallel.optimizer_state import optimizer_state
-from runner.parallel.parameter_update import norm_of_gradients, scale_gradients, sum_gradients, weight_factor
-from runner.parallel.pipeline_partition import Chain, TiedParameters
+from runner.objectives.supervised import Supervised
+from runner.parallel.fsdp import data_options, shard_together
+from runner.parallel.optimizer_state import is_of_rank, optimizer_state
+from runner.parallel.parameter_update import norm_over_meshes, scale_gradients, weight_factor, whole
+from runner.parallel.pipeline_partition import Chain, TiedParameters, pipelines
 from runner.parallel.pipeline_stage import Stage, StageModule, StageOutput
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
@@ -28,8 +29,8 @@ from runner.training.model.submodules import attached_loss
 class PipelineReplica(Replica):
     """This rank's stages of one replica of the model.
 
-    `layers` has this rank's stages by number, and `owners` the pipeline's rank that has each stage. The mesh is
-    replicate x stage.
+    `layers` has this rank's stages by number, and `owners` the pipeline's rank that has each stage. The mesh has the
+    axis stage and any others. `data_group` is its group of ranks with the same stages and different samples.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class PipelineReplica(Replica):
         num_micro_batches: int,
         sum_over: Callable[[torch.Tensor], torch.Tensor],
         mesh: DeviceMesh,
+        data_group: dist.ProcessGroup | None,
         tied: TiedParameters,
     ):
         assert isinstance(recipe.objective, Supervised)
         self._recipe, self._supervised = recipe, recipe.objective
         self._owners, self._outputs, self._last = owners, outputs, len(owners) - 1
-        # The ranks with the same stages, and the ranks that read the same samples.
-        self._replicas, self._pipeline = mesh["replicate"].get_group(), mesh["stage"].get_group()
+        self._pipeline = mesh["stage"].get_group()
+        self._first = pipelines(mesh)[0][mesh.get_local_rank("stage")]  # the first rank with these stages
         self._tied = tied
         self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
         self._micro_batches: list[MicroBatch] = []  # of the current call of the schedule
@@ -67,6 +69,8 @@ class PipelineReplica(Replica):
         }
         if (loss := attached_loss(recipe.module)) is not None and self._last in self._stages:
             self._stages[self._last].loss = loss  # trained with the last stage
+        options = data_options(mesh, data_group, self._shard)
+        tied.tie()
         self._schedule: Any = None
         self._num_samples = 0  # of the step, over all ranks and micro-batches
         self._local_loss = torch.zeros(())
@@ -77,7 +81,15 @@ class PipelineReplica(Replica):
         self._all_names = list(tensors)
         parameters = list(dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters()))
         loss_group, optimizer = LossGroup("loss", parameters, []), recipe.make_optimizer(parameters)
-        super().__init__(recipe, optimizer, loss_group, sum_over=sum_over, total_norm=self._norm_over_stages)
+        options |= {"duplicates": mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1}
+        super().__init__(recipe, optimizer, loss_group, sum_over=sum_over, total_norm=self._norm_over_stages, **options)
+
+    def _shard(self, mesh: DeviceMesh) -> nn.Module:
+        """Shard each of this rank's stages as a whole, because a schedule keeps a stage gathered anyway."""
+        for stage in self._stages.values():
+            stage.to(memory_format=torch.contiguous_format)  # as in `shard`
+            shard_together(stage, mesh)
+        return nn.ModuleList(self._stages.values())
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Add up the gradients of a step. Return this replica's part of the global batch's mean loss, detached, ().
@@ -102,12 +114,13 @@ class PipelineReplica(Replica):
             self._schedule.step(*inputs, target=target, return_outputs=False)
         self._micro_batches.clear()
         self._check_replaced()
-        self._sum_gradients()
+        self._reduce(self.loss_group.parameters)
+        self._tied.sum_gradients()
         if not self.objective.weighted_by_samples:
-            factor = weight_factor(batch.num_samples, self._weight, self._sum_over)
+            factor = weight_factor(batch.num_samples, self._weight / self._duplicates, self._sum_over)
             scale_gradients(self.loss_group.parameters, factor)
             self._local_loss *= factor
-        return self._local_loss
+        return self._local_loss / self._duplicates
 
     def _fit_schedule(self, num_samples: int) -> None:
         """Create the schedule, unless the current one fits micro-batches of this size. All ranks must call it."""
@@ -144,18 +157,12 @@ class PipelineReplica(Replica):
         self._local_loss += local_loss.detach()
         self._weight += loss.weight
         # torch 2.11 checks the dtype, and the loss of no samples has another dtype.
-        return local_loss.to(self.precision.parameter_dtype)
-
-    def _sum_gradients(self) -> None:
-        """Sum the gradients over the replicas, each of which has its part of the mean, then over tied copies."""
-        if dist.get_world_size(self._replicas) > 1:
-            sum_gradients(self.loss_group.parameters, lambda flat: dist.all_reduce(flat, group=self._replicas))
-        self._tied.sum_gradients()
+        return (local_loss * self._loss_scale).to(self.precision.parameter_dtype)
 
     def _norm_over_stages(self, groups: list[list[nn.Parameter]]) -> torch.Tensor:
         """Return the norm over the stages of all ranks of the pipeline, (). All its ranks must call it."""
-        counted = (p for p in self.loss_group.parameters if p not in self._tied.on_lower_ranks)
-        squares = norm_of_gradients(counted).to(self._recipe.device) ** 2
+        counted = [[p for p in group if p not in self._tied.on_lower_ranks] for group in groups]
+        squares = norm_over_meshes([group for group in counted if group]).to(self._recipe.device) ** 2
         sum_over(self._pipeline, squares)
         return squares.sqrt()
 
@@ -177,7 +184,7 @@ class PipelineReplica(Replica):
                 if micro_batch.rows:
                     dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
             with torch.no_grad(), self.precision.autocast():
-                features = call_model(stage.layers, micro_batch.inputs) if number == 0 else stage.layers(features)
+                features = stage(micro_batch.inputs if number == 0 else features)
             if number < self._last and self._owners[number + 1] != rank and micro_batch.rows:
                 self._outputs[number].check(features)
                 dist.send(features.contiguous(), group_dst=self._owners[number + 1], group=self._pipeline)
@@ -188,40 +195,31 @@ class PipelineReplica(Replica):
             return self._supervised.prediction(features, micro_batch)
 
     def state(self) -> LocalState:
-        hashes = tensor_hashes(self.local_parameters())
-        if not self._is_first_replica:
-            return LocalState(replica_hashes=hashes)
-        model = {
-            MODEL + name: LocalChunk.of(tensor)
-            for name, tensor in self._local_tensors.items()
-            if tensor not in self._tied.on_lower_ranks
-        }
+        self._after_write()
+        hashes = tensor_hashes(self.local_parameters()) if self._duplicates == 1 else {}
+
+        def writes(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
+            return parameter not in self._tied.on_lower_ranks and is_of_rank(tensor, self._first)
+
+        model = {MODEL + name: LocalChunk.of(t) for name, t in self._local_tensors.items() if writes(t, t)}
         # An optimizer of all stages' parameters, which has no states but knows the groups of all parameters.
         options = {group["group"]: group for group in self.optimizer.param_groups}
-        whole = self._recipe.make_optimizer(self.module.parameters())
-        for group in whole.param_groups:
+        of_all_stages = self._recipe.make_optimizer(self.module.parameters())
+        for group in of_all_stages.param_groups:
             group |= {key: value for key, value in options[group["group"]].items() if key != "params"}
-        optimizer = optimizer_state(
-            self.module,
-            self.optimizer,
-            lambda parameter, tensor: parameter not in self._tied.on_lower_ranks,
-            groups_of=whole,
-        )
+        optimizer = optimizer_state(self.module, self.optimizer, writes, groups_of=of_all_stages)
         return LocalState(model, {"scaler": self.precision.scaler.state_dict()}, hashes) | optimizer
 
     def weights(self) -> dict[str, torch.Tensor]:
-        local = {name: tensor.detach().cpu() for name, tensor in self._local_tensors.items()}
+        local = {name: whole(tensor).detach().cpu() for name, tensor in self._local_tensors.items()}
         gathered: list[Any] = [local]
-        if self._is_first_replica:
+        if 0 in dist.get_process_group_ranks(self._pipeline):
             on_rank_0 = dist.get_rank() == 0
             gathered = [None] * dist.get_world_size(self._pipeline) if on_rank_0 else [local]
             dist.gather_object(local, gathered if on_rank_0 else None, group_dst=0, group=self._pipeline)
         model = {name: tensor for tensors in gathered for name, tensor in tensors.items()}
         return {name: model[name] for name in self._all_names if name in model}
 
-    @property
-    def _is_first_replica(self) -> bool:
-        return 0 in dist.get_process_group_ranks(self._pipeline)
-
     def load_weights(self, saved: SavedState) -> None:
+        self._after_write()
         read_weights(saved, self._local_tensors, dict.fromkeys(self._all_names))

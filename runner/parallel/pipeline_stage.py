@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from runner.checkpoints.saved_state import local_part
 from runner.input.batch import MicroBatch
 from runner.objectives.supervised import call_model
 from runner.optimization.precision import Precision
@@ -29,7 +30,7 @@ class StageOutput:
         """Raise ValueError for a shape that the next stage does not expect."""
         if features.shape[1:] != self.shape:
             raise ValueError(
-                f"parallel=pipeline sends tensors of one shape, but outputs have shape {list(features.shape[1:])} here "
+                f"a pipeline sends tensors of one shape, but outputs have shape {list(features.shape[1:])} here "
                 f"and {list(self.shape)} for the first sample; pad all samples, or try parallel=ddp, fsdp or tp"
             )
 
@@ -51,7 +52,7 @@ class StageModule(nn.Module):
 
     A schedule requires fixed shapes, but the micro-batches of a step differ by one sample, and the last ones may be
     missing. Every rank of a pipeline reads the same micro-batches and so knows how many samples are real. Only those
-    pass through the layers, because BatchNorm would count the padding.
+    pass through the layers, because BatchNorm would count the padding. In evaluation mode, nothing is padded.
     """
 
     def __init__(
@@ -71,12 +72,15 @@ class StageModule(nn.Module):
         self.num_samples = 0  # after padding
         self.position = 0  # of the next micro-batch: all schedules run their forwards in order
 
-    def forward(self, received: torch.Tensor) -> torch.Tensor:
+    def forward(self, received: Any) -> torch.Tensor:
+        if not self.training:
+            outputs: torch.Tensor = call_model(self.layers, received)
+            return outputs
         position, self.position = self.position, self.position + 1
         if position >= len(self.micro_batches):
             # No rank has this micro-batch. Gradients of zero must still reach all parameters.
             ends = [t for t in (received, *self.parameters()) if t.requires_grad]
-            zero = torch.stack([t.flatten()[:0].sum() for t in ends]).sum()
+            zero = torch.stack([local_part(t).flatten()[:0].sum() for t in ends]).sum()
             if self.output is None:
                 return zero
             return zero + self.output.empty(self.num_samples, received.device).zero_()

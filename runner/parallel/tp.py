@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +16,7 @@ from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
 from runner.optimization.parameter_patterns import names_of
-from runner.parallel.fsdp import check_sparse, replica_options, shard
-from runner.parallel.parameter_update import sum_gradients
+from runner.parallel.fsdp import check_sparse, data_group, data_options, shard
 from runner.parallel.replica import Replica
 from runner.training.draws.following import Draws
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
@@ -55,41 +53,45 @@ class TP(Parallel):
         return Axes(replicate=rest, tensor=tensor) if self.rest == "average" else Axes(shard=rest, tensor=tensor)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        if not offered(module, "tensor_plan"):
-            return ["parallel=tp needs a model with tensor_plan(); try parallel=fsdp"]
-        if config.precision == "fp16":
-            # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
-            return ["precision=fp16 does not work with parallel=tp; try precision=bf16"]
-        if self.rest == "fsdp" and (messages := check_sparse(module)):
-            return messages
         tensor = self.axes(self._world_size).tensor
-        plan: Plan = module.tensor_plan()  # type: ignore[operator]
-        if messages := _check_plan(module, plan, tensor, self._world_size):
-            return messages
-        return _check_blocks(module, plan, config.activation_checkpointing)
+        messages = check_layers(config, module, "parallel=tp", tensor, self._world_size)
+        return messages or (check_sparse(module) if self.rest == "fsdp" else [])
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
-        module, axes = recipe.module, self.axes(world.world_size)
+        axes = self.axes(world.world_size)
         rest = "replicate" if self.rest == "average" else "shard"
-        mesh = make_mesh(world.device, **{rest: axes.data_ranks, "tensor": axes.tensor})
-        _shard_layers(module, module.tensor_plan(), mesh["tensor"], recipe.draws)  # type: ignore[operator]
-        if axes.data_ranks > 1:
-            use_group(module, mesh[rest].get_group())
+        return prepare_layers(recipe, world, make_mesh(world.device, **{rest: axes.data_ranks, "tensor": axes.tensor}))
 
-        def sum_over_rest(flat: torch.Tensor) -> None:
-            dist.all_reduce(flat, group=mesh[rest].get_group())
 
-        options: dict[str, Any] = {}
-        if self.rest == "fsdp":
-            for name in module.tensor_plan():  # type: ignore[operator]
-                # A sharded layer returns a view, and an in-place operator on it would drop FSDP's hook for backward.
-                module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
-            root = shard(recipe, mesh[rest])
-            options = replica_options(root, axes.data_ranks, sum_over_rest)
-        elif axes.data_ranks > 1:
-            options = {"reduce": lambda parameters: sum_gradients(parameters, sum_over_rest)}
-        optimizer = recipe.make_optimizer(module.parameters())
-        return Replica(recipe, optimizer, sum_over=world.collectives.sum, duplicates=axes.tensor, **options)
+def prepare_layers(recipe: Recipe, world: World, mesh: DeviceMesh) -> Replica:
+    """Prepare the model over a mesh with the axis tensor, and with replicate, shard or both. All ranks must call it."""
+    module, group = recipe.module, data_group(mesh)
+    shard_layers(module, module, mesh["tensor"], recipe.draws)
+    if group is not None:
+        use_group(module, group)
+
+    def shard_model(data: DeviceMesh) -> nn.Module:
+        for name in module.tensor_plan():  # type: ignore[operator]
+            # A sharded layer returns a view, and an in-place operator on it would drop FSDP's hook for backward.
+            module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
+        return shard(recipe, data)
+
+    options = data_options(mesh, group, shard_model)
+    optimizer = recipe.make_optimizer(module.parameters())
+    return Replica(recipe, optimizer, sum_over=world.collectives.sum, duplicates=mesh["tensor"].size(), **options)
+
+
+def check_layers(config: Config, module: nn.Module, mode: str, tensor: int, world_size: int) -> list[str]:
+    """Return a message if the model's layers cannot be sharded over this number of ranks. mode: as in a message."""
+    if not offered(module, "tensor_plan"):
+        return [f"{mode} needs a model with tensor_plan(); try parallel=fsdp"]
+    if config.precision == "fp16":
+        # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
+        return [f"precision=fp16 does not work with {mode}; try precision=bf16"]
+    plan: Plan = module.tensor_plan()  # type: ignore[operator]
+    if messages := _check_plan(module, plan, tensor, world_size):
+        return messages
+    return _check_blocks(module, plan, config.activation_checkpointing)
 
 
 def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> list[str]:
@@ -132,11 +134,15 @@ def _check_blocks(module: nn.Module, plan: Plan, extent: Extent) -> list[str]:
     return []
 
 
-def _shard_layers(module: nn.Module, plan: Plan, mesh: DeviceMesh, draws: Draws) -> None:
-    """Shard the plan's layers over the mesh. All its ranks must call it, with the same weights.
+def shard_layers(module: nn.Module, part: nn.Module, mesh: DeviceMesh, draws: Draws) -> None:
+    """Shard the layers of the module's plan that are in a part of it. All ranks of the mesh must call it.
 
-    The output of a colwise layer stays sharded until the next rowwise layer. If none follows, the output is gathered.
+    All of them must have the same weights. The output of a colwise layer stays sharded until the next rowwise layer of
+    the part. If none follows, the output is gathered.
     """
+    parts = {*part.modules()}
+    plan: Plan = module.tensor_plan()  # type: ignore[operator]
+    plan = {name: style for name, style in plan.items() if module.get_submodule(name) in parts}
     styles: dict[str, Any] = {}
     opening: list[nn.Module] = []  # the layers of pairs, between which activations are sharded
     closing: list[nn.Module] = []
@@ -156,7 +162,7 @@ def _shard_layers(module: nn.Module, plan: Plan, mesh: DeviceMesh, draws: Draws)
         previous = style
     # src_data_rank=None: every rank has the same weights, so that none needs to send them.
     parallelize_module(module, mesh, styles, src_data_rank=None)
-    _draw_whole_masks(module, opening, closing, mesh, draws)
+    _draw_whole_masks(part, opening, closing, mesh, draws)
 
 
 def _draw_whole_masks(

@@ -1,5 +1,6 @@
 """The modes, with world sizes and options in which they must produce the numbers of one process."""
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -44,6 +45,15 @@ CASES = [
 ]
 # Each mode once, on two ranks if it supports several.
 ONCE = [case for case in PLAIN if case.world_size == (1 if case.mode in ("none", "dp") else 2)]
+
+
+def mesh(axes: str) -> tuple[int, tuple[str, ...]]:
+    """Return the number of ranks of a mesh, such as "shard=2 tensor=2", and its overrides."""
+    options = dict(option.split("=") for option in axes.split())
+    sizes = [
+        int(options[axis]) for axis in ("replicate", "shard", "stage", "tensor") if options.get(axis, "").isdigit()
+    ]
+    return math.prod(sizes), ("parallel=mesh", *(f"parallel.{key}={value}" for key, value in options.items()))
 
 
 def tier(by_default: bool, thorough: bool) -> tuple[pytest.MarkDecorator, ...]:

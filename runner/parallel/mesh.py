@@ -1,0 +1,120 @@
+"""Several kinds of parallelism at once: a mesh of replicas, shards, stages of a pipeline, and sharded layers."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Literal
+
+from torch import nn
+
+from runner.config.schema import Config
+from runner.distributed.process_group import make_mesh
+from runner.distributed.world import World
+from runner.parallel.allreduce import AllReduce
+from runner.parallel.fsdp import FSDP, check_sparse
+from runner.parallel.pipeline import Pipeline, Schedule
+from runner.parallel.pipeline_partition import trainable_units
+from runner.parallel.tp import TP, check_layers, prepare_layers
+from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
+
+
+class Mesh(Parallel):
+    """parallel=mesh: the axes of allreduce, fsdp, pipeline and tp, combined in one mesh.
+
+    Args:
+        replicate: The number of copies of the model, which read different samples.
+        shard: How many ranks shard each copy, or each stage of it, and read different samples.
+        stage: How many ranks form a pipeline; the options below are those of parallel=pipeline.
+        tensor: How many ranks shard the layers in the model's tensor_plan().
+
+    One of the four may be None; it is computed from the number of ranks.
+    """
+
+    needs_group = True
+    fails_at_once = False
+
+    def __init__(
+        self,
+        replicate: int | None = 1,
+        shard: int | None = None,
+        stage: int | None = 1,
+        tensor: int | None = 1,
+        schedule: Schedule = "GPipe",
+        micro_batches: int = 4,
+        virtual_stages: int | None = None,
+        balance: Literal["parameters", "compute"] = "parameters",
+    ):
+        self._sizes = {"replicate": replicate, "shard": shard, "stage": stage, "tensor": tensor}
+        free = [axis for axis, size in self._sizes.items() if size is None]
+        if len(free) > 1:
+            keys = " and ".join(f"parallel.{axis}=null" for axis in free)
+            raise ValueError(f"{keys}: only one axis can be computed; try parallel.{free[-1]}=1")
+        self._pipeline = Pipeline(None, schedule, micro_batches, virtual_stages, balance)
+        options, defaults = vars(self._pipeline), vars(Pipeline())
+        self._changed = [f"parallel.{key}={value}" for key, value in options.items() if value != defaults[key]]
+        self._pipeline.stages_key = "parallel.stage"
+        self._use(Axes(**{axis: size or 1 for axis, size in self._sizes.items()}))
+
+    def axes(self, world_size: int) -> Axes:
+        sizes = {axis: size for axis, size in self._sizes.items() if size is not None}
+        for axis, size in sizes.items():
+            check_divides(f"parallel.{axis}", size, world_size)
+        product = math.prod(sizes.values())
+        is_free = len(sizes) < len(self._sizes)
+        if world_size % product or (product != world_size and not is_free):
+            factors = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
+            rule = "divide" if is_free else "equal"
+            raise ValueError(
+                f"{factors or 'parallel.shard=1'} must {rule} the number of ranks, {world_size}; start {product}, or "
+                "change an axis"
+            )
+        axes = Axes(**{axis: sizes.get(axis, world_size // product) for axis in self._sizes})
+        if axes.stage > 1:
+            self._pipeline.stages, self._pipeline.mode = axes.stage, f"parallel.stage={axes.stage}"
+            self._pipeline.axes(world_size)  # checks the schedule
+            axes = replace(axes, micro_batches=self._pipeline.micro_batches)
+        elif self._changed:
+            raise ValueError(f"{self._changed[0]} has no effect without a pipeline; try parallel.stage=2")
+        self._use(axes)
+        return axes
+
+    def _use(self, axes: Axes) -> None:
+        """Use the axes, which determine what this mode supports."""
+        kind = Pipeline if axes.stage > 1 else TP if axes.tensor > 1 else FSDP if axes.shard > 1 else AllReduce
+        self.meta_init, self.supported_objectives = kind.meta_init, kind.supported_objectives
+        self.shards_matrices = axes.shard > 1 or axes.tensor > 1
+        self._axes = axes
+
+    def check(self, config: Config, module: nn.Module) -> list[str]:
+        axes, messages = self._axes, list[str]()
+        if axes.stage > 1:
+            messages += self._pipeline.check(config, module)
+        if axes.tensor > 1:
+            messages += check_layers(config, module, f"parallel.tensor={axes.tensor}", axes.tensor, axes.size)
+        if axes.shard > 1:
+            messages += check_sparse(module)
+            if axes.stage > 1 and self._pipeline.virtual_stages > 1 and not messages:
+                messages += self._check_ties(module)
+        return messages
+
+    def _check_ties(self, module: nn.Module) -> list[str]:
+        """Return a message if stages share a parameter. torch cannot shard it in two stages of one rank."""
+        units = trainable_units(module.stages())  # type: ignore[operator]
+        uses = Counter(parameter for unit in units for parameter in unit.parameters())
+        return [
+            f"parallel.shard={self._axes.shard}: two stages of a rank may share {name}, which FSDP cannot shard twice; "
+            "try parallel.schedule=1F1B or parallel.shard=1"
+            for name, parameter in module.named_parameters()
+            if uses[parameter] > 1
+        ][:1]
+
+    def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
+        axes = self.axes(world.world_size)
+        sizes = {"replicate": axes.replicate, "shard": axes.shard, "stage": axes.stage, "tensor": axes.tensor}
+        if axes.stage > 1 or axes.tensor > 1:
+            mesh = make_mesh(world.device, **{axis: size for axis, size in sizes.items() if size > 1})
+            if axes.stage > 1:
+                return self._pipeline.prepare_stages(recipe, world, mesh)
+            return prepare_layers(recipe, world, mesh)
+        single = FSDP(axes.replicate) if axes.shard > 1 else AllReduce()
+        return single.prepare(recipe, world)
