@@ -1,13 +1,14 @@
 """Tensor parallel: the ranks along one axis keep shards of the same linear layers, and read the same samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -40,7 +41,7 @@ class TP(Parallel):
     fails_at_once = False
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
-        self.tensor, self.rest = tensor, rest
+        self.tensor, self.rest, self.meta_init = tensor, rest, rest == "fsdp"
         self._world_size = 1
 
     def axes(self, world_size: int) -> Axes:
@@ -74,11 +75,24 @@ def prepare_layers(recipe: Recipe, world: World, mesh: DeviceMesh) -> Replica:
         for name in module.tensor_plan():  # type: ignore[operator]
             # A sharded layer returns a view, and an in-place operator on it would drop FSDP's hook for backward.
             module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
-        return shard(recipe, data)
+        return shard(replace(recipe, materialize=lambda parts: _materialize(parts, recipe)), data)
 
     options = data_options(mesh, group, shard_model)
     optimizer = recipe.make_optimizer(module.parameters())
     return Replica(recipe, optimizer, sum_over=world.collectives.sum, duplicates=mesh["tensor"].size(), **options)
+
+
+def _materialize(parts: Iterable[nn.Module], recipe: Recipe) -> None:
+    """Create the weights of submodules whose layers were sharded on the meta device, and shard them again."""
+    modules = [*dict.fromkeys(module for part in parts for module in part.modules())]
+    before = [dict[str, Any](module._parameters) for module in modules]
+    recipe.materialize(modules)
+    for module, parameters in zip(modules, before, strict=True):
+        for key, meta in parameters.items():
+            if isinstance(meta, DTensor) and meta.is_meta:
+                whole: Any = module._parameters[key]
+                weight = distribute_tensor(whole, meta.device_mesh, meta.placements, src_data_rank=None)
+                module._parameters[key] = nn.Parameter(weight, meta.requires_grad)
 
 
 def check_layers(config: Config, module: nn.Module, mode: str, tensor: int, world_size: int) -> list[str]:

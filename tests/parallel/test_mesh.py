@@ -87,8 +87,10 @@ def test_one_axis_is_computed_and_the_single_modes_are_corners() -> None:
     assert Mesh(shard=1, stage=None).axes(2) == Axes(stage=2, micro_batches=4)
     assert Mesh(shard=1, replicate=None).axes(1) == Axes()
     mode = Mesh(tensor=2)
+    assert mode.axes(2) == Axes(tensor=2)
     assert (mode.supported_objectives, mode.meta_init) == ("one_loss", False)
-    assert (mode.axes(2), mode.supported_objectives) == (Axes(tensor=2), "one_loss")
+    mode.axes(4)
+    assert (mode.supported_objectives, mode.meta_init) == ("one_loss", True)  # no rank materializes the model
 
 
 @pytest.mark.parametrize(
