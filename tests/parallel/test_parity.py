@@ -6,7 +6,7 @@ from pathlib import Path
 
 import parity_table
 import pytest
-from mode_cases import tier
+from mode_cases import mesh, tier
 from parity import COMMON, EXPERIMENTS, assert_equal, distance
 from worlds import MODES, Run, build_experiment, run
 
@@ -14,7 +14,7 @@ from runner.errors import InputError
 
 MODELS = tuple(EXPERIMENTS)
 # Additional overrides of the one process: pipeline splits a micro-batch into four, and BatchNorm sees each separately.
-REFERENCE = {"pipeline": ("micro_batches=4",)}
+REFERENCE = {"parallel=pipeline": ("micro_batches=4",), "parallel.stage=2": ("micro_batches=4",)}
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ ROWS = [INEXACT.get(mode, Row(mode, (f"parallel={mode}",))) for mode in MODES] +
     Row("tp 4", ("parallel=tp", "parallel.tensor=4"), (4,)),
     Row("pipeline 2 x 2", ("parallel=pipeline", "parallel.stages=2"), (4,)),
     Row("pipeline 4", ("parallel=pipeline", "parallel.stages=4"), (4,)),
+    *(
+        Row(f"mesh {axes}".replace("=", " "), mesh(axes)[1], (mesh(axes)[0],))
+        for axes in ("shard=2 tensor=2", "shard=2 stage=2", "stage=2 tensor=2", "shard=2 stage=2 tensor=2")
+    ),
     # Each rank rounds its gradients to a relative 2^-11 or 2^-8, and their sum is rounded once more: 2 epsilon
     # of each step's update. The effect on later gradients adds less than as much again in ten steps.
     Row("ddp fp16", ("parallel=ddp", "parallel.comm_hook=fp16"), (2,), error=4 * 2**-11),
@@ -72,6 +76,8 @@ def is_thorough(row: Row, model: str, world_size: int) -> bool:
     """Return True for the cells of CI: each mesh of two axes, and the rows of only one world size, with BatchNorm."""
     if row.name == "pipeline 4":
         return model == "transformer"
+    if row.name.startswith("mesh"):  # test_mesh.py
+        return False
     return model == "convnet" and (len(row.world_sizes) == 1 or (row.name, world_size) == ("tp", 4))
 
 
@@ -100,8 +106,8 @@ def test_mode_equals_one_process(
         with pytest.raises(InputError, match=r"^parallel"):
             build_experiment(*overrides, world_size=world_size)
         return
-    mode = row.overrides[0].removeprefix("parallel=")
-    expected = one_process(*EXPERIMENTS[model], *COMMON, *REFERENCE.get(mode, ()))
+    split = [words for override, words in REFERENCE.items() if override in row.overrides]
+    expected = one_process(*EXPERIMENTS[model], *COMMON, *(split[0] if split else ()))
     made = run(tmp_path, world_size, *overrides)
     weights = distance(made, expected, expected.weights)
     if row.error and world_size in row.inexact_on:
