@@ -135,6 +135,8 @@ def data_options(
 
     data = _data_mesh(mesh)
     if data is not None and "shard" in (data.mesh_dim_names or ()):
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            mesh["shard", "tensor"]._flatten()  # otherwise DTensor reduces along each axis, and logs a warning
         return replica_options(shard_model(data), data.size(), sum_over)
     return {} if group is None else {"reduce": lambda parameters: sum_gradients(parameters, sum_over)}
 

@@ -9,6 +9,7 @@ from mode_cases import mesh
 from parity import COMMON, EXPERIMENTS, assert_equal
 from worlds import Run, build_experiment, run
 
+from runner.checkpoints.saved_state import weights_sha256
 from runner.errors import InputError
 from runner.parallel.mesh import Mesh
 from runner.training.mode import Axes
@@ -39,6 +40,7 @@ EIGHT = pytest.mark.thorough  # two cores
         ("tensor=2 stage=2", FEW),
         pytest.param("replicate=2 tensor=2", WEIGHTED, marks=pytest.mark.thorough),
         pytest.param("replicate=2 stage=2", FEW, marks=pytest.mark.thorough),
+        pytest.param("shard=2 tensor=2", FEW, marks=pytest.mark.thorough),
         pytest.param("shard=2 stage=2", CONVNET, marks=pytest.mark.thorough),
         pytest.param("shard=2 stage=2 schedule=ZBV", (*DROPOUT, "model.tied=false"), marks=pytest.mark.thorough),
         pytest.param("replicate=2 shard=2 tensor=2", TRANSFORMER, marks=EIGHT),
@@ -55,6 +57,7 @@ def test_mesh_equals_one_process(
     size, overrides = mesh(axes)
     made = run(tmp_path, size, *experiment, *overrides, *split)
     assert_equal(made, expected)
+    assert made.result["weights_sha256"] == weights_sha256(made.weights)  # also gathered, not only saved, correctly
     average = made.state.get("average", {})
     assert average.keys() == expected.state.get("average", {}).keys()
     for name, tensor in average.items():
