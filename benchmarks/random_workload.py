@@ -1,12 +1,16 @@
 """A workload of the suite without its data: the model, trained on one random batch."""
 
 import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from peers.works import TEXT, Work
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # the folder of the package models
 
 
 def model_of(work: Work) -> nn.Module:
