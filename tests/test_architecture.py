@@ -18,6 +18,7 @@ LAYERS = (
     "runner/sweeps",
     "runner/launchers",
     "runner/jobs",
+    "runner/planning",
     "runner/parallel",
     "runner/training",
     "runner/objectives",

@@ -39,6 +39,22 @@ def options_of(group: str) -> list[str]:
     return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
 
 
+def modes_to_compare(chosen: str) -> list[str]:
+    """Return all modes; mesh only if it is chosen, because without options it is the same as fsdp."""
+    return [mode for mode in options_of("parallel") if mode != "mesh" or chosen == "mesh"]
+
+
+def for_mode(overrides: Sequence[str], chosen: str, mode: str, dropped: Sequence[str]) -> list[str]:
+    """Return the overrides for another mode than the chosen one, whose options are left out.
+
+    dropped: top-level keys that are left out, too.
+    """
+    without = ("parallel", *dropped)
+    kept = [each for each in overrides if each.lstrip("+~").split("=")[0].split(".")[0] not in without]
+    options = [each for each in overrides if each.lstrip("+").startswith("parallel.")]
+    return [*kept, f"parallel={mode}", *(options if mode == chosen else [])]
+
+
 def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself."""
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before

@@ -58,6 +58,16 @@ class Comparison:
 
 
 @dataclass
+class Planning:
+    """What task=plan plans, and for which device."""
+
+    modes: list[str] | None = None
+    world_sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
+    device: str = "this"
+    memory_gib: float | None = None
+
+
+@dataclass
 class Reporting:
     """What task=report reads, sorts by and writes."""
 
@@ -149,6 +159,7 @@ class Config:
     profile: bool = False
     debug: bool = False
     compare: Comparison = field(default_factory=Comparison)
+    plan: Planning = field(default_factory=Planning)
     report: Reporting = field(default_factory=Reporting)
     export: Exporting = field(default_factory=Exporting)
     predict: Predicting = field(default_factory=Predicting)
@@ -168,7 +179,14 @@ ConfigStore.instance().store(name="schema", node=Config)
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
-OF_TASKS = ("compare", "report", "export", "predict", "diff")  # sections that only the task of the same name reads
+OF_TASKS = (
+    "compare",
+    "plan",
+    "report",
+    "export",
+    "predict",
+    "diff",
+)  # sections of one task
 # Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 

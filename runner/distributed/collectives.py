@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from runner.distributed.local.exchange import exchange_of, is_plain, is_small
 
@@ -42,8 +43,13 @@ def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.
     if exchange is not None and is_small(tensor, num_ranks):
         return exchange.gather(tensor)
     gathered = tensor.new_empty(num_ranks, *tensor.shape)
-    dist.all_gather([*gathered], tensor, group=group)
+    all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return False on the meta device, and for the fake tensors of a plan."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 class Collectives:

@@ -12,6 +12,7 @@ from pathlib import Path
 from runner.errors import InputError
 
 ALONE = "one process"
+IMAGINED = "a plan"  # whose process computes with fake tensors what one rank of a larger world would
 PORTS = range(10_000, 30_000)  # below the ephemeral ports
 _runs_in_progress: list[None] = []
 
@@ -35,6 +36,11 @@ class RankInfo:
     has_parent: bool = False  # an agent or launcher started this process, which exits when its parent does
     restart_file: str | None = None  # a file of the machine's agent, with values for a restarted world
     is_embedded: bool = False  # the process is a script or notebook, which continues after the run
+
+    @property
+    def is_imagined(self) -> bool:
+        """Return True if this process only plans what the rank would do: there are no other ranks, and no values."""
+        return self.source == IMAGINED
 
     @property
     def may_start_processes(self) -> bool:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
@@ -88,7 +89,8 @@ class ProcessGroup:
 
 def make_mesh(device: torch.device, **axes: int) -> DeviceMesh:
     """Return the mesh with these named axes, outermost first. All ranks must call it, once the group is formed."""
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    with _disable_current_modes():  # a plan computes with fake tensors, but a mesh needs the values of its own
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _destroy() -> None:

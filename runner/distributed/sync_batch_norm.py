@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.distributed.collectives import gather_over, sum_over
+from runner.distributed.collectives import gather_over, has_values, sum_over
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -224,6 +224,8 @@ def _gather_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[
         packed = torch.cat([count.view(1), mean, var])
     counts, means, variances = gather_over(group, packed).split([1, num_channels, num_channels], dim=1)
     count, mean, var = _merge(counts.squeeze(1), means, variances)
+    if not has_values(count):
+        return input.numel() // num_channels * dist.get_world_size(group), mean, var
     return int(count), mean, var
 
 

@@ -36,6 +36,14 @@ class CommunicationCounter(TorchDispatchMode):
         super().__init__()
         self.bytes: Counter[str] = Counter()
 
+    def add(self, kind: str, num_bytes: int, group: Any = None, peer: int | None = None) -> None:
+        """Count a message.
+
+        group: its process group, as an argument of an operator; None outside of groups. peer: the rank to which a
+        single message is sent, in the group.
+        """
+        self.bytes[kind] += num_bytes
+
     def __enter__(self) -> "CommunicationCounter":
         _entered.append(self)
         return super().__enter__()
@@ -53,7 +61,8 @@ class CommunicationCounter(TorchDispatchMode):
             inputs = [value for key, value in arguments.items() if not key.startswith("output")]
             if "functional" in function.namespace:
                 outputs = [result]
-            self.bytes[kind] += max(_size(inputs), _size(outputs))
+            group = arguments.get("process_group", arguments.get("group_name"))
+            self.add(kind, max(_size(inputs), _size(outputs)), group, arguments.get("dst"))
         return result
 
 
@@ -63,7 +72,7 @@ def count(kind: str, num_bytes: int) -> None:
         return
     with _lock:
         for counter in _entered:
-            counter.bytes[kind] += num_bytes
+            counter.add(kind, num_bytes)
 
 
 def count_tensors(kind: str, *values: Any) -> None:

@@ -39,6 +39,11 @@ class World:
         """The device of the samples."""
         return self.devices[0]
 
+    @property
+    def is_imagined(self) -> bool:
+        """Return True in a plan (runner/planning): there are no other ranks, and tensors have no values."""
+        return self.rank_info.is_imagined
+
     def begin_job(self, backend: Backend) -> None:
         """Start a job, with new keys in the store. All ranks must call it."""
         self.backend, self.consensus.timeout_s = backend, backend.timeout_s

@@ -120,7 +120,7 @@ class Loader:
                 if samples.num_samples == 0:
                     raise ValueError(f"epoch {epoch + 1} of the stream has no samples after step {step}")
                 parts = zip(samples.batches, samples.indices, strict=True)
-                of_step = [MicroBatch(map_tensors(self._to_device, batch), indices) for batch, indices in parts]
+                of_step = [MicroBatch(map_tensors(self.to_device, batch), indices) for batch, indices in parts]
                 num_samples, is_last = samples.num_samples, is_last or samples.is_last
                 self.stream_position = samples.position
             else:
@@ -168,7 +168,7 @@ class Loader:
     def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
         """Yield local micro-batches on the device. Raise ValueError if a batch that was read ahead cannot be split."""
         for each in batches:
-            batch = map_tensors(self._to_device, each)
+            batch = map_tensors(self.to_device, each)
             requested = self._requested.popleft()
             if self._reads_ahead and self._at_once is None and requested[0]:
                 num_bytes = sum(tensor.nbytes for tensor in tensors(batch))
@@ -199,7 +199,8 @@ class Loader:
                 self._requested.append(block)
                 yield Request(list(itertools.chain.from_iterable(block)), epoch, self.seed, self.allow_empty)
 
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a batch on the device, in the dtype and memory format of the model."""
         tensor = cast_floating(tensor.to(self.device, non_blocking=True), self.dtype)
         return tensor.contiguous(memory_format=self.memory_format) if tensor.dim() == 4 else tensor
 

@@ -20,6 +20,8 @@ from torch.utils._pytree import (
 )
 from torch.utils.data import default_collate
 
+from runner.distributed.collectives import has_values
+
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves, in order."""
@@ -126,7 +128,7 @@ def _unflatten_mapping(values: Iterable[Any], mapping: _Mapping) -> Any:
 
 def _align(tensor: torch.Tensor) -> torch.Tensor:
     """Align the data like that of a new tensor: the last bit of a matrix product depends on the alignment."""
-    return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
+    return tensor if not has_values(tensor) or tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
 def _is_dataclass(value: Any) -> bool:

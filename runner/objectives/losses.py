@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from runner.distributed.collectives import has_values
 from runner.input.pytree import tensors
 
 IGNORED_BY_TORCH = -100  # the default of ignore_index
@@ -65,11 +66,14 @@ class Auto:
                 )
         if targets.is_floating_point():
             return nn.MSELoss()
-        return NLL() if targets.dim() == 1 and are_log_probabilities(outputs) else CrossEntropy()
+        is_log = targets.dim() == 1 and has_values(outputs) and are_log_probabilities(outputs)
+        return NLL() if is_log else CrossEntropy()
 
 
 def are_log_probabilities(outputs: torch.Tensor) -> bool:
-    """Return True if the exponentials of every row sum to 1."""
+    """Return True if the exponentials of every row sum to 1, or if the outputs have no values."""
+    if not has_values(outputs):
+        return True
     sums = outputs.double().exp().sum(-1)
     return torch.allclose(sums, torch.ones_like(sums), atol=1e-4)
 

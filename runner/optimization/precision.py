@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from runner.distributed.collectives import has_values
 from runner.input.batch import cast_floating
 
 
@@ -48,7 +49,7 @@ def convert(module: nn.Module, dtype: torch.dtype) -> list[str]:
 def _changes(tensor: Tensor, converted: Tensor) -> bool:
     if converted.element_size() >= tensor.element_size():
         return tensor.dtype.is_floating_point and tensor.element_size() == 1
-    return not (tensor.is_meta or torch.allclose(converted.to(tensor.dtype), tensor, rtol=0, atol=0, equal_nan=True))
+    return has_values(tensor) and not torch.allclose(converted.to(tensor.dtype), tensor, rtol=0, atol=0, equal_nan=True)
 
 
 class CpuAttention(TorchFunctionMode):

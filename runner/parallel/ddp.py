@@ -22,6 +22,7 @@ from runner.distributed.world import World
 from runner.errors import JobFailed
 from runner.objectives.objective import ForwardWrapper, LossGroup
 from runner.optimization.parameter_patterns import counted
+from runner.parallel.imagined_buckets import ImaginedBuckets
 from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, ParallelModel, Recipe
@@ -83,7 +84,7 @@ class DDP(Parallel):
         # Buffers that are equal on all ranks anyway need no broadcast in every forward. On several machines, rounding
         # may differ.
         are_equal = exchange_of() is not None and keeps_all_buffers(recipe.module)
-        wrapped = wrap(recipe, **(self.options | ({_BROADCAST: False} if are_equal else {})))
+        wrapped = wrap(recipe, world, **(self.options | ({_BROADCAST: False} if are_equal else {})))
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         if self.comm_hook in hooks:
             wrapped.register_comm_hook(None, hooks[self.comm_hook])
@@ -155,14 +156,16 @@ class FixedBuckets(DistributedDataParallel):
         return (parameters, sparse) if self.find_unused_parameters else (parameters[::-1], sparse[::-1])
 
 
-def wrap(recipe: Recipe, **options: Any) -> FixedBuckets:
+def wrap(recipe: Recipe, world: World, **options: Any) -> FixedBuckets | ImaginedBuckets:
     """Wrap the recipe's model. All ranks must call it."""
+    if world.is_imagined:
+        return ImaginedBuckets(ForwardWrapper(recipe.module), options.pop(_BROADCAST, True), **options)
     devices = {parameter.device for parameter in recipe.module.parameters()}
     device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
     return FixedBuckets(ForwardWrapper(recipe.module), device_ids=device_ids, **options)
 
 
-def replica_options(wrapped: FixedBuckets, world: World, is_summed: bool) -> dict[str, Any]:
+def replica_options(wrapped: FixedBuckets | ImaginedBuckets, world: World, is_summed: bool) -> dict[str, Any]:
     """Return the options of Replica for a wrapped model. is_summed: gradients are summed instead of averaged."""
     return {
         "sum_over": world.collectives.sum,
@@ -194,7 +197,14 @@ class PowerSGDReplica(Replica):
     first two steps are not compressed: torch requires that, because its own buckets change.
     """
 
-    def __init__(self, recipe: Recipe, loss_group: LossGroup, wrapped: FixedBuckets, mode: DDP, **options: Any):
+    def __init__(
+        self,
+        recipe: Recipe,
+        loss_group: LossGroup,
+        wrapped: FixedBuckets | ImaginedBuckets,
+        mode: DDP,
+        **options: Any,
+    ):
         super().__init__(recipe, recipe.make_optimizer(loss_group.parameters), loss_group, **options)
         self._hook = powerSGD_hook.PowerSGDState(
             process_group=None,

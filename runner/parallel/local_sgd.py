@@ -48,7 +48,8 @@ class LocalSGD(Parallel):
             raise ValueError(f"outer_momentum={outer_momentum} must be at least 0 and below 1; try 0.9")
         if nesterov and outer_momentum == 0:
             raise ValueError("nesterov=true has no effect without momentum; try parallel.outer_momentum=0.9")
-        self.every, self.warmup_steps = every, warmup_steps
+        self.every = self.round_steps = every
+        self.warmup_steps = warmup_steps
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
@@ -246,7 +247,7 @@ class LocalReplica(Replica):
         if self._world.world_size == 1 or not tensors:
             return
         num_samples = torch.tensor(float(self._round_samples), dtype=torch.float64, device=tensors[0].device)
-        weight = self._round_samples / self._world.collectives.sum(num_samples).item()
+        weight = self._round_samples / self._world.collectives.sum(num_samples)
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
             if not (dtype.is_floating_point or dtype.is_complex):

@@ -41,6 +41,7 @@ class Server:
         self._closed, self._reason = False, "the parameter server has exited"
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
         self._num_threads = torch.get_num_threads()
+        self.is_imagined = False  # in a plan, in which gradients of the right size arrive at once
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Wait for a gradient of each trainer. Apply their sum, or under asynchronous updates each one as it arrives.
@@ -49,6 +50,10 @@ class Server:
         """
         norm = 0.0 if want_norm else None
         missing = [*self.trainers]
+        if self.is_imagined:
+            flat = flatten_gradients(self.trained, [None] * len(self.trained))
+            for rank in missing:
+                push(rank, torch.empty_like(flat))
         while missing:
             with self.allowing_forwards(), self._changed:
                 self._wait_for(missing)
@@ -130,14 +135,26 @@ class Server:
         return flatten_gradients(self.trained, [found.get(parameter) for parameter in self.trained])
 
 
+class ImaginedServer:
+    """The server in a trainer's plan: it replies at once, with tensors of the right size."""
+
+    def __init__(self, trained: Sequence[torch.Tensor]):
+        self._trained = trained
+
+    def reply(self, function: Callable[..., Any]) -> Any:
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in self._trained])
+        return (weights, 0.0) if function is push else weights
+
+
 # RPC looks up the functions that trainers call by name, so that they can only use a global server.
 _servers: list[Server] = []
+_imagined: list[ImaginedServer] = []  # only in a trainer's plan
 _stores: list[torch.distributed.Store] = []
 
 
 def request(function: Callable[..., Any], *args: Any) -> Any:
     """Call one of the functions below on the server, and count the bytes sent and received."""
-    reply = rpc.rpc_sync(SERVER, function, args=args)
+    reply = _imagined[0].reply(function) if _imagined else rpc.rpc_sync(SERVER, function, args=args)
     count_tensors(RPC, args, reply, _gradient_of(reply))
     return reply
 
@@ -172,9 +189,16 @@ def _gradient_of(reply: object) -> torch.Tensor | None:
     return reply if isinstance(reply, torch.Tensor) and reply.requires_grad else None
 
 
-def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
+def join_rpc(world: World, recipe: Recipe, server: Server | None, allow_network: bool) -> None:
     """Connect the ranks for the rest of the job. server: None except on rank 0. All ranks must call it."""
     _servers[:] = [server] if server else []
+    if world.is_imagined:
+        if server is not None:
+            server.is_imagined = True
+        else:
+            _imagined[:] = [ImaginedServer([p for p in recipe.module.parameters() if p.requires_grad])]
+        world.group.on_leave(lambda went_well: _imagined.clear())
+        return
     _stores[:] = [torch.distributed.PrefixStore("torch", world.store.namespace("rpc"))]  # its values are not signed
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="runner://",  # torch's own store would listen on all interfaces

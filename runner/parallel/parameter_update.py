@@ -8,6 +8,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.saved_state import local_part
+from runner.distributed.collectives import has_values
 from runner.optimization.optimizers import by_mesh
 from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import as_local_part_of
@@ -134,7 +135,7 @@ def set_gradients(trained: Sequence[nn.Parameter], flat: Tensor) -> None:
     *gradients, flags = _unflatten_dense_tensors(flat, [*local, flat.new_empty(len(trained))])
     # Most models use all of their parameters. Reading the flags would wait for the device.
     all_exist = all(parameter.grad is not None for parameter in trained)
-    exist = [True] * len(trained) if all_exist else (flags != 0).tolist()
+    exist = [True] * len(trained) if all_exist or not has_values(flags) else (flags != 0).tolist()
     for parameter, tensor, gradient, exists in zip(trained, whole, gradients, exist, strict=True):
         if not tensor.is_complex():
             gradient = gradient.real  # among complex gradients, a real one is flattened as a complex one

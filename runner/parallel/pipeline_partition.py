@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner.input.pytree import map_tensors
@@ -91,8 +92,9 @@ def partition(costs: Sequence[int], num_groups: int) -> list[range]:
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:
     """Return the ranks of each pipeline of a mesh with the axis stage, in the order of the stages."""
     assert mesh.mesh_dim_names is not None
-    ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("stage"), -1)
-    return ranks.reshape(-1, ranks.size(-1)).tolist()  # type: ignore[no-any-return]
+    with _disable_current_modes():  # see make_mesh
+        ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("stage"), -1)
+        return ranks.reshape(-1, ranks.size(-1)).tolist()  # type: ignore[no-any-return]
 
 
 class Tie(NamedTuple):

@@ -45,7 +45,7 @@ class Zero(Parallel):
             parameters_as_bucket_view=self.parameters_as_bucket_view,
         )
         # After the optimizer, whose buckets make channels_last parameters contiguous: DDP copies their strides.
-        wrapped = wrap(recipe, gradient_as_bucket_view=True, find_unused_parameters=self.find_unused_parameters)
+        wrapped = wrap(recipe, world, gradient_as_bucket_view=True, find_unused_parameters=self.find_unused_parameters)
         options = replica_options(wrapped, world, is_summed=wrapped.sum_on_cpu())
         return Replica(
             recipe, optimizer, loss_group, without_sync=wrapped.no_sync, local_optimizer=optimizer.optim, **options

@@ -23,6 +23,7 @@ from runner.records.tables import csv_table, markdown_table, text_table
 
 log = logging.getLogger(__name__)
 
+DROPPED = ("task", "launcher", "compare", "logger", "callbacks", "name", "outputs")  # keys that a cell does not keep
 HEADER = ("mode", "ranks", "samples/s", "step ms", "MiB per rank", "exchanged per step", "difference", "remark")
 NOTES = (
     "exchanged per step: by the rank that exchanges most; a collective counts as the larger of its input and output, "
@@ -80,7 +81,7 @@ class Compare(LaunchingTask):
 
         All ranks must call it. Raises InputError for an unknown mode or an invalid world size.
         """
-        cells = _cells(config, rank_info)
+        cells = _cells(config, request, rank_info)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.outputs, config.name))))
@@ -108,11 +109,11 @@ class Compare(LaunchingTask):
         return rates
 
 
-def _cells(config: Config, rank_info: RankInfo) -> list[Cell]:
-    from runner.config.compose import options_of  # the command line imports tasks before it composes
+def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[Cell]:
+    from runner.config.compose import modes_to_compare, options_of  # the command line imports tasks before it composes
 
     known = options_of("parallel")
-    modes = config.compare.modes if config.compare.modes is not None else known
+    modes = modes_to_compare(request.choices["parallel"]) if config.compare.modes is None else config.compare.modes
     for mode in modes:
         if mode not in known:
             raise InputError(f"compare.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
@@ -128,20 +129,16 @@ def _cells(config: Config, rank_info: RankInfo) -> list[Cell]:
 
 
 def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> None:
-    from runner.config.compose import checked, compose
+    from runner.config.compose import checked, compose, for_mode
     from runner.launchers.launch import launch
 
-    dropped = ["task", "parallel", "launcher", "compare", "logger", "callbacks", "name", "outputs"]
     instead = [f"micro_batches={cell.micro_batches}"] if cell.micro_batches else []
-    dropped += ["micro_batches"] if cell.micro_batches else []
-    kept = [each for each in request.overrides if each.lstrip("+~").split("=")[0].split(".")[0] not in dropped]
     launcher = ["launcher=env"]
     if rank_info.world_size == 1:
         launcher = ["launcher=spawn", f"launcher.nproc_per_node={cell.world_size}"]
-    # The options of a mode apply only to that mode.
-    is_chosen = request.choices["parallel"] == cell.mode
-    options = [each for each in request.overrides if is_chosen and each.lstrip("+").startswith("parallel.")]
-    overrides = [*kept, *instead, "task=measure", f"parallel={cell.mode}", "logger=none", *launcher, *options]
+    dropped = [*DROPPED, "micro_batches"] if cell.micro_batches else DROPPED
+    overrides = [*instead, "task=measure", "logger=none", *launcher]
+    overrides += for_mode(request.overrides, request.choices["parallel"], cell.mode, dropped)
     try:
         cfg = compose(overrides)
         config = checked(cfg, overrides)

@@ -22,6 +22,7 @@ from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
 from runner.input.rng import derive_seed
 from runner.input.sampler import Sampler
+from runner.input.source import Source
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised
 from runner.optimization.optimizers import OptimizerFactory
@@ -94,38 +95,44 @@ class Experiment:
 
 
 def build(
-    config: Config, choices: Mapping[str, str], world: World, init_from: Path | None = None, trains: bool = True
+    config: Config,
+    choices: Mapping[str, str],
+    world: World,
+    init_from: Path | None = None,
+    trains: bool = True,
+    data: tuple[Source, Source] | None = None,
 ) -> Experiment:
     """Construct the experiment on this rank, with the initial weights of a file or checkpoint. All ranks must call it.
 
-    trains: also check what only training needs.
+    trains: also check what only training needs. data: the training and the evaluated data, if they are loaded already.
+    Checks that need the values of tensors are left out in an imagined world.
     Raises InputError for an invalid option and for options that do not fit each other. All ranks raise the same one.
     """
     make = functools.partial(make_group, choices)
     parallel = make_parallel(config, choices)
-    train_data, val_data = load_data(config, choices, world)
+    train_data, val_data = data or load_data(config, choices, world)
     make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
 
     torch.manual_seed(config.seed)
     make_model = functools.partial(make, "model", config.model)
-    deferred, warnings = None, list[str]()
-    if parallel.meta_init:  # no rank materializes the whole model
-        module, deferred, warnings = build_deferred(choices["model"], make_model)
-    else:
-        module = make_model()
+    is_deferred = parallel.meta_init and not world.is_imagined  # then no rank materializes the whole model
+    module, deferred, warnings = (
+        build_deferred(choices["model"], make_model) if is_deferred else (make_model(), None, list[str]())
+    )
     precision = Precision(config.precision, world.device)
     objective = make_objective(config, choices, parallel)
     indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
     sample, data_warnings = read_sample(config, choices, train_data, indices)
     sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
-    tried = MicroBatch(sample, indices)
+    is_ragged = hasattr(train_data, "collate")
     with restoring_bounded(module):
-        forward = dry_run(config, choices, module, objective, tried, ragged=hasattr(train_data, "collate"))
-        if deferred is None:
+        forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
+        if deferred is None and not world.is_imagined:
             warnings += compare_samples(config, choices, module, objective, train_data)
-        draws = Draws(world.device)
-        draw_warnings, replaced = record_draws(config, choices, module, objective, train_data, draws)
-        warnings += draw_warnings
+        draws, replaced = Draws(world.device), list[str]()
+        if not world.is_imagined:
+            found, replaced = record_draws(config, choices, module, objective, train_data, draws)
+            warnings += found
     prediction = forward.prediction
     if trains and replaced:
         raise InputError(
@@ -165,7 +172,7 @@ def build(
     def on_device(batch: Any) -> Any:
         return map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), batch)
 
-    if trains and parallel.needs_all_gradients:
+    if trains and parallel.needs_all_gradients and not world.is_imagined:
         local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
         check_all_used(config, choices, module, objective, train_data, local_size, on_device)
     objective.is_distributed = world.world_size > 1

@@ -134,6 +134,7 @@ class Parallel(Protocol):
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
             loss, and losses that gather the rows of all ranks).
+        round_steps: The number of steps after which what the ranks exchange is repeated.
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """
@@ -145,6 +146,7 @@ class Parallel(Protocol):
     shards_matrices: bool = False
     can_recompute: bool = True
     supported_objectives: SupportedObjectives = "one_loss"
+    round_steps: int = 1
     fails_at_once: bool = True
 
     def axes(self, world_size: int) -> Axes:

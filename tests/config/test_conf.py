@@ -58,7 +58,13 @@ def node_of(group: str, option: str) -> dict[str, Any]:
 
 
 def test_every_directory_is_a_group() -> None:
-    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, *NAMED_GROUPS, "experiment", "hydra"}
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {
+        *GROUPS,
+        *NAMED_GROUPS,
+        "experiment",
+        "device",
+        "hydra",
+    }
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)

@@ -1,0 +1,152 @@
+"""The plan of a mode at a world size, from those of its distinct ranks."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from runner.config.schema import Config
+from runner.errors import InputError, first_line, user_line
+from runner.input.source import Source
+from runner.planning.costs import Costs
+from runner.planning.imagined_rank import RankPlan, plan_rank
+from runner.planning.simulation import simulate
+from runner.planning.timeline import Message
+from runner.training.mode import Axes
+
+FEW = 4  # ranks, each of which is planned
+
+
+@dataclass
+class Cell:
+    """One mode at one world size.
+
+    Attributes:
+        reason: Why it cannot be planned; then it has no ranks.
+        ranks: The plans of the distinct ranks, without their events.
+        limit: The memory of a rank, in bytes.
+        step_s: The time of a step.
+        bubble: The fraction of it in which a rank waits for others.
+        samples_per_s: Samples per second over all ranks.
+    """
+
+    mode: str
+    world_size: int
+    reason: str = ""
+    ranks: list[RankPlan] = field(default_factory=list)
+    limit: float = math.inf
+    step_s: float = 0.0
+    bubble: float = 0.0
+    samples_per_s: float = 0.0
+
+    @property
+    def worst(self) -> RankPlan:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def peak(self) -> int:
+        return self.worst.peak
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.ranks) and self.peak <= self.limit
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the ranks combine their gradients in each step, as all modes with the numbers of parallel=none do."""
+        return all(rank.steps == 1 for rank in self.ranks)
+
+    @property
+    def most_rows(self) -> int | None:
+        """The largest local micro-batch that fits on all ranks, in samples; None if unknown."""
+        known = [rank for rank in self.ranks if rank.bytes_per_row and math.isfinite(self.limit)]
+        rows = [math.floor((self.limit - rank.bytes_between) / (rank.bytes_per_row or 1)) for rank in known]
+        return max(0, min(rows)) if rows else None
+
+    @property
+    def bytes_per_step(self) -> dict[str, float]:
+        """The bytes by collective, each of the rank that exchanges the most of a kind."""
+        kinds = sorted({kind for rank in self.ranks for kind in rank.bytes_per_step})
+        return {kind: max(rank.bytes_per_step.get(kind, 0.0) for rank in self.ranks) for kind in kinds}
+
+    @property
+    def mesh(self) -> str:
+        """The axes of the mesh that have several ranks."""
+        axes = {name: size for name, size in asdict(self.ranks[0].axes).items() if name != "micro_batches" and size > 1}
+        return " x ".join(f"{name} {size}" for name, size in axes.items()) or "1"
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the cell for plan.json."""
+        record: dict[str, Any] = {"mode": self.mode, "world_size": self.world_size}
+        if not self.ranks:
+            return record | {"reason": self.reason}
+        return record | {
+            "mesh": asdict(self.ranks[0].axes),
+            "fits": self.fits,
+            "memory_bytes": {str(rank.rank): dict(rank.memory) for rank in self.ranks},
+            "largest_micro_batch": self.most_rows,
+            "bytes_per_step": self.bytes_per_step,
+            "bubble": self.bubble,
+            "step_time_s": self.step_s,
+            "samples_per_second": self.samples_per_s,
+        }
+
+
+def plan_cell(
+    config: Config,
+    choices: Mapping[str, str],
+    data: tuple[Source, Source],
+    mode: str,
+    world_size: int,
+    limit: float,
+    costs: Costs,
+) -> Cell:
+    """Plan a mode, whose configuration is given. What cannot be planned is a cell with a reason."""
+    cell = Cell(mode, world_size, limit=limit)
+    try:
+        first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
+        others = [rank for rank in distinct_ranks(first.axes, world_size, config.batch_size) if rank > 0]
+        ranks = [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
+    except InputError as error:
+        cell.reason = error.messages[0]
+        return cell
+    except Exception as error:  # of the model, of torch with tensors without values
+        line = user_line(error)
+        cell.reason = first_line(error) + (f" (at {line})" if line else "")
+        return cell
+    cell.ranks = [replace(rank, events=()) for rank in ranks]
+    round_s, cell.bubble = simulate(_with_other_stages(ranks, first.axes), costs)
+    cell.step_s = costs.step_s + round_s / first.steps
+    cell.samples_per_s = config.batch_size / cell.step_s
+    return cell
+
+
+def distinct_ranks(axes: Axes, world_size: int, batch_size: int) -> list[int]:
+    """Return the ranks that are planned, the first of which keeps the most.
+
+    Of more than FEW ranks they are the first one, the server and a trainer, the last one if it has more samples than
+    the first, and the stages. Of more than FEW stages they are the first two, the middle and the last one.
+    """
+    if world_size <= FEW:
+        return [*range(world_size)]
+    stages = [*range(axes.stage)] if axes.stage <= FEW else [0, 1, axes.stage // 2, axes.stage - 1]
+    is_uneven = batch_size % axes.data_ranks > 0
+    first_of_stages = {axes.servers + stage * axes.tensor for stage in stages}
+    return sorted({0, *first_of_stages, *([world_size - 1] if is_uneven else [])})
+
+
+def _with_other_stages(ranks: list[RankPlan], axes: Axes) -> dict[int, Any]:
+    """Return the events of the ranks, and those of the stages that are not planned: as those of the middle stage."""
+    events = {rank.rank: rank.events for rank in ranks}
+    middle = axes.stage // 2
+    for stage in range(axes.stage if axes.stage > FEW else 0):
+        shift = (stage - middle) * axes.tensor
+        if stage * axes.tensor not in events:
+            events[stage * axes.tensor] = [_shifted(event, shift) for event in events[middle * axes.tensor]]
+    return events
+
+
+def _shifted(event: Any, shift: int) -> Any:
+    """Return the event of a rank that has its peers at the same distance."""
+    return replace(event, peer=event.peer + shift) if isinstance(event, Message) and event.peer is not None else event

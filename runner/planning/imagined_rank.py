@@ -1,0 +1,160 @@
+"""The plan of one rank: its memory, its messages and its operators, from real steps on fake tensors."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from runner.checkpoints.layout import TrainState
+from runner.config.schema import Config
+from runner.distributed.backend import as_backend
+from runner.input.batch import MicroBatch, StepBatch
+from runner.input.pytree import map_tensors, tensors
+from runner.input.source import Source
+from runner.planning.imagined_world import imagined_world
+from runner.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
+from runner.planning.timeline import Message, Operator, Timeline
+from runner.training.build import Experiment, build
+from runner.training.callbacks.contract import Callbacks
+from runner.training.callbacks.ema import EMA
+from runner.training.mode import Axes
+from runner.training.throughput import ThroughputMeter
+from runner.training.trainer import Trainer
+
+MANY = 10**9  # steps; no step of a plan is the last one, or is logged
+MANY_ROWS = 64  # times as many samples in a micro-batch
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank needs and does.
+
+    Attributes:
+        axes: The mesh of the mode.
+        memory: The bytes at the peak of a step, by kind (runner.planning.memory.KINDS).
+        rows: The number of samples in its largest local micro-batch.
+        bytes_per_row: How much the memory of a large micro-batch grows with each sample; None without samples.
+        bytes_between: The bytes that exist between two steps.
+        bytes_per_step: The bytes that it exchanges, by collective, on average over the steps of a round.
+        steps: The steps of a round.
+        events: What it does in a round, in order.
+    """
+
+    rank: int
+    axes: Axes
+    memory: Mapping[str, int]
+    rows: int
+    bytes_per_row: float | None
+    bytes_between: int
+    bytes_per_step: Mapping[str, float]
+    steps: int
+    events: Sequence[Counter[Operator] | Message] = field(repr=False)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+def plan_rank(
+    config: Config,
+    choices: Mapping[str, str],
+    data: tuple[Source, Source],
+    rank: int,
+    world_size: int,
+    on_gpu: bool = False,
+) -> RankPlan:
+    """Plan one rank. Raises InputError as `build` does, and what model or objective raise without values.
+
+    data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
+    """
+    config = replace(config, metrics={}, monitor=None, train_metrics=False, log_every=MANY, max_steps=MANY, epochs=MANY)
+    with imagined_world(rank, world_size, as_backend(config.backend), on_gpu) as world, MemoryTracker() as tracker:
+        train_data, val_data = map(ImaginedSource.of_source, data)
+        experiment = build(config, choices, world, data=(train_data, val_data))
+        parallel_model = experiment.parallel.prepare(experiment.recipe, world)
+        module, callbacks = experiment.recipe.module, Callbacks([])
+        if config.ema.decay is not None:
+            callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
+        start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
+        trainer = Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
+        batch = _batch(experiment, train_data)
+        tracker.mark([*module.parameters(), *module.buffers()], PARAMETERS)
+        with _marking(tracker), contextlib.closing(experiment.train_loader), contextlib.closing(experiment.val_loader):
+            trainer.step(batch)  # creates the state of the optimizer
+            tracker.reset_peak()
+            with Timeline() as timeline:
+                for _ in range(experiment.parallel.round_steps):
+                    trainer.step(batch)
+            memory = tracker.peak()
+            between = tracker.reset_peak()
+            rows, bytes_per_row = max(micro_batch.rows for micro_batch in batch.micro_batches), None
+            if rows and experiment.axes.data_rank(rank) is not None:
+                # With many samples, activations determine the peak.
+                trainer.step(_batch(experiment, train_data, MANY_ROWS))
+                bytes_per_row = (sum(tracker.peak().values()) - between) / (MANY_ROWS * rows)
+    steps = experiment.parallel.round_steps
+    bytes_per_step = {kind: count / steps for kind, count in timeline.bytes.items()}
+    return RankPlan(rank, experiment.axes, memory, rows, bytes_per_row, between, bytes_per_step, steps, timeline.events)
+
+
+class ImaginedSource(Source):
+    """A source that reads samples with values, and returns batches without."""
+
+    @classmethod
+    def of_source(cls, source: Source) -> "ImaginedSource":
+        return cls(**{each.name: getattr(source, each.name) for each in fields(source) if each.init})
+
+    def read(self, *args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            batch = super().read(*args, **options)
+        return map_tensors(torch.clone, batch)
+
+
+def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
+    """Return this rank's data of a step, of which each local micro-batch has several times as many samples.
+
+    All samples have the shapes of the first ones. A dim that is larger for two samples than for one grows with them.
+    """
+    loader, seed = experiment.train_loader, experiment.train_loader.seed
+    one, two = tensors(source.read([0], seed=seed)), tensors(source.read([0, min(1, len(source) - 1)], seed=seed))
+
+    def data(rows: int) -> Any:
+        grown = iter(zip(one, two, strict=True))
+
+        def grow(tensor: torch.Tensor) -> torch.Tensor:
+            of_one, of_two = next(grown)
+            size = [n + (rows - 1) * (m - n) for n, m in zip(of_one.shape, of_two.shape, strict=True)]
+            return loader.to_device(tensor.new_empty(size))
+
+        return map_tensors(grow, source.read([0], seed=seed))
+
+    micro_batches = []
+    for positions in loader.sampler.positions(0):
+        count = times * len(positions)
+        micro_batches.append(MicroBatch(data(count or (0 if loader.allow_empty else 1)), range(count)))
+    return StepBatch(micro_batches, loader.sampler.step_size(0), 0.0)
+
+
+@contextlib.contextmanager
+def _marking(tracker: MemoryTracker) -> Iterator[None]:
+    """Tell the tracker what optimizers update, from which gradients, and which state they keep."""
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tracker.mark(parameters, PARAMETERS)
+        tracker.mark([parameter.grad for parameter in parameters], GRADIENTS)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        tracker.mark([tensor for state in optimizer.state.values() for tensor in state.values()], OPTIMIZER)
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,90 @@
+"""A world whose other ranks are imagined: one process computes, with fake tensors, what one rank of it would."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from runner.distributed.backend import Backend
+from runner.distributed.environment import IMAGINED, RankInfo
+from runner.distributed.local import exchange
+from runner.distributed.traffic import count
+from runner.distributed.world import World
+
+
+@contextmanager
+def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -> Iterator[World]:
+    """Create the world and its process group. Tensors that are created within have no values, and take no memory.
+
+    They are CPU tensors also with `on_gpu`, because torch creates no streams without a GPU.
+    """
+    apply, has_tiles = nn.Module._apply, torch.cpu._is_amx_tile_supported
+    world = World(
+        RankInfo(rank, rank, world_size=world_size, local_world_size=world_size, source=IMAGINED), None, backend
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    exchange.use(_Exchanges())  # type: ignore[arg-type]
+    nn.Module._apply = _convert  # type: ignore[method-assign]
+    if on_gpu:
+        torch.cpu._is_amx_tile_supported = lambda: True  # attention in bfloat16 is as fast as on such a CPU
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield world
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+        torch.cpu._is_amx_tile_supported = has_tiles
+        exchange.use(None)
+        _clear_sharding_prop_cache()  # its meshes have the groups of this rank, and equal those of other ranks
+        world.group.leave(went_well=True)
+
+
+class _Exchanges:
+    """Exchanges as between the ranks of one machine, in which the other ranks send what this rank sends."""
+
+    on_machine = None
+
+    def of(self, group: dist.ProcessGroup | None) -> "_Exchange | None":
+        num_ranks = dist.get_world_size(group)
+        return _Exchange(num_ranks) if num_ranks > 1 else None
+
+
+class _Exchange:
+    """See runner.distributed.local.exchange.LocalExchange."""
+
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
+
+    def sum_large(self, tensor: torch.Tensor) -> None:
+        count("all_reduce", tensor.nbytes)
+
+    def gather(self, tensor: torch.Tensor, kind: str = "all_gather") -> torch.Tensor:
+        count(kind, tensor.nbytes * (self._num_ranks if kind == "all_gather" else 1))
+        return tensor.detach().new_empty(self._num_ranks, *tensor.shape)
+
+    def any_of_async(self, flags: Iterable[bool]) -> Callable[[], list[bool]]:
+        own = [*flags]
+        count("all_reduce", len(own))
+        return lambda: own
+
+
+def _convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Convert a module as nn.Module._apply does, which fails for fake tensors that torch refers to weakly."""
+    converted: dict[torch.Tensor, torch.Tensor] = {}
+    for part in module.modules() if recurse else [module]:
+        both: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]
+        for tensors in both:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in converted:
+                    with torch.no_grad():
+                        result = function(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter) and result is not tensor
+                    converted[tensor] = nn.Parameter(result, tensor.requires_grad) if is_parameter else result
+                if tensor is not None:
+                    tensors[name] = converted[tensor]
+    return module

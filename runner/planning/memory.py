@@ -1,0 +1,115 @@
+"""The memory of tensors while a rank's steps run, real or imagined, by what it is used for."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, COMMUNICATION, REST = "activations", "communication buffers", "the rest"
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, REST)
+
+
+@dataclass(eq=False)
+class _Storage:
+    size: int  # bytes
+    kind: str
+    reference: Any  # removes it when torch frees the storage
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Tracks the storages of all tensors that operators create while it is entered, also on the meta device.
+
+    Tensors that operators use internally are not included. The parts of a peak are known when the step has ended,
+    because only then it is known which tensors became gradients or optimizer state.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, _Storage] = {}
+        self._total = self._peak = 0
+        self._is_higher = False  # the total is higher than at the last snapshot
+        self._at_peak: list[tuple[_Storage, int]] = []
+
+    def __enter__(self) -> "MemoryTracker":
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees gathered parameters by it
+            result = resize(storage, size)
+            if (known := self._live.get(storage._cdata)) is not None:
+                self._change(size - known.size)
+                known.size = size
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*details)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it calls this mode again, with the local tensors
+        result = function(*args, **(kwargs or {}))
+        in_backward = torch._C._current_graph_task_id() != -1
+        kind = COMMUNICATION if "c10d" in function.namespace else REST if in_backward else ACTIVATIONS
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor, kind)
+        if kind == COMMUNICATION:
+            self.mark(tree_leaves((args, kwargs)), kind, (ACTIVATIONS, REST))
+        return result
+
+    def mark(self, tensors: Iterable[Any], kind: str, instead_of: Iterable[str] = KINDS) -> None:
+        """Set the kind of these tensors' storages, if they are of one of the kinds `instead_of`."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, torch.Tensor):
+                storage = self._add(local, kind)
+                if storage is not None and storage.kind in instead_of:
+                    storage.kind = kind
+
+    def reset_peak(self) -> int:
+        """Start to look for another peak. Return the bytes that exist now."""
+        self._peak, self._is_higher = self._total, True
+        return self._total
+
+    def peak(self) -> dict[str, int]:
+        """Return the bytes at the peak since the last reset, by kind."""
+        self._snapshot()
+        return {kind: sum(size for storage, size in self._at_peak if storage.kind == kind) for kind in KINDS}
+
+    def _add(self, tensor: torch.Tensor, kind: str) -> _Storage | None:
+        """Return the tensor's storage, tracked from now on; None for tensors without one, such as sparse ones."""
+        if tensor.layout is not torch.strided:
+            return None
+        untyped = tensor.untyped_storage()
+        key = untyped._cdata  # unique while the storage exists
+        if key not in self._live:
+            reference = weakref.ref(untyped, lambda _: self._free(key))
+            self._live[key] = _Storage(untyped.nbytes(), kind, reference)
+            self._change(self._live[key].size)
+        return self._live[key]
+
+    def _free(self, key: int) -> None:
+        self._change(-self._live[key].size)
+        del self._live[key]
+
+    def _change(self, size: int) -> None:
+        if size < 0:
+            self._snapshot()
+        self._total += size
+        if self._total > self._peak:
+            self._peak, self._is_higher = self._total, True
+
+    def _snapshot(self) -> None:
+        """Remember what exists at the peak, before anything of it is freed."""
+        if self._is_higher:
+            self._is_higher = False
+            self._at_peak = [(storage, storage.size) for storage in self._live.values()]

@@ -1,0 +1,119 @@
+"""What a rank does in a step, in order: operators, with the shapes of their arguments, and messages."""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from runner.distributed.traffic import CommunicationCounter
+
+
+class Shape(NamedTuple):
+    """A tensor argument of an operator."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the tensor occupies; an expanded dim occupies none."""
+        counts = (n if step else 1 for n, step in zip(self.size, self.stride, strict=True))
+        return functools.reduce(int.__mul__, counts, self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A call of an operator of torch; calls with equal arguments, except for values of tensors, are equal."""
+
+    function: Any
+    leaves: tuple[Any, ...]  # of (args, kwargs); a Shape for each tensor
+    outputs: tuple[Any, ...]  # a Shape for each tensor
+    structure: TreeSpec = field(compare=False, repr=False)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of the arguments and of the results."""
+        return [leaf for leaf in (*self.leaves, *self.outputs) if isinstance(leaf, Shape)]
+
+    def arguments(self, make: Any) -> tuple[Any, dict[str, Any]]:
+        """Return args and kwargs, with tensors that `make` creates from their shapes."""
+        leaves = [make(leaf) if isinstance(leaf, Shape) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of the ranks of a group, or a message to or from one rank.
+
+    Attributes:
+        kind: One of runner.distributed.traffic.KINDS, or `receive`.
+        num_bytes: The larger of input and output.
+        ranks: The number of ranks that take part.
+        span: The lowest and the highest of them.
+        peer: The other rank of a send or receive.
+    """
+
+    kind: str
+    num_bytes: int
+    ranks: int
+    span: tuple[int, int]
+    peer: int | None = None
+
+
+class Timeline(CommunicationCounter):
+    """Records what this rank does while it is entered, and counts the bytes that it exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Counter[Operator] | Message] = [Counter()]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it calls this mode again, with the local tensors
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if "c10d" not in function.namespace:
+            operators = self.events[-1]
+            assert isinstance(operators, Counter)
+            leaves, structure = tree_flatten((args, kwargs or {}))
+            outputs = tuple(map(_shape, tree_flatten(result)[0]))
+            operators[Operator(function, tuple(map(_shape, leaves)), outputs, structure)] += 1
+        elif function.__name__.startswith("recv"):
+            group = dist.ProcessGroup.unbox(args[1])
+            self._append("receive", sum(t.nbytes for t in args[0]), group, args[2])
+        return result
+
+    def __enter__(self) -> "Timeline":
+        super().__enter__()
+        return self
+
+    def add(self, kind: str, num_bytes: int, group: Any = None, peer: int | None = None) -> None:
+        super().add(kind, num_bytes, group, peer)
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        elif isinstance(group, str):  # of a functional collective, before torch 2.14
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        self._append(kind, num_bytes, group, peer)
+
+    def _append(self, kind: str, num_bytes: int, group: Any, peer: int | None) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if peer is not None:
+            peer = ranks[peer]
+        self.events += [Message(kind, num_bytes, len(ranks), (min(ranks), max(ranks)), peer), Counter()]
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        stride = tuple(leaf.stride()) if leaf.layout is torch.strided else tuple(1 for _ in leaf.shape)
+        return Shape(tuple(leaf.shape), stride, leaf.dtype)
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return leaf

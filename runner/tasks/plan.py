@@ -1,0 +1,189 @@
+"""task=plan: what each mode needs and how fast it is at each world size, from the steps of imagined ranks."""
+
+import json
+import logging
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from runner.config.schema import Config
+from runner.distributed.backend import as_backend
+from runner.distributed.environment import RankInfo
+from runner.distributed.machine import available_memory
+from runner.distributed.world import World
+from runner.errors import InputError, did_you_mean
+from runner.input.datasets import load_data
+from runner.input.source import Source
+from runner.jobs.task import LaunchingTask
+from runner.paths import CONF
+from runner.planning.cell import Cell, plan_cell
+from runner.planning.costs import Costs, Device, load_device
+from runner.planning.memory import KINDS
+from runner.records.console import logging_to
+from runner.records.record_files import write_atomically
+from runner.records.report.plots import new_figure
+from runner.records.run_directory import Request, RunDirectory, new_directory
+from runner.records.tables import markdown_table, text_table, without_empty_columns
+
+log = logging.getLogger(__name__)
+
+DROPPED = ("task", "launcher", "plan", "logger", "callbacks", "metrics", "monitor", "name", "outputs")
+GIB = 2**30
+
+
+class Plan(LaunchingTask):
+    """Plans modes and world sizes in this process, which needs neither their ranks nor their devices."""
+
+    section = "plan"
+
+    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+        """Plan every cell, log the tables, and write plan.json, plan.md and plan.png. Return the samples per second.
+
+        Raises InputError for an unknown mode or device, an invalid world size, if no mode can be planned, or if none
+        fits into the memory.
+        """
+        if rank_info.world_size > 1:
+            raise InputError(f"task=plan runs in one process, but the world has {rank_info.world_size}")
+        device = load_device(config.plan.device, [CONF, *map(Path, request.config_dirs)])
+        cells = _plan(config, request, device)
+        _check(cells, config, request)
+        directory = RunDirectory(new_directory(config.outputs, config.name), writes=True)
+        directory.lock()
+        try:
+            with logging_to(0, directory.path):
+                directory.prepare(config, request, task="plan", model=request.choices["model"], seed=config.seed)
+                directory.commit()
+                _write(cells, directory.path, request, device)
+                log.info("run directory: %s", directory.path)
+                rates = {f"{cell.mode}/{cell.world_size}": cell.samples_per_s for cell in cells if cell.ranks}
+                directory.result.metrics, directory.result.state = rates, "finished"
+                directory.save_result()
+        finally:
+            directory.release()
+        return rates
+
+
+def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
+    from runner.config.compose import checked, compose, for_mode, modes_to_compare, options_of
+
+    known = options_of("parallel")
+    modes = modes_to_compare(request.choices["parallel"]) if config.plan.modes is None else config.plan.modes
+    for mode in modes:
+        if mode not in known:
+            raise InputError(f"plan.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
+    sizes = config.plan.world_sizes
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"plan.world_sizes={sizes} must be numbers of ranks of at least 1; try [1,8]")
+    memory = config.plan.memory_gib or device.memory_gib
+    alone = World(RankInfo(), None, as_backend(config.backend))
+    costs = {size: Costs(device, size) for size in sizes}
+    data: list[tuple[Source, Source]] = []
+    cells: list[Cell] = []
+    for mode in modes:
+        overrides = for_mode(request.overrides, request.choices["parallel"], mode, DROPPED)
+        try:
+            cfg = compose(overrides)
+            of_mode, choices = checked(cfg, overrides), dict(cfg.hydra.runtime.choices)
+            data = data or [load_data(of_mode, choices, alone)]
+        except InputError as error:
+            cells += [Cell(mode, size, error.messages[0]) for size in sizes]
+            continue
+        for size in sizes:
+            limit = memory * GIB if memory else available_memory() / size
+            cells.append(plan_cell(of_mode, choices, data[0], mode, size, limit, costs[size]))
+    return cells
+
+
+def _check(cells: Sequence[Cell], config: Config, request: Request) -> None:
+    """Raise InputError if no cell can be planned, or if none fits into the memory."""
+    planned = [cell for cell in cells if cell.ranks]
+    if not planned:
+        reasons = dict.fromkeys(f"{cell.mode}: {cell.reason}" for cell in cells)
+        raise InputError(*reasons)
+    if not any(cell.fits for cell in planned):
+        least = min(planned, key=lambda cell: cell.peak)
+        raise InputError(
+            f"plan.memory_gib={least.limit / GIB:.3g}: nothing fits; the smallest need is {least.peak / GIB:.3g} GiB, "
+            f"of parallel={least.mode} on {least.world_size} ranks; try larger plan.world_sizes, a larger "
+            "micro_batches, or activation_checkpointing=full"
+        )
+
+
+def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) -> None:
+    """Log the tables, and write them and the plot."""
+    planned = [cell for cell in cells if cell.ranks]
+    best_of_smallest = max(
+        (
+            cell.samples_per_s / cell.world_size
+            for cell in planned
+            if cell.world_size == min(c.world_size for c in planned)
+        ),
+    )
+    unit, scale = ("GiB", GIB) if max(cell.peak for cell in planned) >= GIB else ("MiB", 2**20)
+    needs = [["mode", "ranks", "mesh", "fits", unit, "on rank", *KINDS, "samples that fit"]]
+    speeds = [["mode", "ranks", "exchanged per step", "bubble", "step ms", "samples/s", "efficiency"]]
+    reasons = [["mode", "ranks", "not planned, because"]]
+    for cell in cells:
+        name = [cell.mode, str(cell.world_size)]
+        if not cell.ranks:
+            reasons.append([*name, cell.reason])
+            continue
+        worst = cell.worst
+        parts = [f"{worst.memory[kind] / scale:,.2f}" for kind in KINDS]
+        fits = "yes" if cell.fits else "no"
+        most = "" if cell.most_rows is None else str(cell.most_rows)
+        needs.append([*name, cell.mesh, fits, f"{cell.peak / scale:,.2f}", str(worst.rank), *parts, most])
+        exchanged = ", ".join(f"{kind} {count / 1024:,.1f} KiB" for kind, count in cell.bytes_per_step.items())
+        speed = [f"{1000 * cell.step_s:,.1f}", f"{cell.samples_per_s:,.0f}"]
+        efficiency = cell.samples_per_s / cell.world_size / best_of_smallest
+        bubble = f"{cell.bubble:.0%}" if cell.bubble >= 0.005 else ""
+        speeds.append([*name, exchanged or "nothing", bubble, *speed, f"{efficiency:.0%}"])
+    times = "operators as measured on this machine" if device.is_measured else f"by the data sheet of {device.name}"
+    notes = [
+        f"{unit}: the memory of a step on the rank that needs the most, without that of the process and of the loader; "
+        "samples that fit: of a local micro-batch",
+        "exchanged per step: as task=compare counts it. efficiency: samples per second and rank, relative to the best "
+        "mode at the smallest world size",
+        f"times: {times}, not calibrated",
+    ]
+    tables = [table for table in (needs, without_empty_columns(speeds), reasons) if len(table) > 1]
+    log.info("\n%s\n\n%s", "\n\n".join(text_table(table, for_log=True) for table in tables), "\n".join(notes))
+    fitting = [cell for cell in planned if cell.fits]
+    same_numbers = [cell for cell in fitting if cell.is_exact]  # as parallel=none
+    fastest = max(same_numbers or fitting, key=lambda cell: cell.samples_per_s)
+    command = _command(fastest, request, device)
+    log.info("fastest that fits: parallel=%s on %d ranks\n%s", fastest.mode, fastest.world_size, command)
+    text = "\n\n".join([*map(markdown_table, tables), *notes, f"fastest that fits: `{command}`"])
+    write_atomically(path / "plan.md", text + "\n")
+    content = {"device": device.name, "command": command, "cells": [cell.as_record() for cell in cells]}
+    write_atomically(path / "plan.json", json.dumps(content, indent=1) + "\n")
+    _plot(planned, path, device)
+
+
+def _command(cell: Cell, request: Request, device: Device) -> str:
+    """Return the command that trains as a cell was planned."""
+    from runner.config.compose import for_mode
+
+    overrides = for_mode(request.overrides, request.choices["parallel"], cell.mode, ("task", "plan", "launcher"))
+    size = int(device.ranks_per_machine or cell.world_size)
+    nodes, per_node = (cell.world_size // size, size) if cell.world_size > size else (1, cell.world_size)
+    start = f"torchrun {f'--nnodes={nodes} ' if nodes > 1 else ''}--nproc-per-node={per_node} -m runner"
+    if cell.world_size == 1:
+        start = "python -m runner"
+    return f"{start} {shlex.join(overrides)}"
+
+
+def _plot(cells: Sequence[Cell], path: Path, device: Device) -> None:
+    """Plot memory and speed against the world size."""
+    figure, panels = new_figure(2)
+    values: list[tuple[str, Callable[[Cell], float]]] = [
+        ("GiB per rank", lambda cell: cell.peak / GIB),
+        ("samples/s", lambda cell: cell.samples_per_s),
+    ]
+    for axes, (label, value) in zip(panels, values, strict=True):
+        for mode in dict.fromkeys(cell.mode for cell in cells):
+            points = [(cell.world_size, value(cell)) for cell in cells if cell.mode == mode]
+            axes.plot(*zip(*points, strict=True), marker="o", label=mode)
+        axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label, title=f"plan for {device.name}")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path / "plan.png", dpi=120)

@@ -1,0 +1,228 @@
+"""task=plan: what imagined ranks need and exchange is what real ranks need and exchange."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from torch import nn
+
+from runner.checkpoints.layout import TrainState
+from runner.config.schema import Config
+from runner.input.datasets import load_data
+from runner.input.pytree import map_tensors
+from runner.paths import CONF
+from runner.planning.cell import Cell, distinct_ranks, plan_cell
+from runner.planning.costs import Costs, load_device
+from runner.planning.imagined_rank import RankPlan, plan_rank
+from runner.planning.memory import KINDS, MemoryTracker
+from runner.planning.simulation import simulate
+from runner.planning.timeline import Message
+from runner.training.build import build
+from runner.training.callbacks.contract import Callbacks
+from runner.training.callbacks.ema import EMA
+from runner.training.mode import Axes
+from runner.training.throughput import ThroughputMeter
+from runner.training.trainer import Trainer
+
+MLP = ("model=mlp", "model.hidden=[16,16,16]", "data.sample_shape=[1,8,8]", "batch_size=16")
+WITH_BATCH_NORM = ("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=16")
+GPT = ("model=gpt", "model.dim=16", "model.depth=4", "data=text", "data.sample_shape=[16]", "batch_size=16")
+MODES = ("allreduce", "ddp", "fsdp", "local_sgd", "pipeline", "ps", "tp", "zero")
+
+
+def plan(rank: int, world_size: int, *overrides: str) -> RankPlan:
+    config, request = worlds.configure(*overrides)
+    data = load_data(config, request.choices, worlds.unconnected())
+    return plan_rank(config, request.choices, data, rank, world_size)
+
+
+def bytes_of(metrics: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix("bytes_per_step/"): of for name, of in metrics.items() if name.startswith("bytes_per")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("model", "num_ranks"),
+    [
+        pytest.param(MLP, 2, id="mlp-2"),
+        pytest.param(MLP, 4, id="mlp-4", marks=pytest.mark.thorough),
+        pytest.param(WITH_BATCH_NORM, 2, id="convnet-2", marks=pytest.mark.thorough),
+        pytest.param(GPT, 2, id="gpt-2", marks=pytest.mark.thorough),
+        pytest.param(GPT, 4, id="gpt-4", marks=pytest.mark.soak),
+    ],
+)
+def test_it_exchanges_what_real_ranks_exchange(
+    model: tuple[str, ...], num_ranks: int, mode: str, tmp_path: Path
+) -> None:
+    options = (
+        *model,
+        f"parallel={mode}",
+        "task=measure",
+        "task.timed_steps=1",
+        "task.compared_steps=1",
+        "log_every=1000",
+    )
+    measured = worlds.run(tmp_path, num_ranks, *options, "logger=none").result["metrics"]
+    ranks = [plan(rank, num_ranks, *model, f"parallel={mode}") for rank in range(num_ranks)]
+    assert Cell(mode, num_ranks, ranks=ranks).bytes_per_step == bytes_of(measured)
+
+
+def test_it_needs_the_memory_of_real_steps() -> None:
+    for overrides in ((*MLP, "ema.decay=0.9"), (*GPT, "micro_batches=2", "activation_checkpointing=full")):
+        imagined = plan(0, 1, *overrides)
+        config, request = worlds.configure(*overrides)
+        data = load_data(config, request.choices, worlds.unconnected())
+        with MemoryTracker() as tracker:
+            steps = real_steps(config, request.choices, data)
+            next(steps)
+            tracker.reset_peak()
+            next(steps)
+        real = sum(tracker.peak().values())
+        assert imagined.peak == pytest.approx(real, rel=0.02)
+        assert imagined.memory["parameters"] > 0 and imagined.memory["optimizer state"] > 0
+
+
+def real_steps(config: Config, choices: Any, data: Any) -> Iterator[None]:
+    """Make a step of training with one process each time."""
+    world = worlds.unconnected()
+    experiment = build(config, choices, world, data=data)
+    parallel_model = experiment.parallel.prepare(experiment.recipe, world)
+    callbacks = Callbacks([])
+    if config.ema.decay is not None:
+        callbacks.add("ema", EMA(parallel_model, experiment.recipe.module, config.ema.decay))
+    start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
+    config = replace(config, log_every=1000)
+    trainer = Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
+    read = next(iter(experiment.train_loader.steps(0)))
+    # Copies, because the loader may have read several micro-batches at once.
+    copies = [replace(each, data=map_tensors(torch.clone, each.data)) for each in read.micro_batches]
+    batch = replace(read, micro_batches=copies)
+    del read, copies
+    while True:
+        trainer.step(batch)
+        yield
+
+
+def test_a_shard_of_1024_ranks_is_a_1024th_and_nothing_is_left_behind() -> None:
+    apply = nn.Module._apply
+    overrides = ("model=mlp", "model.hidden=[1024,1024]", "data.sample_shape=[1,8,8]", "batch_size=1024")
+    one, many = (plan(0, size, *overrides, "parallel=fsdp") for size in (1, 1024))
+    for kind in ("parameters", "optimizer state"):
+        # The last layer has 10 rows, each of which is the shard of a rank.
+        assert one.memory[kind] / 1024 <= many.memory[kind] < one.memory[kind] / 500
+    assert many.axes == Axes(shard=1024)
+    assert nn.Module._apply is apply and not torch.distributed.is_initialized()
+    assert torch.nn.Linear(2, 2).weight.sum().item() != 0  # tensors have values again
+
+
+def test_the_bubble_of_a_pipeline_is_that_of_its_schedule() -> None:
+    """GPipe with m micro-batches on s stages: (s - 1) / (m + s - 1) of a step (Huang et al., "GPipe", 2019)."""
+    micro_batches, stages = 4, 3
+
+    class Unit(Costs):
+        def operators(self, counts: Counter[Any]) -> float:
+            return float(counts.total())
+
+        def message(self, message: Message) -> float:
+            return 0.0
+
+    def passing(stage: int, kind: str, peer: int) -> list[Message]:
+        return [Message(kind, 1, 2, (0, stages - 1), peer)] if 0 <= peer < stages else []
+
+    def events(stage: int) -> list[Any]:
+        forward = [*passing(stage, "receive", stage - 1), Counter([0]), *passing(stage, "send", stage + 1)]
+        backward = [*passing(stage, "receive", stage + 1), Counter([0]), *passing(stage, "send", stage - 1)]
+        return [*forward * micro_batches, *backward * micro_batches]
+
+    device = load_device("this", [CONF])
+    step_s, bubble = simulate({stage: events(stage) for stage in range(stages)}, Unit(device, stages))
+    assert step_s == 2 * (micro_batches + stages - 1)
+    assert bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+def test_few_of_many_ranks_are_planned() -> None:
+    assert distinct_ranks(Axes(replicate=4), 4, 64) == [0, 1, 2, 3]
+    assert distinct_ranks(Axes(replicate=64), 64, 64) == [0]
+    assert distinct_ranks(Axes(replicate=64), 64, 65) == [0, 63]  # the last one has two samples
+    assert distinct_ranks(Axes(replicate=7, servers=1), 8, 70) == [0, 1]
+    assert distinct_ranks(Axes(replicate=2, stage=8, tensor=2), 32, 64) == [0, 2, 8, 14]
+
+
+def test_stages_that_are_not_planned_take_part_in_the_step(tmp_path: Path) -> None:
+    overrides = ("model=mlp", "model.hidden=[16,16,16,16,16]", "data.sample_shape=[1,8,8]", "parallel=pipeline")
+    config, request = worlds.configure(*overrides, "parallel.stages=6")
+    data = load_data(config, request.choices, worlds.unconnected())
+    cell = plan_cell(config, request.choices, data, "pipeline", 6, 1e9, Costs(load_device("h100", [CONF]), 6))
+    assert [rank.rank for rank in cell.ranks] == [0, 1, 3, 5]
+    assert 0.3 < cell.bubble < 0.8  # of equal stages it is 5/9
+
+
+def test_one_command_writes_tables_a_plot_and_a_command_to_copy(here: Callable[..., int], tmp_path: Path) -> None:
+    modes = "plan.modes=[none,ddp,fsdp,tp,local_sgd]"
+    assert here("task=plan", *MLP[:3], modes, "plan.world_sizes=[1,64]", "plan.device=h100", "batch_size=64") == 0
+    (path,) = (tmp_path / "outputs" / "run").iterdir()
+    content = json.loads((path / "plan.json").read_text())
+    cells = {(cell["mode"], cell["world_size"]): cell for cell in content["cells"]}
+    assert len(cells) == 10
+    assert "parallel=none is for one process" in cells["none", 64]["reason"]
+    assert cells["fsdp", 64]["mesh"]["shard"] == 64 and cells["tp", 64]["mesh"]["tensor"] == 2
+    for cell in (cell for cell in cells.values() if "reason" not in cell):
+        assert cell["fits"] and cell["step_time_s"] > 0 and cell["largest_micro_batch"] > 1000
+        assert set(cell["memory_bytes"]["0"]) == set(KINDS)
+    command = content["command"]
+    assert "parallel=local_sgd" not in command and "batch_size=64" in command and "plan." not in command
+    assert (path / "plan.png").stat().st_size > 1000
+    assert f"`{command}`" in (path / "plan.md").read_text()
+    assert json.loads((path / "result.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("plan.device=h10",), "no such data sheet; did you mean h100"),
+        (("plan.device=odd",), "odd.yaml is no data sheet"),
+        (("plan.modes=[dpp]",), "unknown mode dpp; did you mean d"),
+        (("plan.world_sizes=[0]",), "must be numbers of ranks of at least 1"),
+        (("plan.modes=[none]", "plan.world_sizes=[2]"), "none: parallel=none is for one process"),
+        (("plan.modes=[ddp]", "plan.memory_gib=1e-6"), "nothing fits; the smallest need is"),
+        (("plan.modes=[ddp]", "model=reading"), "odd_models.py:12"),
+    ],
+)
+def test_wrong_input_is_refused(
+    overrides: tuple[str, ...],
+    message: str,
+    here: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    custom = tmp_path / "custom"
+    for folder in ("device", "model"):
+        (custom / folder).mkdir(parents=True)
+    (custom / "device" / "odd.yaml").write_text("memory_gib: 1\n")
+    (custom / "model" / "reading.yaml").write_text("_target_: odd_models.Reading\n")
+    (custom / "odd_models.py").write_text(
+        """from torch import nn
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        y = self.layer(x.flatten(1))
+        if True:
+            y = y * y.mean().item()
+        return y
+"""
+    )
+    model = () if any(each.startswith("model=") for each in overrides) else MLP[:2]
+    assert here(f"--config-dir={custom}", "task=plan", *model, *MLP[2:], *overrides) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
