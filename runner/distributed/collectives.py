@@ -43,7 +43,7 @@ def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.
     if exchange is not None and is_small(tensor, num_ranks):
         return exchange.gather(tensor)
     gathered = tensor.new_empty(num_ranks, *tensor.shape)
-    all_gather_single(gathered, tensor.contiguous(), group=group)
+    all_gather_single(gathered.view(-1), tensor.reshape(-1), group=group)  # gloo accepts only these shapes
     return gathered
 
 
