@@ -4,17 +4,54 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hydra import initialize_config_dir, version
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.custom_dirs import on_search_path
 from runner.config.diagnostics.keys import value_problem
 from runner.config.diagnostics.overrides import explain
 from runner.config.recorded import check_resumable
 from runner.config.schema import Config, apply_debug, as_config
 from runner.config.validate import check_input, check_types
 from runner.errors import InputError
+from runner.paths import CONF
+
+
+@contextmanager
+def prepared_hydra(config_dirs: Sequence[str]) -> Iterator[None]:
+    """Prepare Hydra to compose configurations with the options of these custom directories, absolute paths."""
+    plugins = Plugins.instance()
+    # As in runner.config.command; the import comes after Hydra's scan.
+    from hydra_plugins.runner.search_path import CustomDirs, CustomDirSource
+
+    for plugin in (CustomDirSource, CustomDirs):
+        plugins.register(plugin)
+    with (
+        _isolated_hydra(),
+        on_search_path(config_dirs),
+        initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"),
+    ):
+        yield
+
+
+@contextmanager
+def _isolated_hydra() -> Iterator[None]:
+    """Restore the caller's Hydra state on exit: Hydra keeps one configuration per process."""
+    singletons: tuple[type, ...] = (GlobalHydra, HydraConfig, JobRuntime, version.VersionBase)
+    before = {each: Singleton._instances.pop(each) for each in singletons if each in Singleton._instances}
+    try:
+        yield
+    finally:
+        for each in singletons:
+            Singleton._instances.pop(each, None)
+        Singleton._instances.update(before)
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
@@ -40,8 +77,8 @@ def options_of(group: str) -> list[str]:
 
 
 def modes_to_compare(chosen: str) -> list[str]:
-    """Return all modes; mesh only if it is chosen, because without options it is the same as fsdp."""
-    return [mode for mode in options_of("parallel") if mode != "mesh" or chosen == "mesh"]
+    """Return all modes but auto; mesh only if it is chosen, because without options it is the same as fsdp."""
+    return [mode for mode in options_of("parallel") if mode not in ("auto", "mesh") or mode == chosen == "mesh"]
 
 
 def for_mode(overrides: Sequence[str], chosen: str, mode: str, dropped: Sequence[str]) -> list[str]:

@@ -145,6 +145,7 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         f"fork={config.fork}": config.fork and not forks,
         f"checkpoint={config.checkpoint.load}": config.checkpoint.load != LAST and not (task.reads_checkpoint or forks),
         "trust=true": config.trust and not composes,
+        "parallel=auto": choices.get("parallel") == AUTO and hasattr(task, "run") and not task.trains,
         f"resume={config.resume}": config.resume and not uses_runs,
         f"run={config.run}": config.run and not uses_runs,
     }

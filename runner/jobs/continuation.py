@@ -1,4 +1,4 @@
-"""A job that resumes a run: checks of its directory, its lock, and the evaluations that the run has made so far."""
+"""The directory of a job: a new one, or that of the run that it resumes; its checks, lock and past evaluations."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from runner.records.loggers.dashboard import IDS
 from runner.records.monitor import Monitor
 from runner.records.record_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.result import RESULT
-from runner.records.run_directory import CHECKPOINTS, CONFIG, Request, RunDirectory
+from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, Request, RunDirectory, new_directory
 from runner.records.run_lock import DEAD_AFTER_S
 from runner.training.build import Experiment
 
@@ -88,6 +88,33 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     with suppress(FileNotFoundError):
         shutil.copy2(checkpoint.parent.parent / METRICS, directory / METRICS)
+
+
+def agree_on_directory(config: Config, request: Request, world: World) -> Path:
+    """Return the run directory, which rank 0 creates for a new run. All ranks must call it.
+
+    Raises InputError if it cannot be created, or if the run of `fork=` has no such checkpoint.
+    """
+
+    def create() -> str:
+        starts = config.fork and not (request.directory and Path(request.directory, OVERRIDES).exists())
+        start = find_start(Path(str(config.fork)), config.checkpoint.load) if starts else None
+        directory = request.directory or str(new_directory(config.outputs, config.name))
+        os.makedirs(directory, exist_ok=True)
+        if start is not None:
+            copy_start(start, Path(directory))
+        return directory
+
+    try:
+        path = world.consensus.broadcast_once("directory", create)
+    except InputError:  # of fork=
+        raise
+    except ValueError as error:
+        message = f"outputs={config.outputs}: cannot create a run directory there ({error}); name another directory"
+        raise InputError(message) from None
+    if world.rank_info.local_rank == 0 and request.directory_file is not None:
+        Path(request.directory_file).write_text(path)  # for the launcher of each machine
+    return Path(path)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """One job in one world: agree on the input, create the directory, form the group, run the task, record the outcome."""
 
 import logging
-import os
 import socket
 import traceback
 from dataclasses import asdict, dataclass
@@ -22,13 +21,13 @@ from runner.distributed.signed_store import report_ignored
 from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, Preempted, describe_full_disk, print_messages, user_line
-from runner.jobs.continuation import check_directory, copy_start, count_samples, find_start, locked
+from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, locked
 from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_double_again, run_until_it_fits
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.console import LOGS, logging_to
 from runner.records.result import report_failure, watch_outcome
-from runner.records.run_directory import OVERRIDES, Request, RunDirectory, new_directory
+from runner.records.run_directory import Request, RunDirectory
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
 from runner.training.trainer import count_steps
@@ -37,11 +36,15 @@ log = logging.getLogger(__name__)
 
 
 def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
-    """Run one job on this rank, and repeat it if `micro_batches=auto` and memory runs out. All ranks must call it.
+    """Run one job on this rank, after those that determine `auto` in its configuration. All ranks must call it.
 
     Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
     """
     with run_in_progress(), handling_signals():
+        if request.choices.get("parallel") == AUTO:
+            from runner.jobs.mode_choice import choose_mode  # composes configurations, which other jobs do not
+
+            config, request = choose_mode(_run_once, config, request, world)
         if config.micro_batches != AUTO:
             return _run_once(config, request, world)
         return run_until_it_fits(_run_once, config, request, world)
@@ -77,7 +80,7 @@ def _run_once(config: Config, request: Request, world: World, may_double: bool =
 def _run(config: Config, request: Request, world: World, may_double: bool) -> dict[str, float]:
     world.consensus.load_kept()
     task, experiment, crashed = _agree_on_input(config, request, world)
-    directory = RunDirectory(_agree_on_directory(config, request, world), writes=world.rank == 0)
+    directory = RunDirectory(agree_on_directory(config, request, world), writes=world.rank == 0)
     world.shutdown.stacks_dir = directory.path / LOGS
     world.shutdown.report_late = partial(report_failure, directory.path)
     world.shutdown.is_recorded = watch_outcome(directory.path)
@@ -186,30 +189,6 @@ def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Exp
     if messages := messages + check_size(config, request.choices, task, world.world_size):
         raise InputError(*messages)
     return task, build(config, request.choices, world, init_from, task.trains) if task.needs_experiment else None
-
-
-def _agree_on_directory(config: Config, request: Request, world: World) -> Path:
-    """Return the run directory, which rank 0 creates for a new run."""
-
-    def create() -> str:
-        starts = config.fork and not (request.directory and Path(request.directory, OVERRIDES).exists())
-        start = find_start(Path(str(config.fork)), config.checkpoint.load) if starts else None
-        directory = request.directory or str(new_directory(config.outputs, config.name))
-        os.makedirs(directory, exist_ok=True)
-        if start is not None:
-            copy_start(start, Path(directory))
-        return directory
-
-    try:
-        path = world.consensus.broadcast_once("directory", create)
-    except InputError:  # of fork=
-        raise
-    except ValueError as error:
-        message = f"outputs={config.outputs}: cannot create a run directory there ({error}); name another directory"
-        raise InputError(message) from None
-    if world.rank_info.local_rank == 0 and request.directory_file is not None:
-        Path(request.directory_file).write_text(path)  # for the launcher of each machine
-    return Path(path)
 
 
 @dataclass

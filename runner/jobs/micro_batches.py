@@ -1,4 +1,4 @@
-"""micro_batches=auto: a job that runs out of memory is repeated with twice as many micro-batches, until they fit."""
+"""micro_batches=auto: as many as fit by a plan; a job that runs out of memory all the same is repeated with more."""
 
 import gc
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from runner.config.schema import Config
+from runner.distributed.backend import as_backend
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
 from runner.records.run_directory import Request
@@ -38,23 +39,40 @@ def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:
 def run_until_it_fits(
     run_once: Callable[[Config, Request, World, bool], dict[str, float]], config: Config, request: Request, world: World
 ) -> dict[str, float]:
-    """Run the job in one run directory, from its last checkpoint if it has one. All ranks must call it.
+    """Run the job with as many micro-batches as it needs by a plan, and repeat it with more if memory runs out.
 
-    The run records the number that fits instead of auto. Raises InputError for a mode that cannot repeat a job.
+    It is repeated in its run directory, from its last checkpoint if it has one. The run records the number that fits
+    instead of auto. All ranks must call it. Raises InputError for a mode that can neither be planned nor repeated.
     """
     mode = request.choices["parallel"]
-    if world.world_size > 1 and not make_parallel(config, request.choices).fails_at_once:
+    is_repeatable = world.world_size == 1 or make_parallel(config, request.choices).fails_at_once
+    planned = _planned_count(config, request, world)
+    if planned is None and not is_repeatable:
         raise InputError(
-            f"micro_batches=auto: under parallel={mode} ranks would wait for one that is out of memory; try a number, "
-            "or parallel=ddp"
+            f"micro_batches=auto: the model cannot be planned, and ranks of parallel={mode} would wait for one that is "
+            "out of memory; try a number, or parallel=ddp"
         )
-    count = 1
+    count = planned or 1
     while True:
         kept = [text for text in request.overrides if text.lstrip("+").partition("=")[0] != "micro_batches"]
         settled = replace(request, overrides=(*kept, f"micro_batches={count}"))
         try:
-            return run_once(replace(config, micro_batches=count), settled, world, True)
+            return run_once(replace(config, micro_batches=count), settled, world, is_repeatable)
         except TooLarge as error:
             request = replace(request, directory=error.directory)
         count *= 2
         gc.collect()  # autograd graphs of the failed steps
+
+
+def _planned_count(config: Config, request: Request, world: World) -> int | None:
+    """Return the number of micro-batches that fit by rank 0's plan, None without one. All ranks must call it."""
+    from runner.jobs.fit import count_that_fits, from_rank_0, plan_for  # other jobs do not need to load them
+    from runner.planning.modes import ModeConfig
+
+    def plan() -> int | None:
+        mode = ModeConfig(config, request.choices)
+        (cell,) = plan_for(world, {request.choices["parallel"]: mode}, request.config_dirs)
+        return count_that_fits(cell, config.batch_size)
+
+    planned: int | None = from_rank_0(world, as_backend(config.backend), plan)
+    return planned

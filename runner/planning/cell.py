@@ -23,6 +23,7 @@ class Cell:
 
     Attributes:
         reason: Why it cannot be planned; then it has no ranks.
+        is_refused: A run of the mode would be refused, too.
         ranks: The plans of the distinct ranks, without their events.
         limit: The memory of a rank, in bytes.
         step_s: The time of a step.
@@ -33,6 +34,7 @@ class Cell:
     mode: str
     world_size: int
     reason: str = ""
+    is_refused: bool = False
     ranks: list[RankPlan] = field(default_factory=list)
     limit: float = math.inf
     step_s: float = 0.0
@@ -109,7 +111,7 @@ def plan_cell(
         others = [rank for rank in distinct_ranks(first.axes, world_size, config.batch_size) if rank > 0]
         ranks = [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
     except InputError as error:
-        cell.reason = error.messages[0]
+        cell.reason, cell.is_refused = error.messages[0], True
         return cell
     except Exception as error:  # of the model, of torch with tensors without values
         line = user_line(error)

@@ -58,12 +58,17 @@ class Device:
         return not self.flops
 
 
+def data_sheets(directories: list[Path]) -> dict[str, Path]:
+    """Return the data sheet of each device; that of a later directory takes precedence."""
+    return {path.stem: path for folder in directories for path in sorted((folder / "device").glob("*.yaml"))}
+
+
 def load_device(name: str, directories: list[Path]) -> Device:
-    """Read the data sheet of a device from the first directory that has it. Raise InputError if none has."""
-    files = {path.stem: path for folder in reversed(directories) for path in sorted((folder / "device").glob("*.yaml"))}
+    """Read the data sheet of a device. Raise InputError if no directory has a valid one."""
+    files = data_sheets(directories)
     if name not in files:
         raise InputError(
-            f"plan.device={name}: no such data sheet{did_you_mean(name, files)}; there are {', '.join(sorted(files))}; "
+            f"device={name}: no such data sheet{did_you_mean(name, files)}; there are {', '.join(sorted(files))}; "
             f"to add it, write device/{name}.yaml into a --config-dir, with the keys of conf/device/h100.yaml"
         )
     try:
@@ -73,16 +78,19 @@ def load_device(name: str, directories: list[Path]) -> Device:
         numbers = {key: None if value is None else float(value) for key, value in sheet.items()}
         return Device(name=name, **links, flops=flops, **numbers)  # type: ignore[arg-type]
     except (TypeError, ValueError, KeyError, yaml.YAMLError) as error:
-        raise InputError(f"plan.device={name}: {files[name]} is no data sheet: {error}") from None
+        raise InputError(f"device={name}: {files[name]} is no data sheet: {error}") from None
 
 
 class Costs:
-    """The time of operators and messages in a world of ranks on a device, in seconds."""
+    """The time of operators and messages in a world of ranks on a device, in seconds.
 
-    def __init__(self, device: Device, world_size: int):
+    threads: The threads of a rank; None for an equal part of this machine's.
+    """
+
+    def __init__(self, device: Device, world_size: int, threads: int | None = None):
         self._device = device
         cores = len(allowed_cores())
-        self._threads = max(1, cores // world_size)
+        self._threads = threads or max(1, cores // world_size)
         self._contention = max(1.0, world_size / cores) if device.is_measured else 1.0
         self._known: dict[Operator, float] = {}
 

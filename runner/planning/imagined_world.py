@@ -1,5 +1,6 @@
 """A world whose other ranks are imagined: one process computes, with fake tensors, what one rank of it would."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
 
     They are CPU tensors also with `on_gpu`, because torch creates no streams without a GPU.
     """
+    logging.disable()  # each rank of each mode would log its warnings
     apply, has_tiles = nn.Module._apply, torch.cpu._is_amx_tile_supported
     world = World(
         RankInfo(rank, rank, world_size=world_size, local_world_size=world_size, source=IMAGINED), None, backend
@@ -37,6 +39,7 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield world
     finally:
+        logging.disable(logging.NOTSET)
         nn.Module._apply = apply  # type: ignore[method-assign]
         torch.cpu._is_amx_tile_supported = has_tiles
         exchange.use(None)

@@ -32,6 +32,7 @@ from runner.records.run_lock import RunLock, lock_directory
 from runner.records.start_time import STAMP, started_at
 
 CONFIG, OVERRIDES, CHECKPOINTS = "config.yaml", "overrides.yaml", "checkpoints"
+CHOICE = "auto.json"  # the mode that parallel=auto has chosen, and the speed of the modes that were measured
 MIN_BYTES, MIN_FILES = 2**16, 8  # free space and files that a run needs when it starts
 
 

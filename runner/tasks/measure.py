@@ -29,13 +29,14 @@ class Measure(JobTask):
     """The task that task=compare runs for each mode and world size.
 
     It saves the weights after `compared_steps` steps, then times `timed_steps` steps. Bytes are the average per step
-    over COUNTED_STEPS steps, on the rank that exchanges the most bytes of a kind.
+    over COUNTED_STEPS steps, on the rank that exchanges the most bytes of a kind. If `compared_steps` is 0, weights are
+    not saved and bytes are not counted.
     """
 
     def __init__(self, compared_steps: int = 5, timed_steps: int = 20):
-        for key, value in (("compared_steps", compared_steps), ("timed_steps", timed_steps)):
-            if value < 1:
-                raise ValueError(f"{key}={value} must be at least 1; try 20")
+        for key, value, least in (("compared_steps", compared_steps, 0), ("timed_steps", timed_steps, 1)):
+            if value < least:
+                raise ValueError(f"{key}={value} must be at least {least}; try 20")
         self.compared_steps, self.timed_steps = compared_steps, timed_steps
 
     def run(
@@ -54,7 +55,8 @@ class Measure(JobTask):
 
         for _ in range(self.compared_steps):
             trainer.step(next(batches))
-        save(directory.checkpoints, parallel_model.state(), trainer.state, SaveCoordinator.of(world))
+        if self.compared_steps:
+            save(directory.checkpoints, parallel_model.state(), trainer.state, SaveCoordinator.of(world))
 
         meter.pause()
         for _ in range(self.timed_steps):
@@ -64,7 +66,7 @@ class Measure(JobTask):
         with counter:
             # No rank may call the parameter server before the server has started counting.
             world.consensus.first_error("counting", [])
-            for _ in range(COUNTED_STEPS):
+            for _ in range(COUNTED_STEPS if self.compared_steps else 0):
                 trainer.step(next(batches))
             world.consensus.first_error("counted", [])
 

@@ -7,17 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runner.config.schema import Config
-from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import available_memory
-from runner.distributed.world import World
 from runner.errors import InputError, did_you_mean
-from runner.input.datasets import load_data
-from runner.input.source import Source
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
-from runner.planning.cell import Cell, plan_cell
-from runner.planning.costs import Costs, Device, load_device
+from runner.planning.cell import Cell
+from runner.planning.costs import Device, load_device
 from runner.planning.memory import KINDS
 from runner.records.console import logging_to
 from runner.records.record_files import write_atomically
@@ -64,34 +60,20 @@ class Plan(LaunchingTask):
 
 
 def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
-    from runner.config.compose import checked, compose, for_mode, modes_to_compare, options_of
+    # The command line imports tasks before it composes.
+    from runner.config.compose import modes_to_compare, options_of
+    from runner.planning.modes import compose_modes, plan_modes
 
-    known = options_of("parallel")
     modes = modes_to_compare(request.choices["parallel"]) if config.plan.modes is None else config.plan.modes
     for mode in modes:
-        if mode not in known:
+        if mode not in (known := options_of("parallel")):
             raise InputError(f"plan.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
     sizes = config.plan.world_sizes
     if not sizes or min(sizes) < 1:
         raise InputError(f"plan.world_sizes={sizes} must be numbers of ranks of at least 1; try [1,8]")
     memory = config.plan.memory_gib or device.memory_gib
-    alone = World(RankInfo(), None, as_backend(config.backend))
-    costs = {size: Costs(device, size) for size in sizes}
-    data: list[tuple[Source, Source]] = []
-    cells: list[Cell] = []
-    for mode in modes:
-        overrides = for_mode(request.overrides, request.choices["parallel"], mode, DROPPED)
-        try:
-            cfg = compose(overrides)
-            of_mode, choices = checked(cfg, overrides), dict(cfg.hydra.runtime.choices)
-            data = data or [load_data(of_mode, choices, alone)]
-        except InputError as error:
-            cells += [Cell(mode, size, error.messages[0]) for size in sizes]
-            continue
-        for size in sizes:
-            limit = memory * GIB if memory else available_memory() / size
-            cells.append(plan_cell(of_mode, choices, data[0], mode, size, limit, costs[size]))
-    return cells
+    limits = {size: memory * GIB if memory else available_memory() / size for size in sizes}
+    return plan_modes(compose_modes(request, modes, DROPPED), limits, device)
 
 
 def _check(cells: Sequence[Cell], config: Config, request: Request) -> None:

@@ -20,7 +20,8 @@ from runner.jobs.continuation import read_past_evaluations
 from runner.jobs.task import JobTask
 from runner.optimization.optimizers import DEFAULT
 from runner.records.monitor import LOSS, main_metrics
-from runner.records.run_directory import RunDirectory
+from runner.records.record_files import read_mapping
+from runner.records.run_directory import CHOICE, RunDirectory
 from runner.training.build import Experiment
 from runner.training.callbacks.buffer_check import BufferCheck
 from runner.training.callbacks.checkpointing import Checkpointing
@@ -208,6 +209,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         f"samples{name_classes(train.dataset)}",
         *([_describe_stream(train)] if train.is_stream else []),
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",
+        *([_describe_choice(directory)] if (directory.path / CHOICE).exists() else []),
         f"batch    {batch}, {num_steps:,} steps",
         *([f"replay   every {every} steps, costs about {100 / every:.3g}% of a step's gradients"] if every else []),
         *([average] if config.ema.decay is not None else []),
@@ -218,6 +220,12 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
             * config.debug
         ),
     ]
+
+
+def _describe_choice(directory: RunDirectory) -> str:
+    choice = read_mapping(directory.path / CHOICE)
+    rates = sorted(choice["samples_per_second"].items(), key=lambda item: -item[1])
+    return f"auto     measured, in samples/s: {', '.join(f'{mode} {rate:,.0f}' for mode, rate in rates)}"
 
 
 def _size_of(loader: Loader) -> str:

@@ -28,8 +28,8 @@ from runner.records.ledger import JobRecord, read_ledger
 from runner.records.run_directory import Request
 from runner.training.build import Experiment, build
 
-# Without options, mesh is fsdp; test_mesh.py has its combinations.
-MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml") if path.stem != "mesh")
+# Without options, mesh is fsdp; test_mesh.py has its combinations. auto is one of the others.
+MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml") if path.stem not in ("auto", "mesh"))
 _numbers = itertools.count()
 
 

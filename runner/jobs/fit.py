@@ -1,0 +1,106 @@
+"""What fits into the memory of this world's ranks, according to a plan."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config.validate import AUTO
+from runner.distributed.backend import Backend
+from runner.distributed.failures.signals import Stopped, interruptible
+from runner.distributed.machine import available_memory, choose_devices
+from runner.distributed.world import World
+from runner.errors import InputError, Preempted, first_line
+from runner.paths import CONF
+from runner.planning.cell import Cell
+from runner.planning.costs import THIS, Device, data_sheets, load_device
+from runner.planning.modes import ModeConfig, plan_modes
+
+GIB = 2**30
+SAFETY = 0.9  # of the memory is planned, because allocators fragment it, and plans are up to a tenth too low
+
+
+def from_rank_0(world: World, backend: Backend, plan: Callable[[], Any]) -> Any:
+    """Return what `plan`, which rank 0 calls, returns: a value for JSON. All ranks must call it before a job.
+
+    Raises InputError on every rank if `plan` fails, and Preempted after a signal to any rank.
+    """
+
+    def make() -> str:
+        try:
+            return json.dumps(plan())
+        except InputError:
+            raise
+        except Exception as error:  # of the user's data, which the other ranks do not read
+            raise InputError(f"the plan failed: {first_line(error)}") from error
+
+    world.begin_job(backend)
+    world.consensus.load_kept()
+    try:
+        with interruptible():
+            if messages := world.consensus.first_error("devices", choose_devices(world)):
+                raise InputError(*messages)
+            return json.loads(world.consensus.broadcast("plan", make))
+    except Stopped as error:
+        world.shutdown.report_stop(str(error))
+        raise Preempted(str(error)) from None
+
+
+def plan_for(
+    world: World,
+    modes: Mapping[str, ModeConfig | InputError],
+    config_dirs: Sequence[str],
+    world_size: int | None = None,
+    memory_gib: float | None = None,
+    device: str | None = None,
+) -> list[Cell]:
+    """Plan the modes in this world. With micro_batches=auto, a micro-batch has all samples.
+
+    Args:
+        world: The ranks, whose devices have been chosen.
+        modes: The modes by name.
+        config_dirs: Directories with more data sheets.
+        world_size: The number of ranks; None for that of this world.
+        memory_gib: The memory of a rank; None for what is free now.
+        device: The name of a data sheet; None for that of this rank's device.
+    """
+    limit = SAFETY * _memory(world) if memory_gib is None else memory_gib * GIB
+    whole = {
+        name: replace(mode, config=replace(mode.config, micro_batches=1))
+        if isinstance(mode, ModeConfig) and mode.config.micro_batches == AUTO
+        else mode
+        for name, mode in modes.items()
+    }
+    return plan_modes(whole, {world_size or world.world_size: limit}, _device(world, device, config_dirs))
+
+
+def count_that_fits(cell: Cell, batch_size: int) -> int | None:
+    """Return the smallest power of two of micro-batches that fit, from a plan with a single one.
+
+    None if the plan does not say it, or if no number fits.
+    """
+    if not cell.ranks or not cell.most_rows:
+        return None
+    rows = max(rank.rows for rank in cell.ranks)
+    count: int = 2 ** math.ceil(math.log2(max(1.0, rows / cell.most_rows)))
+    axes = cell.ranks[0].axes
+    return count if count * axes.micro_batches * axes.data_ranks <= batch_size or count == 1 else None
+
+
+def _memory(world: World) -> float:
+    if world.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(world.device)[0])
+    return available_memory() / world.rank_info.local_world_size
+
+
+def _device(world: World, name: str | None, config_dirs: Sequence[str]) -> Device:
+    """Return the data sheet of that name, or of this rank's device; for an unknown GPU, that of an a100."""
+    folders = [CONF, *map(Path, config_dirs)]
+    if name is None and world.device.type == "cuda":
+        words = torch.cuda.get_device_name(world.device).lower().replace("-", " ").split()
+        name = next((sheet for sheet in data_sheets(folders) if sheet in words), "a100")
+    return load_device(name or THIS, folders)

@@ -1,0 +1,164 @@
+"""parallel=auto: a plan finds the modes that fit, and a few steps of the best ones are measured."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runner.config.compose import for_mode, modes_to_compare, prepared_hydra
+from runner.config.schema import Config
+from runner.config.validate import AUTO
+from runner.distributed.backend import as_backend
+from runner.distributed.world import World
+from runner.errors import InputError, JobFailed
+from runner.jobs.continuation import agree_on_directory
+from runner.jobs.fit import GIB, count_that_fits, from_rank_0, plan_for
+from runner.parallel.auto import Auto
+from runner.planning.cell import Cell
+from runner.planning.modes import ModeConfig, compose_modes
+from runner.records.attempts import last_line
+from runner.records.console import logging_to
+from runner.records.record_files import read_mapping, write_atomically
+from runner.records.records import CELLS
+from runner.records.run_directory import CHOICE, Request
+from runner.training.components import make_parallel
+
+log = logging.getLogger(__name__)
+
+LARGEST_WORLD = 1024  # up to which a world is sought in which the model would fit
+MEASURE = ("task=measure", "task.compared_steps=0", "task.timed_steps=10", "logger=none", "launcher=env")
+DROPPED = (
+    *("task", "launcher", "logger", "callbacks", "metrics", "monitor", "fork", "init_from", "checkpoint", "profile"),
+    *("name", "outputs"),
+)
+
+Modes = Mapping[str, ModeConfig | InputError]
+RunOnce = Callable[[Config, Request, World], dict[str, float]]
+
+
+def choose_mode(run_once: RunOnce, config: Config, request: Request, world: World) -> tuple[Config, Request]:
+    """Return the job with the fastest mode that fits instead of parallel=auto. All ranks must call it.
+
+    The choice is recorded in the run directory, in the file CHOICE. A job that continues there in a world of the same
+    size uses the recorded mode. Raises InputError if no mode fits, and Preempted as `run_once` does.
+    """
+    overrides, chosen = request.overrides, request.choices["parallel"]
+    options = make_parallel(config, request.choices)
+    assert isinstance(options, Auto)
+    with prepared_hydra(request.config_dirs):
+        measured = (*for_mode(overrides, chosen, chosen, DROPPED), *MEASURE)
+        modes = compose_modes(replace(request, overrides=measured), modes_to_compare(chosen), ())
+
+    def candidates() -> dict[str, Any]:
+        directory = request.directory or world.consensus.before_restart("directory")
+        if directory and (choice := _read(Path(directory))).get("world_size") == world.world_size:
+            return choice
+        return {"candidates": _candidates(modes, config, request, world, options)}
+
+    choice = from_rank_0(world, as_backend(config.backend), candidates)
+    path = agree_on_directory(config, request, world)
+    if "mode" in choice:
+        for _ in range(choice["jobs"]):  # a restarted world gives the same numbers to its jobs
+            world.begin_job(as_backend(config.backend))
+    else:
+        with logging_to(world.rank, path):
+            choice = _measure(run_once, modes, choice["candidates"], replace(request, directory=str(path)), world)
+    mode = modes[choice["mode"]]
+    assert isinstance(mode, ModeConfig)
+    return replace(config, parallel=mode.config.parallel), replace(
+        request,
+        directory=str(path),
+        overrides=tuple(for_mode(overrides, chosen, choice["mode"], ())),
+        choices={**request.choices, "parallel": choice["mode"]},
+    )
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    return read_mapping(directory / CHOICE) if (directory / CHOICE).exists() else {}
+
+
+def _candidates(modes: Modes, config: Config, request: Request, world: World, options: Auto) -> dict[str, Any]:
+    """Return the modes to measure, the fastest according to the plan first, each with its number of micro-batches.
+
+    Modes whose numbers differ from those of parallel=none are left out. A mode that cannot be planned, because the
+    model needs values, comes last. Raises InputError if no mode fits.
+    """
+    cells = plan_for(world, modes, request.config_dirs, None, options.memory_gib, options.device)
+    if all(cell.is_refused for cell in cells):
+        raise InputError(*dict.fromkeys(f"parallel={cell.mode}: {cell.reason}" for cell in cells))
+    counts = {cell.mode: _micro_batches(cell, config) for cell in cells}
+    fitting = [cell for cell in cells if not cell.is_refused and cell.is_exact and counts[cell.mode]]
+    if not fitting:
+        raise InputError(_describe_need(cells, modes, request, world, options))
+    fitting.sort(key=lambda cell: -cell.samples_per_s)
+    return {cell.mode: counts[cell.mode] for cell in fitting[: options.candidates]}
+
+
+def _micro_batches(cell: Cell, config: Config) -> int | None:
+    """Return the number of micro-batches with which a cell fits, or None."""
+    if not cell.ranks:
+        return 1 if config.micro_batches == AUTO else int(config.micro_batches)
+    if config.micro_batches == AUTO:
+        return count_that_fits(cell, config.batch_size)
+    return int(config.micro_batches) if cell.fits else None
+
+
+def _describe_need(cells: list[Cell], modes: Modes, request: Request, world: World, options: Auto) -> str:
+    least = min((cell for cell in cells if cell.ranks), key=lambda cell: cell.peak)
+    text = (
+        f"parallel=auto: the model does not fit on {world.world_size} ranks with {least.limit / GIB:.3g} GiB each: the "
+        f"smallest need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}"
+    )
+    size = 2 * world.world_size
+    while size <= LARGEST_WORLD:
+        cells = plan_for(world, modes, request.config_dirs, size, options.memory_gib, options.device)
+        if fitting := [cell for cell in cells if cell.fits and cell.is_exact]:
+            return f"{text}; parallel={fitting[0].mode} fits on {size} ranks"
+        size *= 2
+    return f"{text}; try activation_checkpointing=full, micro_batches=auto or a smaller model"
+
+
+def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: Request, world: World) -> dict[str, Any]:
+    """Run task=measure in each candidate, and return the choice, which rank 0 records. All ranks must call it.
+
+    Each is measured twice, in turn, and the faster time counts: the first job of a process is slower than later ones.
+    """
+    log.info("auto     measuring %s", ", ".join(counts))
+    path, rates, failed = Path(str(request.directory)), dict[str, float](), dict[str, str]()
+    num_jobs = 1  # with that of the choice
+    for name, count in [*counts.items()] * 2:
+        mode = modes[name]
+        if name in failed or isinstance(mode, InputError):
+            continue
+        num_jobs += 1
+        measured = replace(
+            request,
+            overrides=(*mode.overrides, f"micro_batches={count}"),
+            choices=mode.choices,
+            directory=str(path / CELLS / name),
+            directory_file=None,
+        )
+        try:
+            metrics = run_once(replace(mode.config, micro_batches=count), measured, world)
+            rates[name] = max(rates.get(name, 0.0), metrics["samples_per_second"])
+        except (InputError, JobFailed) as error:
+            rates.pop(name, None)
+            failed[name] = last_line(str(error)) or ""
+
+    def choose() -> str:
+        if not rates:
+            raise InputError(*(f"parallel=auto: parallel={name} failed: {why}" for name, why in failed.items()))
+        choice = {
+            "mode": max(rates, key=lambda name: rates[name]),
+            "world_size": world.world_size,
+            "samples_per_second": rates,
+            "failed": failed,
+            "jobs": num_jobs,
+        }
+        write_atomically(path / CHOICE, json.dumps(choice, indent=1) + "\n")
+        return json.dumps(choice)
+
+    world.begin_job(world.backend)
+    return dict(json.loads(world.consensus.broadcast("choice", choose)))

@@ -1,0 +1,24 @@
+"""The mode that stands for one that is not chosen yet."""
+
+from runner.distributed.world import World
+from runner.training.mode import Parallel, ParallelModel, Recipe
+
+
+class Auto(Parallel):
+    """parallel=auto: the job replaces it by the fastest mode that fits, see runner.jobs.mode_choice.
+
+    Args:
+        candidates: The number of modes that are measured.
+        memory_gib: The memory of a rank in GiB; None for what its device has.
+        device: The data sheet by which times are planned; None for that of the ranks' device.
+    """
+
+    def __init__(self, candidates: int = 3, memory_gib: float | None = None, device: str | None = None):
+        if candidates < 1:
+            raise ValueError(f"candidates={candidates} must be at least 1; try 3")
+        if memory_gib is not None and memory_gib <= 0:
+            raise ValueError(f"memory_gib={memory_gib} must be positive, or null")
+        self.candidates, self.memory_gib, self.device = candidates, memory_gib, device
+
+    def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
+        raise AssertionError("a job replaces this mode before it builds the model")

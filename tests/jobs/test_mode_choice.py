@@ -1,0 +1,100 @@
+"""parallel=auto: the modes that fit are measured, the fastest trains, and the run records it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import Commands
+from parity import COMMON, EXPERIMENTS, assert_equal
+from ranks import RankError
+from worlds import Run, only_run, run
+
+from runner.records.records import CELLS
+
+TOY = (*EXPERIMENTS["toy"], *COMMON)
+
+
+def choice_of(done: Run) -> dict[str, Any]:
+    return json.loads((done.path / "auto.json").read_text())
+
+
+def test_the_fastest_of_the_best_modes_trains_and_is_recorded(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, *TOY, "parallel=auto", "parallel.candidates=2", "checkpoint.every_steps=4")
+    choice = choice_of(done)
+    rates, mode = choice["samples_per_second"], choice["mode"]
+    assert len(rates) == 2 and mode == max(rates, key=lambda name: rates[name])
+    assert (choice["world_size"], choice["failed"], choice["jobs"]) == (2, {}, 5)
+    assert {path.name for path in (done.path / CELLS).iterdir()} == set(rates)
+    assert done.result["parallel"] == mode
+    assert_equal(done, run(tmp_path / "given", 2, *TOY, f"parallel={mode}"))
+    overrides = yaml.safe_load((done.path / "overrides.yaml").read_text())
+    assert [each for each in overrides if each.startswith("parallel")] == [f"parallel={mode}"]
+    log = (done.path / "log.txt").read_text()
+    assert log.count("measuring ") == 1 and "auto     measured, in samples/s: " in log
+    # The recorded mode is used again, also if the command that is repeated says auto.
+    other = next(name for name in rates if name != mode)
+    (done.path / "auto.json").write_text(json.dumps(choice | {"mode": other}))
+    resumed = run(tmp_path, 2, f"resume={done.path}", "parallel=auto", "max_steps=12")
+    assert resumed.result["parallel"] == other and resumed.result["step"] == 12
+    assert (done.path / "log.txt").read_text().count("measuring ") == 1
+
+
+def test_a_mode_that_fails_is_not_chosen(
+    here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.jobs.mode_choice.modes_to_compare", lambda chosen: ["broken", "none", "local_sgd"])
+    (tmp_path / "mine" / "parallel").mkdir(parents=True)
+    (tmp_path / "mine" / "parallel" / "broken.yaml").write_text("_target_: broken.Broken\n")
+    (tmp_path / "mine" / "broken.py").write_text(
+        "from runner.parallel.none import NoParallel\n\n\nclass Broken(NoParallel):\n"
+        "    def prepare(self, recipe, world):\n"
+        "        if not world.is_imagined:\n"
+        "            raise RuntimeError('on purpose')\n"
+        "        return super().prepare(recipe, world)\n"
+    )
+    assert here("--config-dir=mine", *TOY, "parallel=auto", "parallel.candidates=99") == 0
+    choice = choice_of(only_run(tmp_path))
+    assert choice["failed"] == {"broken": "RuntimeError: on purpose"}
+    assert choice["mode"] == "none" and set(choice["samples_per_second"]) == {"none"}  # local_sgd has other numbers
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_need(tmp_path: Path) -> None:
+    large = ("model=mlp", "model.hidden=[256,256,256,256,256,256]", "data.sample_shape=[1,8,8]", "parallel=auto")
+    message = (
+        r"does not fit on 2 ranks with 0.0015 GiB each: the smallest need is 0.00\d+ GiB, of parallel=\w+; "
+        r"parallel=\w+ fits on \d+ ranks"
+    )
+    with pytest.raises(RankError, match=message):
+        run(tmp_path, 2, *large, "parallel.memory_gib=0.0015", "batch_size=16")
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_micro_batches_come_from_the_plan(tmp_path: Path) -> None:
+    words = ("model=mlp", "model.hidden=[64]", "data.sample_shape=[1,8,8]", "batch_size=1024", *COMMON)
+    done = run(tmp_path, 1, *words, "parallel=auto", "micro_batches=auto", "parallel.memory_gib=0.0008")
+    measured = yaml.safe_load((done.path / CELLS / "none" / "config.yaml").read_text())["micro_batches"]
+    assert measured in (8, 16, 32)
+    assert "out of memory" not in (done.path / "log.txt").read_text()
+
+
+def test_what_it_cannot_choose_for_is_refused(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in {
+        ("task=measure",): "parallel=auto has no effect on task=measure",
+        ("parallel.candidates=0",): "parallel.candidates=0 must be at least 1",
+        ("parallel.device=h101",): "device=h101: no such data sheet; did you mean h100",
+    }.items():
+        assert here(*TOY, "parallel=auto", *words) == 2
+        assert message in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.thorough
+def test_a_launcher_and_a_sweep_choose_for_each_job(commands: Commands) -> None:
+    words = (*TOY, "parallel=auto", "parallel.candidates=2")
+    done = commands.runner(*words, "launcher=spawn", "launcher.nproc_per_node=2", "seed=1,2", "-m")
+    assert done.returncode == 0, done.stderr
+    chosen = [json.loads(path.read_text()) for path in (commands.folder / "outputs").glob("run/*/*/auto.json")]
+    assert [len(each["samples_per_second"]) for each in chosen] == [2, 2]
