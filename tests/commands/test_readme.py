@@ -48,4 +48,4 @@ def test_table_of_groups_lists_every_option() -> None:
     conf = ROOT / "conf"
     for group, options in listed.items():
         assert {path.stem for path in (conf / group).glob("*.yaml")} - {"spawn_4"} == options, group
-    assert {path.name for path in conf.iterdir() if path.is_dir()} - {"experiment", "hydra"} == set(listed)
+    assert {path.name for path in conf.iterdir() if path.is_dir()} - {"device", "experiment", "hydra"} == set(listed)

@@ -270,3 +270,11 @@ def test_a_sweep_is_one_array_whose_outcomes_a_later_command_reads(
     assert len(hashes) == 3
     alone = run(tmp_path / "here", 2, *TINY, "epochs=1", "seed=1", "backend=gloo")
     assert alone.result["weights_sha256"] in hashes
+
+
+def test_a_job_of_two_nodes_chooses_its_mode(cluster: Cluster, commands: Commands) -> None:
+    one_each = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=1", "launcher.wait=true")
+    words = (TINY[0], "parallel=auto", "parallel.candidates=1", "max_steps=3", *TINY[2:], *one_each)
+    _, one = submitted(submit(cluster, commands, *words))
+    choice = json.loads((one.path / "auto.json").read_text())
+    assert (one.result["state"], one.result["parallel"], one.result["world_size"]) == ("finished", choice["mode"], 2)

@@ -10,7 +10,7 @@ import yaml
 from commands import Commands
 from parity import COMMON, EXPERIMENTS, assert_equal
 from ranks import RankError
-from worlds import Run, only_run, run
+from worlds import Run, jobs_of, only_run, run
 
 from runner.records.records import CELLS
 
@@ -91,10 +91,33 @@ def test_what_it_cannot_choose_for_is_refused(here: Callable[..., int], capsys: 
     assert not Path("outputs").exists()
 
 
+KILLER = """\
+import os
+import signal
+
+from runner import Callback
+
+
+class Killer(Callback):
+    def after_step(self, now):
+        if now.step == 7 and os.environ["RANK"] == "1" and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.mark.thorough
-def test_a_launcher_and_a_sweep_choose_for_each_job(commands: Commands) -> None:
-    words = (*TOY, "parallel=auto", "parallel.candidates=2")
-    done = commands.runner(*words, "launcher=spawn", "launcher.nproc_per_node=2", "seed=1,2", "-m")
+def test_each_job_of_a_sweep_chooses_and_a_restarted_one_keeps_its_mode(commands: Commands) -> None:
+    mine = commands.folder / "mine"
+    (mine / "callbacks").mkdir(parents=True)
+    (mine / "killer.py").write_text(KILLER)
+    (mine / "callbacks" / "killer.yaml").write_text("killer: {_target_: killer.Killer}\n")
+    words = ("--config-dir=mine", *TOY, "parallel=auto", "parallel.candidates=2", "callbacks=[killer]")
+    launcher = ("launcher=spawn", "launcher.nproc_per_node=2", "launcher.max_restarts=1", "checkpoint.every_steps=4")
+    done = commands.forked(*words, *launcher, "seed=1,2", "-m")
     assert done.returncode == 0, done.stderr
-    chosen = [json.loads(path.read_text()) for path in (commands.folder / "outputs").glob("run/*/*/auto.json")]
-    assert [len(each["samples_per_second"]) for each in chosen] == [2, 2]
+    jobs = jobs_of(commands.folder)
+    assert [len(choice_of(Run(job.directory))["samples_per_second"]) for job in jobs] == [2, 2]
+    logs = [(job.directory / "log.txt").read_text() for job in jobs]
+    assert [log.count("measuring ") for log in logs] == [1, 1]
+    assert [log.count("resuming after step 4") for log in logs] == [1, 0]
