@@ -51,8 +51,8 @@ def bytes_of(metrics: dict[str, float]) -> dict[str, float]:
     ("model", "num_ranks"),
     [
         pytest.param(MLP, 2, id="mlp-2"),
-        pytest.param(MLP, 4, id="mlp-4", marks=pytest.mark.thorough),
-        pytest.param(WITH_BATCH_NORM, 2, id="convnet-2", marks=pytest.mark.thorough),
+        pytest.param(MLP, 4, id="mlp-4", marks=pytest.mark.soak),
+        pytest.param(WITH_BATCH_NORM, 2, id="convnet-2", marks=pytest.mark.soak),
         pytest.param(GPT, 2, id="gpt-2", marks=pytest.mark.thorough),
         pytest.param(GPT, 4, id="gpt-4", marks=pytest.mark.soak),
     ],
