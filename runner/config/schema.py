@@ -65,6 +65,7 @@ class Planning:
     world_sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
     device: str = "this"
     memory_gib: float | None = None
+    collectives: str | None = None
 
 
 @dataclass

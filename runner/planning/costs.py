@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError, did_you_mean
 from runner.planning.timeline import Message, Operator, Shape
+from runner.records.result import read_result
 
 THIS = "this"
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is repeated for so long, or so often
@@ -81,6 +82,32 @@ def load_device(name: str, directories: list[Path]) -> Device:
         raise InputError(f"device={name}: {files[name]} is no data sheet: {error}") from None
 
 
+def with_measured_link(device: Device, run: Path) -> Device:
+    """Return the data sheet with the link that a run of task=collectives has measured, by its all_reduce.
+
+    It is the network if the run had more ranks than a machine of the device. Raises InputError if it is no such run.
+    """
+    result = read_result(run) or {}
+    seconds, rates = (_by_size(result, f"all_reduce/{name}/") for name in ("seconds", "bus_gb_s"))
+    if not seconds or not rates:
+        raise InputError(f"plan.collectives={run} has not measured all_reduce; name a run of task=collectives")
+    size = int(result["world_size"])
+    link = Link(1e9 * rates[max(rates)], seconds[min(seconds)] / _rounds("all_reduce", size))
+    is_near = device.ranks_per_machine is None or size <= device.ranks_per_machine
+    return replace(device, link=link) if is_near else replace(device, network=link)
+
+
+def _by_size(result: Mapping[str, Any], prefix: str) -> dict[int, float]:
+    """Return the metrics whose names are the prefix and a number of bytes."""
+    named = result.get("metrics", {}).items()
+    return {int(name.removeprefix(prefix)): value for name, value in named if name.startswith(prefix)}
+
+
+def _rounds(kind: str, num_ranks: int) -> int:
+    """Return the number of messages that follow each other in a collective: one for each doubling of the ranks."""
+    return max(1, (num_ranks - 1).bit_length()) * (2 if kind == "all_reduce" else 1)
+
+
 class Costs:
     """The time of operators and messages in a world of ranks on a device, in seconds.
 
@@ -124,9 +151,8 @@ class Costs:
         link = self._device.link if is_near else self._device.network
         if message.peer is not None or message.kind == "rpc":
             return link.latency_s + message.num_bytes / link.bandwidth
-        rounds = max(1, (n - 1).bit_length()) * (2 if message.kind == "all_reduce" else 1)
         moved = message.num_bytes * (n - 1) / n * (2 if message.kind == "all_reduce" else 1)
-        return rounds * link.latency_s + moved / link.bandwidth
+        return _rounds(message.kind, n) * link.latency_s + moved / link.bandwidth
 
     def _measure(self, operator: Operator) -> float:
         """Return the time of a call with as many threads as a rank has, or the estimate if it cannot be called."""

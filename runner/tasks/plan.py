@@ -13,7 +13,7 @@ from runner.errors import InputError, did_you_mean
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
 from runner.planning.cell import Cell
-from runner.planning.costs import Device, load_device
+from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import KINDS
 from runner.records.console import logging_to
 from runner.records.record_files import write_atomically
@@ -41,6 +41,8 @@ class Plan(LaunchingTask):
         if rank_info.world_size > 1:
             raise InputError(f"task=plan runs in one process, but the world has {rank_info.world_size}")
         device = load_device(config.plan.device, [CONF, *map(Path, request.config_dirs)])
+        if config.plan.collectives:
+            device = with_measured_link(device, Path(config.plan.collectives))
         cells = _plan(config, request, device)
         _check(cells, config, request)
         directory = RunDirectory(new_directory(config.outputs, config.name), writes=True)

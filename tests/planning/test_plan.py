@@ -18,7 +18,7 @@ from runner.input.datasets import load_data
 from runner.input.pytree import map_tensors
 from runner.paths import CONF
 from runner.planning.cell import Cell, distinct_ranks, plan_cell
-from runner.planning.costs import Costs, load_device
+from runner.planning.costs import Costs, load_device, with_measured_link
 from runner.planning.imagined_rank import RankPlan, plan_rank
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.simulation import simulate
@@ -146,6 +146,17 @@ def test_the_bubble_of_a_pipeline_is_that_of_its_schedule() -> None:
     assert bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
+def test_messages_take_as_long_as_a_run_has_measured(tmp_path: Path) -> None:
+    metrics = {"all_reduce/seconds/8": 4e-6, "all_reduce/bus_gb_s/8": 1.0, "all_reduce/bus_gb_s/4096": 20.0}
+    device = load_device("h100", [CONF])
+    for size, name in ((4, "link"), (16, "network")):
+        (tmp_path / "result.json").write_text(json.dumps({"world_size": size, "metrics": metrics}))
+        measured = with_measured_link(device, tmp_path)
+        assert getattr(measured, name) == (20e9, 4e-6 / (2 * size.bit_length() - 2))  # two rounds per doubling
+        other = {"link": "network", "network": "link"}[name]
+        assert getattr(measured, other) == getattr(device, other)
+
+
 def test_few_of_many_ranks_are_planned() -> None:
     assert distinct_ranks(Axes(replicate=4), 4, 64) == [0, 1, 2, 3]
     assert distinct_ranks(Axes(replicate=64), 64, 64) == [0]
@@ -187,6 +198,7 @@ def test_one_command_writes_tables_a_plot_and_a_command_to_copy(here: Callable[.
     [
         (("plan.device=h10",), "no such data sheet; did you mean h100"),
         (("plan.device=odd",), "odd.yaml is no data sheet"),
+        (("plan.collectives=custom",), "plan.collectives=custom has not measured all_reduce"),
         (("plan.modes=[dpp]",), "unknown mode dpp; did you mean d"),
         (("plan.world_sizes=[0]",), "must be numbers of ranks of at least 1"),
         (("plan.modes=[none]", "plan.world_sizes=[2]"), "none: parallel=none is for one process"),
