@@ -17,7 +17,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here"),
 ]
 
-OVERRIDES = ("data.sample_shape=[1,8,8]", "model.channels=[4,8]", "batch_size=350", "max_steps=10", "logger=none")
+SMALL = ("data.sample_shape=[1,8,8]", "model.channels=[4,8]", "logger=none")
+BRIEF = (*SMALL, "batch_size=350", "max_steps=10", "precision=fp64", "optimizer.lr=0.01")
+LONG = (*SMALL, "batch_size=64", "max_steps=100")
 
 
 def train(folder: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, Any], list[float]]:
@@ -26,7 +28,7 @@ def train(folder: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, Any]
     if nproc > 1:
         start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m", "runner"]
     folder.mkdir(exist_ok=True)
-    done = subprocess.run([*start, *OVERRIDES, *overrides], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*start, *overrides], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (folder / "outputs" / "run").iterdir()
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -34,14 +36,14 @@ def train(folder: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, Any]
 
 
 def test_gpu_and_cpu_produce_the_same_numbers(tmp_path: Path) -> None:
-    _, expected = train(tmp_path / "cpu", "precision=fp64", "optimizer.lr=0.01", "backend=gloo")
+    _, expected = train(tmp_path / "cpu", *BRIEF, "backend=gloo")
     for parallel in ("none", "ddp", "allreduce", "dp"):
-        _, losses = train(tmp_path / parallel, "precision=fp64", "optimizer.lr=0.01", f"parallel={parallel}")
+        _, losses = train(tmp_path / parallel, *BRIEF, f"parallel={parallel}")
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
 def test_fp16_scales_its_gradients_and_learns(tmp_path: Path) -> None:
-    args = ("precision=fp16", "max_steps=100", "batch_size=64", "clip_grad_norm=5.0")
+    args = (*LONG, "precision=fp16", "clip_grad_norm=5.0")
     for parallel in ("none", "ddp"):
         result, _ = train(tmp_path / parallel, *args, f"parallel={parallel}")
         assert result["metrics"]["val/accuracy"] > 0.8
@@ -49,16 +51,16 @@ def test_fp16_scales_its_gradients_and_learns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_compiled_in_channels_last_it_learns(precision: str, tmp_path: Path) -> None:
-    args = ("compile=true", "memory_format=channels_last", "max_steps=100", "batch_size=64")
+    args = (*LONG, "compile=true", "memory_format=channels_last")
     result, _ = train(tmp_path, f"precision={precision}", *args, "loader.drop_last=true")
     assert result["metrics"]["val/accuracy"] > 0.8
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_batch_norm_is_synchronized_over_gpus(tmp_path: Path) -> None:
-    _, expected = train(tmp_path / "one", "precision=fp64", "optimizer.lr=0.01")
+    _, expected = train(tmp_path / "one", *BRIEF)
     for parallel in ("ddp", "allreduce"):
-        _, losses = train(tmp_path / parallel, "precision=fp64", "optimizer.lr=0.01", f"parallel={parallel}", nproc=2)
+        _, losses = train(tmp_path / parallel, *BRIEF, f"parallel={parallel}", nproc=2)
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
