@@ -58,9 +58,8 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     Rank 0 logs to the terminal and to log.txt. Another rank logs warnings and errors to logs/rank_R.txt, which is
     created with the first of them.
     """
-    console = Console(
-        file=cast(IO[str], _FailSafeStream(sys.stdout)), force_terminal=is_terminal(), force_jupyter=False
-    )
+    stream = cast(IO[str], _FailSafeStream(sys.stdout))
+    console = Console(file=stream, force_terminal=is_terminal(), force_jupyter=False, emoji=False)
     handlers: list[logging.Handler]
     if rank == 0:
         handlers = [_FileHandler(directory / LOG)]
