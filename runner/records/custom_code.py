@@ -111,13 +111,12 @@ class CustomCode:
 
 def imported_code(config: Mapping[str, Any]) -> CustomCode:
     """Return the custom modules of the classes and functions that the configuration names."""
-    files = custom_files()
-    sources = _closure(targets(config), files)
-    decisive = _closure(targets({key: config.get(key) for key in DECISIVE}), files)
+    sources = _closure(targets(config))
+    decisive = _closure(targets({key: config.get(key) for key in DECISIVE}))
     modules = {}
     for name in sorted(sources):
         copy = name.replace(".", "/") + ("/__init__.py" if _is_package(name) else ".py")
-        modules[name] = CustomModule(original_path(str(files[name])), copy, name in decisive)
+        modules[name] = CustomModule(original_path(str(custom_file(name))), copy, name in decisive)
     return CustomCode(modules, sources)
 
 
@@ -173,16 +172,13 @@ def targets(node: Any) -> Iterator[str]:
             yield from targets(item)
 
 
-def custom_files() -> dict[str, Path]:
-    """Return the files of imported modules that are not part of Python, an installed package or the runner, by name."""
-    found, shipped = {}, list(runner_sources().values())
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name not in ("__main__", "__mp_main__") and is_user_code(file):
-            path = Path(file).absolute()
-            if not any(path.is_relative_to(source) for source in shipped):
-                found[name] = path
-    return found
+def custom_file(name: str) -> Path | None:
+    """Return the file of an imported module; None for a module of Python, an installed package or the runner."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if not isinstance(file, str) or name in ("__main__", "__mp_main__") or not is_user_code(file):
+        return None
+    path = Path(file).absolute()
+    return None if any(path.is_relative_to(source) for source in runner_sources().values()) else path
 
 
 def runner_sources() -> dict[str, Path]:
@@ -192,7 +188,7 @@ def runner_sources() -> dict[str, Path]:
     return sources | {name: ROOT / name for name in ("conf", "models", "data")}
 
 
-def _closure(names: Iterable[str], files: Mapping[str, Path]) -> dict[str, bytes]:
+def _closure(names: Iterable[str]) -> dict[str, bytes]:
     """Return the custom modules of the dotted paths, and those that they import directly or indirectly: their sources.
 
     A module whose source cannot be read is left out, with what only it imports.
@@ -203,7 +199,8 @@ def _closure(names: Iterable[str], files: Mapping[str, Path]) -> dict[str, bytes
         parts = pending.pop().split(".")
         for size in range(1, len(parts) + 1):  # a package is imported before its modules
             name = ".".join(parts[:size])
-            if name in files and name not in found and (source := _source(name, files[name])) is not None:
+            file = custom_file(name) if name not in found else None
+            if file is not None and (source := _source(name, file)) is not None:
                 found[name] = source
                 pending += _imports(name, source)
     return found

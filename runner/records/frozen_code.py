@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runner.errors import InputError
-from runner.records.custom_code import custom_files, runner_sources
+from runner.records.custom_code import custom_file, runner_sources
 from runner.records.ledger import is_sweep
 from runner.records.provenance import (
     DIFF,
@@ -159,7 +160,10 @@ def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
     directories = [Path(path) for path in config_dirs]
     names = [re.sub(r"[^A-Za-z0-9._-]+", ".", path.name) for path in directories]
     found = {f"{CUSTOM}/{n}-{name}": path for n, (name, path) in enumerate(zip(names, directories, strict=True))}
-    for name, path in custom_files().items():
+    for name in list(sys.modules):
+        path = custom_file(name)
+        if path is None:
+            continue
         depth = name.count(".") + (path.stem == "__init__")
         top = path.parents[depth - 1] if depth else path  # the directory of the package, or the module's file
         # Modules below a directory of --config-dir are archived with it; a package that is this directory is not.
