@@ -1,6 +1,7 @@
 """The 8 x 8 digits that scikit-learn contains: real images without a download."""
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Digits(TensorData):
         super().__init__(images.to(torch.float32), torch.from_numpy(targets).to(torch.int64)[rows])
 
 
+@cache
 def _read() -> tuple[np.ndarray, np.ndarray]:
     """Return the pixels (1797, 64) and the classes (1797,), float64, like `sklearn.datasets.load_digits`.
 
