@@ -15,6 +15,7 @@ from commands import Commands
 from runner.cli import main
 
 pytest_plugins = ("fault_matrix", "leftovers")
+gc.disable()  # until the tests are collected, which creates no garbage: saves 0.7 s in each worker
 
 # The first backward of a process decides how many threads autograd starts; a thread for a GPU would prevent backward in
 # forked ranks. So run it before any test enters a FakeTensorMode, in which torch counts a GPU that does not exist.
@@ -26,6 +27,7 @@ os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", WANDB_ER
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     gc.freeze()  # collections during tests, and in forked ranks, skip what exists by now
 
 
