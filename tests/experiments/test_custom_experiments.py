@@ -34,7 +34,12 @@ MORE = {
     "uncertainty": ("pipeline",),
     "uncertainty of some": ("pipeline",),
 }
-SHARDED = (("fsdp", 3), ("pipeline", 3))
+# Variants of other experiments, which the default tier leaves out, and what CI runs besides ddp.
+VARIANTS = ("autoencoder of learned variance", "segmentation of shapes", "finetuning", "uncertainty of some")
+SHARDED = [
+    *((name, "fsdp", 3) for name in ("autoencoder in turns", "adversarial", "segmentation", "sequences")),
+    ("uncertainty", "pipeline", 3),
+]
 CELLS = [
     (name, mode, micro_batches)
     for name in EXPERIMENTS
@@ -63,7 +68,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
         pytest.param(
             *cell,
             id="-".join(map(str, cell)),
-            marks=tier(cell[1:] == ("ddp", 1), cell[1:] in SHARDED and cell[0] != "finetuning"),
+            marks=tier(cell[1:] == ("ddp", 1) and cell[0] not in VARIANTS, cell[1:] == ("ddp", 1) or cell in SHARDED),
         )
         for cell in CELLS
     ],

@@ -20,8 +20,8 @@ from runner.errors import InputError
 from runner.objectives.objective import Objective
 
 # The soak tier draws FUZZ_CELLS experiments, from the seed FUZZ_SEED on.
-FIRST, NUMBER, PER_TEST = int(os.environ.get("FUZZ_SEED", "60")), int(os.environ.get("FUZZ_CELLS", "2000")), 20
-TIERS = ((pytest.mark.thorough, range(0, 60, PER_TEST)), (pytest.mark.soak, range(FIRST, FIRST + NUMBER, PER_TEST)))
+FIRST, NUMBER, PER_TEST = int(os.environ.get("FUZZ_SEED", "20")), int(os.environ.get("FUZZ_CELLS", "2000")), 20
+TIERS = ((pytest.mark.thorough, [0]), (pytest.mark.soak, range(FIRST, FIRST + NUMBER, PER_TEST)))
 
 
 class Labels(ToyRegression):

@@ -28,24 +28,25 @@ CONVNET = (*EXPERIMENTS["convnet"], *COMMON, "micro_batches=2")
 TRANSFORMER = (*EXPERIMENTS["transformer"], *COMMON, "activation_checkpointing=full")
 # Ranks, and with one sample in the last step of an epoch also pipelines, lack samples of a micro-batch.
 FEW = ("model=mlp", "model.hidden=[12,10]", "data=toy", "data.num_train=33", "data.num_val=3", "batch_size=16", *COMMON)
-EIGHT = pytest.mark.thorough  # two cores
 
 
 @pytest.mark.parametrize(
     ("axes", "experiment"),
     [
-        ("shard=2 tensor=2", DROPOUT),
+        ("shard=2 tensor=2", FEW),
         ("shard=2 stage=2", DROPOUT),
         ("tensor=2 stage=2", WEIGHTED),
-        ("tensor=2 stage=2", FEW),
+        pytest.param("shard=2 tensor=2", DROPOUT, marks=pytest.mark.thorough),
+        pytest.param("tensor=2 stage=2", FEW, marks=pytest.mark.thorough),
         pytest.param("replicate=2 tensor=2", WEIGHTED, marks=pytest.mark.thorough),
         pytest.param("replicate=2 stage=2", FEW, marks=pytest.mark.thorough),
-        pytest.param("shard=2 tensor=2", FEW, marks=pytest.mark.thorough),
-        pytest.param("shard=2 stage=2", CONVNET, marks=pytest.mark.thorough),
+        pytest.param("shard=2 stage=2", CONVNET, marks=pytest.mark.soak),
         pytest.param("shard=2 stage=2 schedule=ZBV", (*DROPOUT, "model.tied=false"), marks=pytest.mark.thorough),
-        pytest.param("replicate=2 shard=2 tensor=2", TRANSFORMER, marks=EIGHT),
-        pytest.param("shard=2 tensor=2 stage=2", TRANSFORMER, marks=EIGHT),
-        pytest.param("shard=2 tensor=2 stage=2", DROPOUT, marks=EIGHT),
+        pytest.param("shard=2 tensor=2", TRANSFORMER, marks=pytest.mark.thorough),
+        pytest.param("replicate=2 shard=2 tensor=2", FEW, marks=pytest.mark.thorough),
+        pytest.param("replicate=2 shard=2 tensor=2", TRANSFORMER, marks=pytest.mark.soak),
+        pytest.param("shard=2 tensor=2 stage=2", TRANSFORMER, marks=pytest.mark.soak),
+        pytest.param("shard=2 tensor=2 stage=2", DROPOUT, marks=pytest.mark.thorough),
     ],
 )
 def test_mesh_equals_one_process(
@@ -67,8 +68,10 @@ def test_mesh_equals_one_process(
 @pytest.mark.parametrize(
     ("first", "second", "last"),
     [
-        ("shard=2 stage=2", (1, ("parallel=none",)), "shard=2 tensor=2"),
-        pytest.param("shard=2 tensor=2 stage=2", (2, ("parallel=fsdp",)), "shard=2 tensor=2 stage=2", marks=EIGHT),
+        pytest.param("shard=2 stage=2", (1, ("parallel=none",)), "shard=2 tensor=2", marks=pytest.mark.thorough),
+        pytest.param(
+            *("shard=2 tensor=2 stage=2", (2, ("parallel=fsdp",)), "shard=2 tensor=2 stage=2"), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_checkpoint_moves_between_meshes(

@@ -39,20 +39,25 @@ CELLS = [
     for size, micro_batches in SIZES.get(mode, ((2, 3), (1, 3), (4, 3)))
     if mode in SUPPORTED.get(name, EXACT)
 ]
-# The default tier has each experiment once or twice, and four modes with those that differ most for them.
+# The default tier has each experiment once, and CI also the modes that differ most for it.
 DEFAULT = {
     "ddp": ("padded targets", "class weights", "transforms", "custom weight", "two losses"),
-    "fsdp": ("tied embeddings", "two losses"),
-    "pipeline": ("padded targets", "tied embeddings", "two heads"),
-    "ps": ("padded targets", "custom objective"),
+    "fsdp": ("tied embeddings",),
+    "pipeline": ("two heads",),
+    "ps": ("custom objective",),
+}
+THOROUGH = {
+    "fsdp": ("two losses",),
+    "tp": ("padded targets",),
+    "pipeline": ("padded targets", "tied embeddings"),
+    "ps": ("padded targets",),
 }
 
 
 def tiers(name: str, mode: str, size: int, micro_batches: int) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marks of a cell: CI also has the other modes, with the two experiments that differ most."""
+    """Return the marks of a cell."""
     is_first = size == SIZES.get(mode, ((2, 3),))[0][0]
-    is_thorough = mode not in DEFAULT and name in ("padded targets", "two losses")
-    return tier(is_first and name in DEFAULT.get(mode, ()), is_first and is_thorough)
+    return tier(is_first and name in DEFAULT.get(mode, ()), is_first and name in THOROUGH.get(mode, ()))
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")

@@ -51,11 +51,17 @@ def _overrides(model: str, case: Case) -> tuple[str, ...]:
     return ("model=linear", "model._target_=test_special_parameters.Mixed", *overrides, *EMA)
 
 
+# The modes that treat these parameters differently; the default tier has the first one.
+DIFFERENT = {
+    "Mixed": ("zero", "fsdp", "local_sgd", "tp"),
+    "Idle": ("allreduce", "ddp", "zero"),
+    "Scaled": ("fsdp", "tp"),
+}
+
+
 def _tier(model: str, case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    is_default = case in ONCE and case.mode in ("zero", "fsdp", "local_sgd")
-    if model != "Mixed":
-        is_default = case in ONCE and case.mode == {"Scaled": "fsdp", "Idle": "allreduce"}[model]
-    return tier(is_default, case in ONCE and (model != "Scaled" or case.mode == "tp"))
+    modes = DIFFERENT[model]
+    return tier(case in ONCE and case.mode == modes[0], case in ONCE and case.mode in modes)
 
 
 @pytest.mark.filterwarnings("ignore:parallel=dp")

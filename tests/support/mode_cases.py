@@ -57,5 +57,5 @@ def mesh(axes: str) -> tuple[int, tuple[str, ...]]:
 
 
 def tier(by_default: bool, thorough: bool) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marks of a cell of a matrix. CI runs each mode with each kind of experiment once; the rest is soak."""
+    """Return the marks of a cell of a matrix. CI has those that can find different errors; others are soak."""
     return () if by_default else (pytest.mark.thorough if thorough else pytest.mark.soak,)

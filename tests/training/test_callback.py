@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import torch
+from mode_cases import tier
 from ranks import RankError, run_ranks
 from worlds import MODES, Run, run
 
@@ -182,7 +183,7 @@ def test_a_callback_does_not_change_the_training(tmp_path: Path, watch: Callable
 
 
 @pytest.mark.parametrize(
-    "mode", [mode if mode in ("fsdp", "pipeline") else pytest.param(mode, marks=pytest.mark.thorough) for mode in MODES]
+    "mode", [pytest.param(m, marks=tier(m == "fsdp", m in ("none", "ddp", "tp", "pipeline", "ps"))) for m in MODES]
 )
 def test_copy_model_returns_the_whole_present_model(
     mode: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mode_cases import tier
 from ranks import RankError
 from worlds import MODES, Run, configure, run, state_of
 
@@ -89,7 +90,7 @@ def assert_stopped(outputs: Path, step: int) -> str:
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(m, marks=[] if m in ("none", "ddp", "pipeline", "ps") else pytest.mark.thorough) for m in MODES],
+    [pytest.param(m, marks=tier(m in ("none", "ddp", "pipeline"), m in ("fsdp", "tp", "ps"))) for m in MODES],
 )
 def test_a_nan_loss_stops_all_ranks_and_the_error_names_rank_step_and_samples(
     mode: str, tmp_path: Path, folder: str
@@ -120,9 +121,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run(ranks: int, tmp_path: Path,
     ("mode", "ranks"),
     [
         ("ddp", 2),
-        ("pipeline", 2),
-        *(pytest.param(m, 3, marks=pytest.mark.thorough) for m in ("allreduce", "zero", "fsdp", "ps")),
-        pytest.param("tp", 2, marks=pytest.mark.thorough),
+        *(pytest.param(m, 3, marks=tier(False, m in ("fsdp", "ps"))) for m in ("allreduce", "zero", "fsdp", "ps")),
+        *(pytest.param(m, 2, marks=pytest.mark.thorough) for m in ("pipeline", "tp")),
     ],
 )
 def test_skipped_steps_are_equal_in_every_mode(mode: str, ranks: int, tmp_path: Path, folder: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mode_cases import tier
 from ranks import RankError, run_ranks
 from worlds import MODES, Run, configure, run
 
@@ -116,7 +117,11 @@ def test_a_flipped_bit_stops_all_ranks_before_the_update(
 @pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(mode, marks=[] if mode in ("none", "ddp") else THOROUGH) for mode in MODES if mode != "local_sgd"],
+    [
+        pytest.param(mode, marks=tier(mode == "ddp", mode in ("none", "fsdp", "pipeline", "ps")))
+        for mode in MODES
+        if mode != "local_sgd"
+    ],
 )
 def test_a_replayed_run_has_the_same_weights_and_metrics(mode: str, tmp_path: Path) -> None:
     ranks = {"none": 1, "dp": 1, "ps": 3}.get(mode, 2)
