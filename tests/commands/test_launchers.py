@@ -34,7 +34,7 @@ def start(commands: Commands, way: str, *args: str, num_ranks: int = 2) -> "subp
 @pytest.mark.parametrize(
     ("way", "num_ranks"),
     [
-        ("torchrun", 2),
+        pytest.param("torchrun", 2, marks=pytest.mark.thorough),
         pytest.param("spawn", 2, marks=pytest.mark.thorough),
         pytest.param("agent", 4, marks=pytest.mark.thorough),
         *(

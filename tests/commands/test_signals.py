@@ -300,6 +300,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
+@pytest.mark.thorough
 def test_a_run_continues_when_its_output_is_closed(commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, WAITING)
     process = commands.start("-m", "runner", *TINY, "model.at=step")

@@ -115,6 +115,7 @@ def test_moved_directory_must_be_named_again(
     assert yaml.safe_load((made(folders) / "overrides.yaml").read_text())[0] == f"--config-dir={folders}/moved"
 
 
+@pytest.mark.thorough
 def test_sweeps_and_resumed_sweeps_use_the_directories(
     folders: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

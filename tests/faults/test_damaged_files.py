@@ -67,7 +67,7 @@ def test_every_damage_is_refused(made: Run, record_property: Callable[[str, obje
 
 
 @pytest.mark.fault("the newest checkpoint damaged", outcome="survived")
-@pytest.mark.parametrize("file", ["manifest.json", "largest"])
+@pytest.mark.parametrize("file", ["manifest.json", pytest.param("largest", marks=pytest.mark.thorough)])
 def test_the_run_resumes_from_the_previous_checkpoint(file: str, made: Run, killed: Run, tmp_path: Path) -> None:
     own = Run(Path(shutil.copytree(killed.path, tmp_path / "run" / killed.path.name, symlinks=True)))
     newest = list_checkpoints(own.path / "checkpoints")[-1]

@@ -153,7 +153,7 @@ def test_packed_samples_need_less_memory(tmp_path: Path) -> None:
     assert torch.equal(part[1][0], Packed(True, str(tmp_path))[3][0])
 
 
-@pytest.mark.parametrize(("num_workers", "num_ranks"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("num_workers", "num_ranks"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.thorough)])
 def test_each_sample_is_read_once_by_all_ranks_and_workers(num_workers: int, num_ranks: int, tmp_path: Path) -> None:
     (tmp_path / "mine" / "data").mkdir(parents=True)
     lines = (f"_target_: {__name__}.Traced", "sample_shape: [3]", "num_outputs: 2", f"folder: {tmp_path}")

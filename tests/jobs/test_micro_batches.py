@@ -23,7 +23,7 @@ HUNGRY = (
 @pytest.mark.parametrize(
     ("world_size", "words", "count"),
     [
-        (1, ("+model.lacks=cpu",), 8),
+        pytest.param(1, ("+model.lacks=cpu",), 8, marks=pytest.mark.thorough),
         (2, ("parallel=ddp", "+model.rank=1"), 4),
         pytest.param(2, ("parallel=allreduce", "+model.rank=1", "+model.lacks=cpu"), 4, marks=pytest.mark.thorough),
         pytest.param(2, ("parallel=local_sgd", "parallel.warmup_steps=99"), 4, marks=pytest.mark.thorough),

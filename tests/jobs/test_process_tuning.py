@@ -55,7 +55,7 @@ needs_glibc = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "origin"),
     [
-        (("launcher=env",), 1, "started"),
+        pytest.param(("launcher=env",), 1, "started", marks=pytest.mark.thorough),
         pytest.param(("launcher=spawn", "parallel=ddp"), 2, "forked", marks=pytest.mark.thorough),
     ],
 )

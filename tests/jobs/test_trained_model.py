@@ -25,7 +25,11 @@ def loss(model: torch.nn.Module, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize(
     ("world_size", "words"),
-    [(2, ("parallel=fsdp", "model=convnet", "ema.decay=0.9")), (2, ("parallel=pipeline", *TIED)), (2, SPLIT)],
+    [
+        pytest.param(2, ("parallel=fsdp", "model=convnet", "ema.decay=0.9"), marks=pytest.mark.thorough),
+        (2, ("parallel=pipeline", *TIED)),
+        pytest.param(2, SPLIT, marks=pytest.mark.thorough),
+    ],
     ids=["fsdp", "pipeline", "split"],
 )
 def test_the_loaded_model_gives_the_metrics_of_the_evaluation(

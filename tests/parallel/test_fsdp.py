@@ -17,6 +17,7 @@ CONVNET = (*EXPERIMENTS["convnet"], *COMMON)
 CLIPPED = (*CONVNET, "micro_batches=3", "clip_grad_norm=0.1")
 
 
+@pytest.mark.thorough
 def test_options_change_no_number(one_process: Callable[..., Run], tmp_path: Path) -> None:
     options = ("parallel.reshard_after_forward=false", "parallel.meta_init=false")
     assert_equal(run(tmp_path, 2, *CLIPPED, "parallel=fsdp", *options), one_process(*CLIPPED))

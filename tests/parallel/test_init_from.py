@@ -43,6 +43,7 @@ def other_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.thorough
 def test_numbers_and_frozen_parameters_are_the_same_in_every_mode(other_head: Path, tmp_path: Path) -> None:
     file = open_weights(other_head)
     expected = _hash_without_head({name: file.read(name) for name in file.headers})

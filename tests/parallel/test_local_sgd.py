@@ -81,7 +81,11 @@ def simulate(overrides: tuple[str, ...], num_ranks: int, num_steps: int) -> tupl
     [
         # The last batch of an epoch has one sample: two of three ranks have none. Ten steps end in mid-round.
         (3, (*TOY, "parallel.every=3", "parallel.warmup_steps=2", "micro_batches=2", *OUTER)),
-        (2, (*CONVNET, "epochs=9", "logger=none", "parallel.warmup_steps=1", *OUTER, "parallel.nesterov=true")),
+        pytest.param(
+            2,
+            (*CONVNET, "epochs=9", "logger=none", "parallel.warmup_steps=1", *OUTER, "parallel.nesterov=true"),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["uneven", "batch_norm"],
 )
@@ -112,6 +116,7 @@ def test_resuming_in_mid_round_is_exact_on_the_same_number_of_ranks_and_refused_
     assert part.losses == whole.losses
 
 
+@pytest.mark.thorough
 def test_averaging_each_step_of_plain_sgd_is_synchronous_training_on_any_number_of_ranks(tmp_path: Path) -> None:
     overrides = (*TOY, "optimizer.momentum=0", "parallel=local_sgd", "parallel.every=1")
     whole = run(tmp_path / "whole", 1, *TOY, "optimizer.momentum=0", "max_steps=8")

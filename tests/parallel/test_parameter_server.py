@@ -46,11 +46,14 @@ REMOTE, ASYNC = "parallel.forward=remote", "parallel.updates=async"
 @pytest.mark.parametrize(
     ("world_size", "overrides", "options"),
     [
-        (3, (*BATCH_NORM, "micro_batches=3", "clip_grad_norm=0.1", "scheduler=cosine"), ()),
+        pytest.param(
+            *(3, (*BATCH_NORM, "micro_batches=3", "clip_grad_norm=0.1", "scheduler=cosine"), ()),
+            marks=pytest.mark.thorough,
+        ),
         (3, (*UNEVEN, "optimizer=adamw"), ()),  # the last step of an epoch has one sample for two trainers
-        (3, (*UNEVEN, "clip_grad_norm=0.1"), (REMOTE,)),
+        pytest.param(3, (*UNEVEN, "clip_grad_norm=0.1"), (REMOTE,), marks=pytest.mark.thorough),
         # With one trainer, no gradient is stale.
-        (2, (*BATCH_NORM, "micro_batches=2", "scheduler=cosine"), (ASYNC,)),
+        pytest.param(2, (*BATCH_NORM, "micro_batches=2", "scheduler=cosine"), (ASYNC,), marks=pytest.mark.thorough),
         (2, (*DEEP, "micro_batches=2", "scheduler=cosine"), (ASYNC, REMOTE)),
     ],
     ids=["sync", "uneven", "remote-uneven", "async", "async-remote"],

@@ -127,8 +127,13 @@ def test_mode_equals_one_process(
     "options",
     [
         ("micro_batches=3", "clip_grad_norm=0.1", "scheduler=cosine", "scheduler.warmup_steps=3"),
-        ("optimizer=adamw", "loader.num_workers=2", "loader.prefetch=3", "loader.drop_last=true"),
-        ("loader.shuffle=false", "memory_format=contiguous"),
+        *(
+            pytest.param(options, marks=pytest.mark.thorough)
+            for options in (
+                ("optimizer=adamw", "loader.num_workers=2", "loader.prefetch=3", "loader.drop_last=true"),
+                ("loader.shuffle=false", "memory_format=contiguous"),
+            )
+        ),
     ],
     ids=lambda options: options[0],
 )
@@ -142,9 +147,8 @@ def test_options_have_the_same_effect_on_two_ranks(
     assert expected.losses != one_process(*overrides).losses
 
 
-@pytest.mark.parametrize(
-    "mode", ["allreduce", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in ("zero", "fsdp"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["allreduce", "zero", "fsdp"])
 def test_fused_update_of_channels_last_parameters(mode: str, one_process: Callable[..., Run], tmp_path: Path) -> None:
     """On the CPU it iterates over memory, whatever the strides of parameter, gradient and state."""
     # Adam divides a gradient by its size: a large eps hides the noise of gradients that are zero except for rounding.
@@ -186,7 +190,7 @@ def test_fp32_agrees_over_the_first_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a rank without a sample", outcome="survived")
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp"])
 def test_last_batch_may_leave_ranks_without_samples(mode: str, one_process: Callable[..., Run], tmp_path: Path) -> None:
     """33 samples in batches of 16: the third step has one sample for all ranks and two micro-batches."""
     overrides = ("model=toy", "data=toy", "data.num_train=33", "batch_size=16", "micro_batches=2", *COMMON)

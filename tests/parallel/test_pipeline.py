@@ -24,7 +24,10 @@ SHORT = (*DEEP, "batch_size=32")
 NORM = (*DEEP, "model.batch_norm=true", "data.num_train=173", "batch_size=78", "max_steps=3")
 
 
-@pytest.mark.parametrize("schedule", get_args(Schedule))
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=() if name in ("1F1B", "ZBV") else pytest.mark.thorough) for name in get_args(Schedule)],
+)
 def test_steps_may_have_fewer_samples_than_micro_batches(
     schedule: str, one_process: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -37,7 +40,7 @@ def test_steps_may_have_fewer_samples_than_micro_batches(
     ("schedule", "stages"),
     [
         ("1F1B", 2),
-        ("ZBV", 4),
+        pytest.param("ZBV", 4, marks=pytest.mark.thorough),
         pytest.param("Interleaved1F1B", 4, marks=pytest.mark.thorough),
         pytest.param("DualPipeV", 4, marks=pytest.mark.thorough),
     ],
@@ -56,8 +59,10 @@ def test_schedule_equals_one_process(
     ("world_size", "count", "options"),
     [
         (2, 6, ("micro_batches=2", "parallel.micro_batches=3", "parallel.balance=compute")),
-        (1, 4, ("parallel.schedule=LoopedBFS", "parallel.virtual_stages=4")),
-        (2, 4, ("parallel.schedule=Interleaved1F1B", "parallel.virtual_stages=3")),
+        pytest.param(*(1, 4, ("parallel.schedule=LoopedBFS", "parallel.virtual_stages=4")), marks=pytest.mark.thorough),
+        pytest.param(
+            *(2, 4, ("parallel.schedule=Interleaved1F1B", "parallel.virtual_stages=3")), marks=pytest.mark.thorough
+        ),
     ],
     ids=str,
 )

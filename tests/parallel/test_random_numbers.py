@@ -94,6 +94,7 @@ def test_random_numbers_equal_those_of_one_process(
     assert_equal(run(tmp_path, size, *overrides), one_process(*COMMON, *EXPERIMENTS[name]))
 
 
+@pytest.mark.thorough
 def test_resuming_on_other_numbers_of_ranks(one_process: Callable[..., Run], tmp_path: Path) -> None:
     recompute = "activation_checkpointing=full"
     made = run(tmp_path, 4, *COMMON, *EXPERIMENTS["noise"], "parallel=ddp", "max_steps=2", recompute)

@@ -151,7 +151,11 @@ def test_parameters_that_depend_on_the_samples_are_named_in_the_first_step_witho
         run(tmp_path, 2, *router, "+model.idle=2")
 
 
-@pytest.mark.parametrize("case", [Case("fsdp", 2), Case("pipeline", 2, ("parallel.schedule=ZBV",))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case("fsdp", 2), pytest.param(Case("pipeline", 2, ("parallel.schedule=ZBV",)), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_a_constructor_may_load_files(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(7)
     file = tmp_path / "blocks.pt"

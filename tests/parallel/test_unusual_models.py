@@ -61,7 +61,7 @@ def test_parameters_of_two_dtypes_are_refused_by_zero() -> None:
         build_experiment(*of_model("Rotary"), "parallel=zero", world_size=2)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.soak)])
 def test_complex_parameters_are_not_sharded(size: int, tmp_path: Path) -> None:
     """torch would drop updates of an unevenly sharded one, which most optimizers view as pairs of real numbers."""
     words = (*of_model("Rotary"), "optimizer=adam", "optimizer.fused=false")
@@ -134,7 +134,11 @@ class BatchStatistics(nn.Sequential):
         return [*self]
 
 
-@pytest.mark.parametrize("case", [Case("ddp", 2), Case("fsdp", 2), Case("pipeline", 2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case("ddp", 2), *(pytest.param(Case(mode, 2), marks=pytest.mark.thorough) for mode in ("fsdp", "pipeline"))],
+    ids=str,
+)
 def test_batch_norm_without_running_statistics_equals_one_process(case: Case, tmp_path: Path) -> None:
     words = of_model("BatchStatistics")
     assert_equal(
@@ -163,8 +167,8 @@ class Staged(Twice):
     ("name", "case"),
     [
         ("Twice", Case("fsdp", 2)),
-        ("Twice", Case("ps", 3, ("parallel.forward=remote",))),
-        ("Staged", Case("fsdp", 2)),
+        pytest.param("Twice", Case("ps", 3, ("parallel.forward=remote",)), marks=pytest.mark.thorough),
+        pytest.param("Staged", Case("fsdp", 2), marks=pytest.mark.thorough),
         ("Staged", Case("pipeline", 2)),
     ],
     ids=str,
@@ -231,7 +235,7 @@ class Penalized(nn.Module):
         return outputs + gradient[:, : outputs.size(1)]
 
 
-@pytest.mark.parametrize("case", [Case("ddp", 4), Case("fsdp", 2)], ids=str)
+@pytest.mark.parametrize("case", [pytest.param(Case("ddp", 4), marks=pytest.mark.thorough), Case("fsdp", 2)], ids=str)
 def test_gradients_of_gradients(case: Case, tmp_path: Path) -> None:
     words = (*of_model("Penalized"), "data.num_train=92")  # two ranks of four have no sample of the last batch
     assert_equal(run(tmp_path, case.world_size, *words, *case.overrides), run(tmp_path, 1, *words))
@@ -251,7 +255,15 @@ class Centered(nn.Module):
         return self.norm(self.layer(inputs - self.center))
 
 
-@pytest.mark.parametrize("case", [Case("ddp", 2), Case("allreduce", 2), Case("fsdp", 2), Case("ps", 3)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ddp", 2),
+        *(pytest.param(case, marks=pytest.mark.thorough) for case in (Case("allreduce", 2), Case("ps", 3))),
+        Case("fsdp", 2),
+    ],
+    ids=str,
+)
 def test_buffers_that_differ_between_ranks_are_reported_once(case: Case, tmp_path: Path) -> None:
     log = (run(tmp_path, case.world_size, *of_model("Centered"), *case.overrides).path / "log.txt").read_text()
     assert log.count("buffers differ between ranks after step 1: center; ") == log.count("differ between ranks") == 1
@@ -330,7 +342,7 @@ class Cached(nn.Linear):
 
 
 @pytest.mark.fault("a buffer that forward creates on one rank", outcome="survived")
-@pytest.mark.parametrize("case", [Case("ddp", 2), Case("ps", 3)], ids=str)
+@pytest.mark.parametrize("case", [Case("ddp", 2), pytest.param(Case("ps", 3), marks=pytest.mark.thorough)], ids=str)
 def test_a_buffer_that_forward_creates_on_one_rank(case: Case, tmp_path: Path) -> None:
     words = (*of_model("Cached"), "batch_size=45")
     assert_equal(run(tmp_path, case.world_size, *words, *case.overrides), run(tmp_path / "one", 1, *words))

@@ -47,6 +47,7 @@ def test_the_optimizer_state_is_divided_among_the_ranks() -> None:
     assert len(written_0) + len(written_1) == len({*written_0, *written_1}) == 4  # each rank writes its own
 
 
+@pytest.mark.thorough
 def test_options_change_no_number(one_process: Callable[..., Run], tmp_path: Path) -> None:
     options = ("max_steps=10", "clip_grad_norm=0.1", "scheduler=cosine", "micro_batches=2")
     expected = one_process(*ADAMW, *options)

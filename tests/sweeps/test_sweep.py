@@ -145,6 +145,7 @@ def test_shared_values_cannot_change_when_a_sweep_is_resumed(
     assert (only_run(tmp_path).path / "ledger.jsonl").read_text() == before
 
 
+@pytest.mark.thorough
 def test_values_of_zipped_keys_change_together(here: Here, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of a group as well, and with a key that the default option of the group lacks (betas)."""
     swept = (*TOY, "max_steps=1", "optimizer=adam,adamw", "batch_size=64,128", "seed=range(2)")
@@ -192,7 +193,8 @@ def test_a_removed_job_is_named_and_runs_again(here: Here, tmp_path: Path, capsy
     assert [job.state for job in jobs_of(tmp_path)] == ["finished", "preempted", "finished"]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_one_job_of_a_serial_sweep_is_stopped(ranks: int, commands: Commands, custom: Path) -> None:
     """The first job stops itself and the last one in its third step, by `runs stop`; the sweep runs the second one."""
     arguments = ("-m", *CUSTOM, "model.job=stopped,other,last", *["parallel=ddp"] * (ranks > 1))

@@ -34,7 +34,7 @@ def odd(folder: Path, name: str) -> Run:
     return train(folder, *TOY, "model=linear", f"model._target_=odd_model.{name}")
 
 
-@pytest.mark.parametrize("kind", ["torch_export", "onnx"])
+@pytest.mark.parametrize("kind", ["torch_export", pytest.param("onnx", marks=pytest.mark.thorough)])
 def test_a_program_accepts_the_inputs_of_the_model(
     kind: str, here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

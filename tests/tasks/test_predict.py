@@ -87,7 +87,14 @@ def alone(convnet: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     }
 
 
-@pytest.mark.parametrize(("mode", "ranks", "kind"), [("ddp", 3, "csv"), ("fsdp", 2, "npy"), ("pipeline", 4, "parquet")])
+@pytest.mark.parametrize(
+    ("mode", "ranks", "kind"),
+    [
+        pytest.param("ddp", 3, "csv", marks=pytest.mark.thorough),
+        ("fsdp", 2, "npy"),
+        pytest.param("pipeline", 4, "parquet", marks=pytest.mark.thorough),
+    ],
+)
 def test_any_number_of_ranks_writes_the_same_file(
     mode: str, ranks: int, kind: str, convnet: Run, alone: dict[str, str], tmp_path: Path
 ) -> None:
@@ -150,6 +157,7 @@ def test_mappings_and_sequences_have_names(tmp_path: Path) -> None:
     assert list(pair) == ["index", "target", "output.0", "output.1.a"]
 
 
+@pytest.mark.thorough
 def test_samples_with_many_numbers_or_of_many_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pyarrow import parquet
 

@@ -17,7 +17,7 @@ def events(one: Run) -> list[dict[str, Any]]:
     return json.loads((one.path / "profile" / "rank_0.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize(("num_steps", "recorded"), [(12, 5), (3, 1)])
+@pytest.mark.parametrize(("num_steps", "recorded"), [pytest.param(12, 5, marks=pytest.mark.thorough), (3, 1)])
 def test_a_few_steps_of_rank_0_are_recorded_and_the_weights_are_the_same(
     num_steps: int, recorded: int, tmp_path: Path
 ) -> None:
@@ -33,6 +33,7 @@ def test_a_few_steps_of_rank_0_are_recorded_and_the_weights_are_the_same(
     assert [path.name for path in (one.path / "profile").iterdir()] == ["rank_0.json"]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_profiled_from_its_first_step(tmp_path: Path) -> None:
     one = run(tmp_path, 1, *SMALL, "max_steps=1")
     run(tmp_path, 1, f"resume='{one.path}'", "max_steps=1")  # nothing is left to do

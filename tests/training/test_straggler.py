@@ -23,7 +23,7 @@ def compute() -> None:
             pass
 
 
-@pytest.mark.parametrize("slow", ["computes", "reads"])
+@pytest.mark.parametrize("slow", ["reads", pytest.param("computes", marks=pytest.mark.thorough)])
 def test_the_slowest_rank_and_the_waiting_time_are_logged(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

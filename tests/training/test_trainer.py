@@ -36,7 +36,9 @@ def test_task_evaluate_repeats_the_metrics_of_training_on_any_number_of_ranks(tm
 
 
 @pytest.mark.fault("a signal to one rank", outcome="survived")
-@pytest.mark.parametrize(("world_size", "after"), [(1, 4), pytest.param(2, 4, marks=pytest.mark.thorough), (2, 6)])
+@pytest.mark.parametrize(
+    ("world_size", "after"), [*(pytest.param(size, 4, marks=pytest.mark.thorough) for size in (1, 2)), (2, 6)]
+)
 def test_a_signal_to_one_rank_stops_all_after_one_step(
     world_size: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +74,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
         ("none", 6, 30),
         pytest.param("ddp", 2, 15, marks=pytest.mark.thorough),
         pytest.param("fsdp", 6, 30, marks=pytest.mark.thorough),
-        ("pipeline", 2, 15),
+        pytest.param("pipeline", 2, 15, marks=pytest.mark.thorough),
     ],
 )
 def test_a_signal_cancels_an_evaluation_and_the_resumed_run_repeats_it(
@@ -114,7 +116,7 @@ def test_a_signal_cancels_an_evaluation_and_the_resumed_run_repeats_it(
     assert one == other and one[-1][0] == 30
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp64", marks=pytest.mark.thorough)])
 def test_every_precision_learns(precision: str, tmp_path: Path) -> None:
     words = ("model.channels=[8,16]", "data.sample_shape=[1,8,8]", "logger=none", "epochs=4")
     done = run(tmp_path, 2, *words, f"precision={precision}", "parallel=ddp")
@@ -244,7 +246,9 @@ def test_resuming_beyond_the_end_of_a_shorter_epoch_starts_the_next_one(tmp_path
     assert evaluated(resumed) == [5, 8, 9]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "tp", "ps", "local_sgd"])
+@pytest.mark.parametrize(
+    "parallel", ["ddp", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("fsdp", "tp", "ps", "local_sgd"))]
+)
 def test_metrics_of_training_batches_are_exact_on_any_number_of_ranks(parallel: str, tmp_path: Path) -> None:
     """A step of all samples but one, with three micro-batches, and a step of that one."""
     options = (*TINY[:3], "batch_size=1436", "micro_batches=3", "train_metrics=true", "metrics=[accuracy,f1]")
