@@ -27,7 +27,7 @@ HUNGRY = (
         (2, ("parallel=ddp", "+model.rank=1"), 4),
         pytest.param(2, ("parallel=allreduce", "+model.rank=1", "+model.lacks=cpu"), 4, marks=pytest.mark.thorough),
         pytest.param(2, ("parallel=local_sgd", "parallel.warmup_steps=99"), 4, marks=pytest.mark.thorough),
-        pytest.param(3, ("parallel=zero", "+model.rank=2"), 4, marks=pytest.mark.thorough),
+        pytest.param(3, ("parallel=zero", "+model.rank=2"), 4, marks=pytest.mark.soak),
     ],
     ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else None,
 )

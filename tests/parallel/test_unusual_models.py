@@ -136,7 +136,11 @@ class BatchStatistics(nn.Sequential):
 
 @pytest.mark.parametrize(
     "case",
-    [Case("ddp", 2), *(pytest.param(Case(mode, 2), marks=pytest.mark.thorough) for mode in ("fsdp", "pipeline"))],
+    [
+        Case("ddp", 2),
+        pytest.param(Case("fsdp", 2), marks=pytest.mark.soak),
+        pytest.param(Case("pipeline", 2), marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_batch_norm_without_running_statistics_equals_one_process(case: Case, tmp_path: Path) -> None:
@@ -168,7 +172,7 @@ class Staged(Twice):
     [
         ("Twice", Case("fsdp", 2)),
         pytest.param("Twice", Case("ps", 3, ("parallel.forward=remote",)), marks=pytest.mark.thorough),
-        pytest.param("Staged", Case("fsdp", 2), marks=pytest.mark.thorough),
+        pytest.param("Staged", Case("fsdp", 2), marks=pytest.mark.soak),
         ("Staged", Case("pipeline", 2)),
     ],
     ids=str,
@@ -259,8 +263,9 @@ class Centered(nn.Module):
     "case",
     [
         Case("ddp", 2),
-        *(pytest.param(case, marks=pytest.mark.thorough) for case in (Case("allreduce", 2), Case("ps", 3))),
         Case("fsdp", 2),
+        pytest.param(Case("ps", 3), marks=pytest.mark.thorough),
+        pytest.param(Case("allreduce", 2), marks=pytest.mark.soak),
     ],
     ids=str,
 )

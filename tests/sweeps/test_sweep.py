@@ -193,8 +193,9 @@ def test_a_removed_job_is_named_and_runs_again(here: Here, tmp_path: Path, capsy
     assert [job.state for job in jobs_of(tmp_path)] == ["finished", "preempted", "finished"]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.soak)]
+)
 def test_one_job_of_a_serial_sweep_is_stopped(ranks: int, commands: Commands, custom: Path) -> None:
     """The first job stops itself and the last one in its third step, by `runs stop`; the sweep runs the second one."""
     arguments = ("-m", *CUSTOM, "model.job=stopped,other,last", *["parallel=ddp"] * (ranks > 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mode_cases import tier
 from ranks import RankError
 from worlds import Run, build_experiment, configure, run
 
@@ -247,7 +248,11 @@ def test_resuming_beyond_the_end_of_a_shorter_epoch_starts_the_next_one(tmp_path
 
 
 @pytest.mark.parametrize(
-    "parallel", ["ddp", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("fsdp", "tp", "ps", "local_sgd"))]
+    "parallel",
+    [
+        pytest.param(m, marks=tier(m == "ddp", m in ("ps", "local_sgd")))
+        for m in ("ddp", "fsdp", "tp", "ps", "local_sgd")
+    ],
 )
 def test_metrics_of_training_batches_are_exact_on_any_number_of_ranks(parallel: str, tmp_path: Path) -> None:
     """A step of all samples but one, with three micro-batches, and a step of that one."""
