@@ -15,13 +15,13 @@ TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_si
 ALONE = ("none", "dp")
 # On four ranks, each order in which gradients are summed; soak repeats it with other modes and options.
 SUMS = [
-    *((f"parallel={mode}",) for mode in ("ddp", "ps")),
+    ("parallel=ddp",),
     ("parallel=fsdp", "parallel.replicate=2"),
 ]
 REPEATS = [
     ("parallel=tp", "parallel.rest=fsdp"),
     ("parallel=pipeline", "parallel.stages=2"),
-    *((f"parallel={mode}",) for mode in ("allreduce", "local_sgd", "zero", "fsdp", "tp", "pipeline")),
+    *((f"parallel={mode}",) for mode in ("ps", "allreduce", "local_sgd", "zero", "fsdp", "tp", "pipeline")),
     ("parallel=ddp", "parallel.static_graph=true"),
     ("parallel=ddp", "parallel.find_unused_parameters=true"),
     ("parallel=ddp", "parallel.bucket_cap_mb=0.001"),

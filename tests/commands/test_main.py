@@ -242,7 +242,7 @@ def test_a_sweep_runs_all_of_its_jobs(
     assert done.stdout.endswith(f"4 of 4 jobs finished: {jobs[0].parent}\n")
 
 
-@pytest.mark.parametrize("launched", [in_one_process, pytest.param(on_two_ranks, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("launched", [in_one_process, pytest.param(on_two_ranks, marks=pytest.mark.soak)])
 def test_a_job_that_raises_does_not_affect_the_next_jobs(
     launched: Callable[..., CompletedProcess[str]],
     commands: Commands,

@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 @pytest.mark.parametrize(
     ("mode", "seed"),
     [
-        pytest.param(mode, seed, marks=tier(False, seed == 0 and mode in ("ddp", "fsdp")))
+        pytest.param(mode, seed, marks=tier(False, seed == 0 and mode == "fsdp"))
         for mode in MODES
         for seed in range(REPEATS)
     ],

@@ -68,7 +68,9 @@ def of(objective: type, *overrides: str) -> tuple[str, ...]:
 
 def marked(mode: str, size: int, micro_batches: int = 1) -> Any:
     by_default = (mode, size, micro_batches) in (("fsdp", 2, 2), ("none", 1, 2), ("ddp", 3, 1))
-    return pytest.param(mode, size, micro_batches, marks=tier(by_default, (size, micro_batches) == (3, 1)))
+    return pytest.param(
+        mode, size, micro_batches, marks=tier(by_default, (size, micro_batches) == (3, 1) and mode != "allreduce")
+    )
 
 
 CELLS = [(mode, size) for mode in MODES for size in ((1,) if mode == "none" else (2, 3))]

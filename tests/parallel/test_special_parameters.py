@@ -53,7 +53,7 @@ def _overrides(model: str, case: Case) -> tuple[str, ...]:
 
 # The modes that treat these parameters differently; the default tier has the first one.
 DIFFERENT = {
-    "Mixed": ("zero", "fsdp", "local_sgd", "tp"),
+    "Mixed": ("zero", "fsdp", "local_sgd"),
     "Idle": ("allreduce", "ddp", "zero"),
     "Scaled": ("fsdp", "tp"),
 }

@@ -149,9 +149,10 @@ def test_a_wrong_backward_is_named(
     assert "layers.2, layers.3; the largest difference is " in out
 
 
-@pytest.mark.thorough
 @pytest.mark.fault("a changed sample", outcome="refused")
-@pytest.mark.parametrize("mode", ["ps", "pipeline"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("ps", marks=pytest.mark.thorough), pytest.param("pipeline", marks=pytest.mark.soak)]
+)
 def test_a_changed_sample_is_named(
     here: Callable[..., int], capsys: pytest.CaptureFixture[str], mine: Path, tmp_path: Path, mode: str
 ) -> None:

@@ -183,7 +183,7 @@ def test_a_callback_does_not_change_the_training(tmp_path: Path, watch: Callable
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=tier(m == "fsdp", m in ("none", "ddp", "tp", "pipeline", "ps"))) for m in MODES]
+    "mode", [pytest.param(m, marks=tier(m == "fsdp", m in ("tp", "pipeline", "ps"))) for m in MODES]
 )
 def test_copy_model_returns_the_whole_present_model(
     mode: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]

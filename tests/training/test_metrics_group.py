@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from mode_cases import tier
 from worlds import run
 
 from runner.records.records import read_jobs
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="needs
 Here = Callable[..., int]  # the fixture of conftest.py
 DIGITS = ("model=mlp", "data=digits", "precision=fp64", "max_steps=3", "batch_size=50", "logger=none")
 TOY = ("model=toy", "data=toy", "max_steps=2", "logger=none", "backend=gloo", "threads=1")
-THOROUGH = (("ddp", 3), ("tp", 2), ("fsdp", 2), ("ps", 3))
+CELLS = (("pipeline", 2), ("tp", 2), ("fsdp", 2), ("ps", 3), ("ddp", 3))
 
 MODULE = """\
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("mode", "world_size"),
-    [("pipeline", 2), *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in THOROUGH)],
+    [pytest.param(*cell, marks=tier(cell[0] == "pipeline", cell[0] != "ddp")) for cell in CELLS],
 )
 def test_metrics_of_every_mode_equal_those_of_one_process(mode: str, world_size: int, mine: Path) -> None:
     search = f"hydra.searchpath=['file://{mine}/mine']"

@@ -118,7 +118,7 @@ def test_a_flipped_bit_stops_all_ranks_before_the_update(
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=tier(mode == "ddp", mode in ("none", "fsdp", "pipeline", "ps")))
+        pytest.param(mode, marks=tier(mode == "ddp", mode in ("fsdp", "pipeline", "ps")))
         for mode in MODES
         if mode != "local_sgd"
     ],

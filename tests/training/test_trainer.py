@@ -73,7 +73,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     ("parallel", "batch", "step"),
     [
         ("none", 6, 30),
-        pytest.param("ddp", 2, 15, marks=pytest.mark.thorough),
+        pytest.param("ddp", 2, 15, marks=pytest.mark.soak),
         pytest.param("fsdp", 6, 30, marks=pytest.mark.thorough),
         pytest.param("pipeline", 2, 15, marks=pytest.mark.thorough),
     ],
