@@ -37,7 +37,7 @@ FEW = ("model=mlp", "model.hidden=[12,10]", "data=toy", "data.num_train=33", "da
         ("shard=2 stage=2", DROPOUT),
         ("tensor=2 stage=2", WEIGHTED),
         pytest.param("shard=2 tensor=2", DROPOUT, marks=pytest.mark.soak),
-        pytest.param("tensor=2 stage=2", FEW, marks=pytest.mark.thorough),
+        pytest.param("tensor=2 stage=2", FEW, marks=pytest.mark.soak),
         pytest.param("replicate=2 tensor=2", WEIGHTED, marks=pytest.mark.thorough),
         pytest.param("replicate=2 stage=2", FEW, marks=pytest.mark.thorough),
         pytest.param("shard=2 stage=2", CONVNET, marks=pytest.mark.soak),
