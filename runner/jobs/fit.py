@@ -18,9 +18,9 @@ from runner.errors import InputError, Preempted, first_line
 from runner.paths import CONF
 from runner.planning.cell import Cell
 from runner.planning.costs import THIS, Device, data_sheets, load_device
+from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, plan_modes
 
-GIB = 2**30
 SAFETY = 0.9  # of the memory is planned, because allocators fragment it, and plans are up to a tenth too low
 
 
@@ -62,10 +62,10 @@ def plan_for(
 
     Args:
         world: The ranks, whose devices have been chosen.
-        modes: The modes by name.
+        modes: The configuration of each mode by name, or why it is refused.
         config_dirs: Directories with more data sheets.
         world_size: The number of ranks; None for that of this world.
-        memory_gib: The memory of a rank; None for what is free now.
+        memory_gib: The memory of a rank, used as it is; None for 90% of what is free now.
         device: The name of a data sheet; None for that of this rank's device.
     """
     limit = SAFETY * _memory(world) if memory_gib is None else memory_gib * GIB

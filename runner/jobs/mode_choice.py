@@ -14,9 +14,10 @@ from runner.distributed.backend import as_backend
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
 from runner.jobs.continuation import agree_on_directory
-from runner.jobs.fit import GIB, count_that_fits, from_rank_0, plan_for
+from runner.jobs.fit import count_that_fits, from_rank_0, plan_for
 from runner.parallel.auto import Auto
-from runner.planning.cell import Cell
+from runner.planning.cell import Cell, counted_ranks
+from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, compose_modes
 from runner.records.attempts import last_line
 from runner.records.console import logging_to
@@ -85,13 +86,13 @@ def _candidates(modes: Modes, config: Config, request: Request, world: World, op
     Modes whose numbers differ from those of parallel=none are left out. A mode that cannot be planned, because the
     model needs values, comes last. Raises InputError if no mode fits.
     """
-    cells = plan_for(world, modes, request.config_dirs, None, options.memory_gib, options.device)
+    cells = plan_for(world, modes, request.config_dirs, memory_gib=options.memory_gib, device=options.device)
     if all(cell.is_refused for cell in cells):
         raise InputError(*dict.fromkeys(f"parallel={cell.mode}: {cell.reason}" for cell in cells))
     counts = {cell.mode: _micro_batches(cell, config) for cell in cells}
     fitting = [cell for cell in cells if not cell.is_refused and cell.is_exact and counts[cell.mode]]
     if not fitting:
-        raise InputError(_describe_need(cells, modes, request, world, options))
+        raise InputError(_describe_need(cells, modes, config, request, world, options))
     fitting.sort(key=lambda cell: -cell.samples_per_s)
     return {cell.mode: counts[cell.mode] for cell in fitting[: options.candidates]}
 
@@ -105,19 +106,26 @@ def _micro_batches(cell: Cell, config: Config) -> int | None:
     return int(config.micro_batches) if cell.fits else None
 
 
-def _describe_need(cells: list[Cell], modes: Modes, request: Request, world: World, options: Auto) -> str:
-    least = min((cell for cell in cells if cell.ranks), key=lambda cell: cell.peak)
+def _describe_need(
+    cells: list[Cell], modes: Modes, config: Config, request: Request, world: World, options: Auto
+) -> str:
+    exact = [cell for cell in cells if cell.ranks and cell.is_exact]
+    if not exact:
+        return "parallel=auto: no mode has the numbers of parallel=none; choose a mode"
+    least = min(exact, key=lambda cell: cell.peak)
+    is_auto = config.micro_batches == AUTO
     text = (
-        f"parallel=auto: the model does not fit on {world.world_size} ranks with {least.limit / GIB:.3g} GiB each: the "
-        f"smallest need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}"
+        f"parallel=auto: the model does not fit into {least.limit / GIB:.3g} GiB per rank on "
+        f"{counted_ranks(world.world_size)}: the smallest need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}"
+        f"{' with one micro-batch' if is_auto else ''}"
     )
     size = 2 * world.world_size
     while size <= LARGEST_WORLD:
-        cells = plan_for(world, modes, request.config_dirs, size, options.memory_gib, options.device)
-        if fitting := [cell for cell in cells if cell.fits and cell.is_exact]:
+        cells = plan_for(world, modes, request.config_dirs, size, memory_gib=options.memory_gib, device=options.device)
+        if fitting := [cell for cell in cells if cell.ranks and cell.is_exact and _micro_batches(cell, config)]:
             return f"{text}; parallel={fitting[0].mode} fits on {size} ranks"
         size *= 2
-    return f"{text}; try activation_checkpointing=full, micro_batches=auto or a smaller model"
+    return f"{text}; try activation_checkpointing=full{'' if is_auto else ', micro_batches=auto'} or a smaller model"
 
 
 def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: Request, world: World) -> dict[str, Any]:

@@ -9,7 +9,8 @@ class Auto(Parallel):
 
     Args:
         candidates: The number of modes that are measured.
-        memory_gib: The memory of a rank in GiB; None for what its device has.
+        memory_gib: The memory of a rank in GiB, used as it is; None for 90% of the free memory of its GPU or, on a CPU,
+            of its part of the machine.
         device: The data sheet by which times are planned; None for that of the ranks' device.
     """
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+GIB = 2**30
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, REST = "activations", "communication buffers", "the rest"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, REST)

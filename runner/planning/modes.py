@@ -26,7 +26,10 @@ class ModeConfig:
 
 
 def compose_modes(request: Request, modes: Sequence[str], dropped: Sequence[str]) -> dict[str, ModeConfig | InputError]:
-    """Return the configuration of each mode, or why it is refused. dropped: top-level keys that are left out."""
+    """Return the configuration of each mode, or the error with which the command line would refuse it.
+
+    dropped: top-level keys that are left out.
+    """
     found: dict[str, ModeConfig | InputError] = {}
     for mode in modes:
         overrides = for_mode(request.overrides, request.choices["parallel"], mode, dropped)
@@ -39,7 +42,13 @@ def compose_modes(request: Request, modes: Sequence[str], dropped: Sequence[str]
 
 
 def plan_modes(modes: Mapping[str, ModeConfig | InputError], limits: Mapping[int, float], device: Device) -> list[Cell]:
-    """Plan each mode at each world size. limits: the memory of a rank in bytes, by world size."""
+    """Plan each mode at each world size.
+
+    Args:
+        modes: What compose_modes returns. A refused mode becomes cells with the reason.
+        limits: The memory of a rank in bytes, by world size.
+        device: By which times are planned.
+    """
     costs = dict[int, Costs]()
     data: list[tuple[Source, Source]] = []
     cells: list[Cell] = []

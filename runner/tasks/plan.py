@@ -12,9 +12,9 @@ from runner.distributed.machine import available_memory
 from runner.errors import InputError, did_you_mean
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
-from runner.planning.cell import Cell
+from runner.planning.cell import Cell, counted_ranks
 from runner.planning.costs import Device, load_device, with_measured_link
-from runner.planning.memory import KINDS
+from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
 from runner.records.record_files import write_atomically
 from runner.records.report.plots import new_figure
@@ -24,7 +24,6 @@ from runner.records.tables import markdown_table, text_table, without_empty_colu
 log = logging.getLogger(__name__)
 
 DROPPED = ("task", "launcher", "plan", "logger", "callbacks", "metrics", "monitor", "name", "outputs")
-GIB = 2**30
 
 
 class Plan(LaunchingTask):
@@ -44,7 +43,7 @@ class Plan(LaunchingTask):
         if config.plan.collectives:
             device = with_measured_link(device, Path(config.plan.collectives))
         cells = _plan(config, request, device)
-        _check(cells, config, request)
+        _check(cells, config)
         directory = RunDirectory(new_directory(config.outputs, config.name), writes=True)
         directory.lock()
         try:
@@ -73,12 +72,15 @@ def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
     sizes = config.plan.world_sizes
     if not sizes or min(sizes) < 1:
         raise InputError(f"plan.world_sizes={sizes} must be numbers of ranks of at least 1; try [1,8]")
-    memory = config.plan.memory_gib or device.memory_gib
-    limits = {size: memory * GIB if memory else available_memory() / size for size in sizes}
+    memory = config.plan.memory_gib
+    if memory is not None and memory <= 0:
+        raise InputError(f"plan.memory_gib={memory} must be positive, or null for that of the device")
+    memory = device.memory_gib if memory is None else memory
+    limits = {size: available_memory() / size if memory is None else memory * GIB for size in sizes}
     return plan_modes(compose_modes(request, modes, DROPPED), limits, device)
 
 
-def _check(cells: Sequence[Cell], config: Config, request: Request) -> None:
+def _check(cells: Sequence[Cell], config: Config) -> None:
     """Raise InputError if no cell can be planned, or if none fits into the memory."""
     planned = [cell for cell in cells if cell.ranks]
     if not planned:
@@ -86,23 +88,43 @@ def _check(cells: Sequence[Cell], config: Config, request: Request) -> None:
         raise InputError(*reasons)
     if not any(cell.fits for cell in planned):
         least = min(planned, key=lambda cell: cell.peak)
+        key = "" if config.plan.memory_gib is None else f"plan.memory_gib={config.plan.memory_gib}: "
         raise InputError(
-            f"plan.memory_gib={least.limit / GIB:.3g}: nothing fits; the smallest need is {least.peak / GIB:.3g} GiB, "
-            f"of parallel={least.mode} on {least.world_size} ranks; try larger plan.world_sizes, a larger "
-            "micro_batches, or activation_checkpointing=full"
+            f"{key}nothing fits into {least.limit / GIB:.3g} GiB per rank: the smallest need is "
+            f"{least.peak / GIB:.3g} GiB, of parallel={least.mode} on {counted_ranks(least.world_size)}; "
+            "try larger plan.world_sizes, a larger micro_batches, or activation_checkpointing=full"
         )
 
 
 def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) -> None:
     """Log the tables, and write them and the plot."""
     planned = [cell for cell in cells if cell.ranks]
-    best_of_smallest = max(
-        (
-            cell.samples_per_s / cell.world_size
-            for cell in planned
-            if cell.world_size == min(c.world_size for c in planned)
-        ),
-    )
+    unit, tables = _tables(cells, planned)
+    times = "operators as measured on this machine" if device.is_measured else f"by the data sheet of {device.name}"
+    notes = [
+        f"{unit}: the memory of a step on the rank that needs the most, without that of the process and of the loader; "
+        "samples that fit: of a local micro-batch",
+        "exchanged per step: as task=compare counts it. efficiency: samples per second and rank, relative to the best "
+        "mode at the smallest world size",
+        f"times: {times}, not calibrated",
+    ]
+    log.info("\n%s\n\n%s", "\n\n".join(text_table(table, for_log=True) for table in tables), "\n".join(notes))
+    fitting = [cell for cell in planned if cell.fits]
+    same_numbers = [cell for cell in fitting if cell.is_exact]  # as parallel=none
+    fastest = max(same_numbers or fitting, key=lambda cell: cell.samples_per_s)
+    command = _command(fastest, request, device)
+    log.info("fastest that fits: parallel=%s on %s\n%s", fastest.mode, counted_ranks(fastest.world_size), command)
+    text = "\n\n".join([*map(markdown_table, tables), *notes, f"fastest that fits: `{command}`"])
+    write_atomically(path / "plan.md", text + "\n")
+    content = {"device": device.name, "command": command, "cells": [cell.as_record() for cell in cells]}
+    write_atomically(path / "plan.json", json.dumps(content, indent=1) + "\n")
+    _plot(planned, path, device)
+
+
+def _tables(cells: Sequence[Cell], planned: Sequence[Cell]) -> tuple[str, list[list[list[str]]]]:
+    """Return the unit of memory, and the tables of needs, of speeds, and of the reasons of what is not planned."""
+    smallest = min(cell.world_size for cell in planned)
+    best_of_smallest = max(cell.samples_per_s / smallest for cell in planned if cell.world_size == smallest)
     unit, scale = ("GiB", GIB) if max(cell.peak for cell in planned) >= GIB else ("MiB", 2**20)
     needs = [["mode", "ranks", "mesh", "fits", unit, "on rank", *KINDS, "samples that fit"]]
     speeds = [["mode", "ranks", "exchanged per step", "bubble", "step ms", "samples/s", "efficiency"]]
@@ -122,26 +144,8 @@ def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) 
         efficiency = cell.samples_per_s / cell.world_size / best_of_smallest
         bubble = f"{cell.bubble:.0%}" if cell.bubble >= 0.005 else ""
         speeds.append([*name, exchanged or "nothing", bubble, *speed, f"{efficiency:.0%}"])
-    times = "operators as measured on this machine" if device.is_measured else f"by the data sheet of {device.name}"
-    notes = [
-        f"{unit}: the memory of a step on the rank that needs the most, without that of the process and of the loader; "
-        "samples that fit: of a local micro-batch",
-        "exchanged per step: as task=compare counts it. efficiency: samples per second and rank, relative to the best "
-        "mode at the smallest world size",
-        f"times: {times}, not calibrated",
-    ]
     tables = [table for table in (needs, without_empty_columns(speeds), reasons) if len(table) > 1]
-    log.info("\n%s\n\n%s", "\n\n".join(text_table(table, for_log=True) for table in tables), "\n".join(notes))
-    fitting = [cell for cell in planned if cell.fits]
-    same_numbers = [cell for cell in fitting if cell.is_exact]  # as parallel=none
-    fastest = max(same_numbers or fitting, key=lambda cell: cell.samples_per_s)
-    command = _command(fastest, request, device)
-    log.info("fastest that fits: parallel=%s on %d ranks\n%s", fastest.mode, fastest.world_size, command)
-    text = "\n\n".join([*map(markdown_table, tables), *notes, f"fastest that fits: `{command}`"])
-    write_atomically(path / "plan.md", text + "\n")
-    content = {"device": device.name, "command": command, "cells": [cell.as_record() for cell in cells]}
-    write_atomically(path / "plan.json", json.dumps(content, indent=1) + "\n")
-    _plot(planned, path, device)
+    return unit, tables
 
 
 def _command(cell: Cell, request: Request, device: Device) -> str:
@@ -149,12 +153,18 @@ def _command(cell: Cell, request: Request, device: Device) -> str:
     from runner.config.compose import for_mode
 
     overrides = for_mode(request.overrides, request.choices["parallel"], cell.mode, ("task", "plan", "launcher"))
-    size = int(device.ranks_per_machine or cell.world_size)
-    nodes, per_node = (cell.world_size // size, size) if cell.world_size > size else (1, cell.world_size)
-    start = f"torchrun {f'--nnodes={nodes} ' if nodes > 1 else ''}--nproc-per-node={per_node} -m runner"
-    if cell.world_size == 1:
-        start = "python -m runner"
-    return f"{start} {shlex.join(overrides)}"
+    return f"{start_command(cell.world_size, device)} {shlex.join(overrides)}"
+
+
+def start_command(num_ranks: int, device: Device) -> str:
+    """Return the command that starts the ranks, the same number on each machine."""
+    if num_ranks == 1:
+        return "python -m runner"
+    most = int(device.ranks_per_machine or num_ranks)
+    per_machine = max(count for count in range(1, most + 1) if num_ranks % count == 0)
+    machines = num_ranks // per_machine
+    rendezvous = f"--nnodes={machines} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 " if machines > 1 else ""
+    return f"torchrun {rendezvous}--nproc-per-node={per_machine} -m runner"
 
 
 def _plot(cells: Sequence[Cell], path: Path, device: Device) -> None:

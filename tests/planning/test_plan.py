@@ -1,6 +1,7 @@
 """task=plan: what imagined ranks need and exchange is what real ranks need and exchange."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from runner.planning.imagined_rank import RankPlan, plan_rank
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.simulation import simulate
 from runner.planning.timeline import Message
+from runner.tasks.plan import start_command
 from runner.training.build import build
 from runner.training.callbacks.contract import Callbacks
 from runner.training.callbacks.ema import EMA
@@ -194,6 +196,21 @@ def test_one_command_writes_tables_a_plot_and_a_command_to_copy(here: Callable[.
 
 
 @pytest.mark.parametrize(
+    ("num_ranks", "start"),
+    [
+        (1, "python -m runner"),
+        (8, "torchrun --nproc-per-node=8 -m runner"),
+        (12, "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --nproc-per-node=6 -m runner"),
+        (64, "torchrun --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --nproc-per-node=8 -m runner"),
+    ],
+)
+def test_the_command_to_copy_starts_all_ranks(num_ranks: int, start: str) -> None:
+    assert start_command(num_ranks, load_device("h100", [CONF])) == start
+    nodes, ranks = (re.search(rf"--{option}=(\d+)", start) for option in ("nnodes", "nproc-per-node"))
+    assert int(nodes[1] if nodes else 1) * int(ranks[1] if ranks else 1) == num_ranks
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("plan.device=h10",), "no such data sheet; did you mean h100"),
@@ -202,7 +219,11 @@ def test_one_command_writes_tables_a_plot_and_a_command_to_copy(here: Callable[.
         (("plan.modes=[dpp]",), "unknown mode dpp; did you mean d"),
         (("plan.world_sizes=[0]",), "must be numbers of ranks of at least 1"),
         (("plan.modes=[none]", "plan.world_sizes=[2]"), "none: parallel=none is for one process"),
-        (("plan.modes=[ddp]", "plan.memory_gib=1e-6"), "nothing fits; the smallest need is"),
+        (
+            ("plan.modes=[ddp]", "plan.memory_gib=1e-6"),
+            "=1e-06: nothing fits into 1e-06 GiB per rank: the",
+        ),
+        (("plan.memory_gib=0",), "plan.memory_gib=0.0 must be positive, or null for that of the device"),
         (("plan.modes=[ddp]", "model=reading"), "odd_models.py:12"),
     ],
 )
