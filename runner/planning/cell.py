@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from runner.config.schema import Config
 from runner.errors import InputError, first_line, user_line
 from runner.input.source import Source
@@ -114,18 +116,31 @@ def plan_cell(
         first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
         others = [rank for rank in distinct_ranks(first.axes, world_size, config.batch_size) if rank > 0]
         ranks = [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
-    except InputError as error:
-        cell.reason, cell.is_refused = error.messages[0], True
-        return cell
-    except Exception as error:  # of the model, of torch with tensors without values
-        line = user_line(error)
-        cell.reason = first_line(error) + (f" (at {line})" if line else "")
+    except Exception as error:  # of the model, or of torch with tensors without values
+        cause = _that_needs_values(error)
+        if cause is None and isinstance(error, InputError):
+            cell.reason, cell.is_refused = error.messages[0], True
+            return cell
+        line = user_line(cause or error)
+        cell.reason = first_line(cause or error) + (f" (at {line})" if line else "")
+        if cause is not None:
+            cell.reason = (
+                "the model or the loss needs values, which a plan does not have; task=compare and parallel=auto "
+                f"measure it: {cell.reason}"
+            )
         return cell
     cell.ranks = [replace(rank, events=()) for rank in ranks]
     round_s, cell.bubble = simulate(_with_other_stages(ranks, first.axes), costs)
     cell.step_s = costs.step_s + round_s / first.steps
     cell.samples_per_s = config.batch_size / cell.step_s
     return cell
+
+
+def _that_needs_values(error: BaseException | None) -> BaseException | None:
+    """Return the error, or the one during which it was raised, by which torch refuses a tensor without values."""
+    while error is not None and type(error).__module__ != FakeTensor.__module__:
+        error = error.__context__
+    return error
 
 
 def distinct_ranks(axes: Axes, world_size: int, batch_size: int) -> list[int]:

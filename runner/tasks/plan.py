@@ -153,7 +153,8 @@ def _command(cell: Cell, request: Request, device: Device) -> str:
     from runner.config.compose import for_mode
 
     overrides = for_mode(request.overrides, request.choices["parallel"], cell.mode, ("task", "plan", "launcher"))
-    return f"{start_command(cell.world_size, device)} {shlex.join(overrides)}"
+    folders = [f"--config-dir={folder}" for folder in request.config_dirs]
+    return f"{start_command(cell.world_size, device)} {shlex.join([*folders, *overrides])}"
 
 
 def start_command(num_ranks: int, device: Device) -> str:

@@ -61,6 +61,19 @@ def test_a_mode_that_fails_is_not_chosen(
     assert choice["mode"] == "none" and set(choice["samples_per_second"]) == {"none"}  # local_sgd has other numbers
 
 
+def test_a_model_that_needs_values_is_measured(here: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "reading.yaml").write_text("_target_: reading.Reading\n")
+    (tmp_path / "mine" / "reading.py").write_text(
+        "from torch import nn\n\n\nclass Reading(nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(64, 10)\n\n"
+        "    def forward(self, x):\n        y = super().forward(x.flatten(1))\n        return y / y.norm().item()\n"
+    )
+    words = ("model=reading", "data.sample_shape=[1,8,8]", "max_steps=2", "logger=none")
+    assert here("--config-dir=mine", *words, "parallel=auto", "parallel.candidates=1") == 0
+    assert len(choice_of(only_run(tmp_path))["samples_per_second"]) == 1
+
+
 def test_a_model_that_does_not_fit_is_refused_with_its_need(
     here: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,7 +178,8 @@ def test_stages_that_are_not_planned_take_part_in_the_step(tmp_path: Path) -> No
 
 def test_one_command_writes_tables_a_plot_and_a_command_to_copy(here: Callable[..., int], tmp_path: Path) -> None:
     modes = "plan.modes=[none,ddp,fsdp,tp,local_sgd]"
-    assert here("task=plan", *MLP[:3], modes, "plan.world_sizes=[1,64]", "plan.device=h100", "batch_size=64") == 0
+    words = (*MLP[:3], modes, "plan.world_sizes=[1,64]", "plan.device=h100", "batch_size=64")
+    assert here(f"--config-dir={CONF}", "task=plan", *words) == 0
     (path,) = (tmp_path / "outputs" / "run").iterdir()
     content = json.loads((path / "plan.json").read_text())
     cells = {(cell["mode"], cell["world_size"]): cell for cell in content["cells"]}
@@ -189,7 +190,8 @@ def test_one_command_writes_tables_a_plot_and_a_command_to_copy(here: Callable[.
         assert cell["fits"] and cell["step_time_s"] > 0 and cell["largest_micro_batch"] > 1000
         assert set(cell["memory_bytes"]["0"]) == set(KINDS)
     command = content["command"]
-    assert "parallel=local_sgd" not in command and "batch_size=64" in command and "plan." not in command
+    assert f" --config-dir={CONF} " in command and "batch_size=64" in command
+    assert "parallel=local_sgd" not in command and "plan." not in command
     assert (path / "plan.png").stat().st_size > 1000
     assert f"`{command}`" in (path / "plan.md").read_text()
     assert json.loads((path / "result.json").read_text())["state"] == "finished"
