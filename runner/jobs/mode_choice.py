@@ -86,6 +86,7 @@ def _candidates(modes: Modes, config: Config, request: Request, world: World, op
     Modes whose numbers differ from those of parallel=none are left out. A mode that cannot be planned, because the
     model needs values, comes last. Raises InputError if no mode fits.
     """
+    print(f"auto     planning {', '.join(modes)}", flush=True)
     cells = plan_for(world, modes, request.config_dirs, memory_gib=options.memory_gib, device=options.device)
     if all(cell.is_refused for cell in cells):
         raise InputError(*dict.fromkeys(f"parallel={cell.mode}: {cell.reason}" for cell in cells))

@@ -98,6 +98,13 @@ def test_predictions_are_those_of_one_process(tmp_path: Path) -> None:
         assert read_images(run(tmp_path / mode, world_size, *words, f"parallel={mode}").path) == expected, mode
 
 
+def test_predictions_for_samples_that_are_no_images_are_not_drawn(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[1] / "experiments" / "sequences"
+    made = run(tmp_path, 1, f"--config-dir={folder}", "experiment=sequences", "max_steps=2")
+    assert set(read_images(made.path)) == {"val/confusion"}
+    assert "is disabled" not in (made.path / "log.txt").read_text()
+
+
 def test_a_model_may_have_more_outputs_than_classes_and_samples_beyond_eval_batches_are_not_drawn() -> None:
     data = [(torch.zeros(1, 2, 2), torch.tensor(n % 2)) for n in range(20)]
     seen = Predictions(Source.of(data), 2, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """The contract of a logger."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ class Predictions(Protocol):
     def confusion(self) -> torch.Tensor:
         """The number of samples of each class (row) by predicted class (column). (num_classes, num_classes)"""
 
-    def samples(self) -> list[tuple[torch.Tensor, int, int]]:
+    def samples(self) -> list[tuple[Any, int, int]]:
         """Return the first samples of the dataset, each with its class and the predicted class."""
 
 

@@ -65,5 +65,5 @@ def draw_samples(samples: list[tuple[torch.Tensor, int, int]], min_size: int = 5
     return numpy.asarray(image)
 
 
-def is_image(sample: torch.Tensor) -> bool:
-    return sample.dim() == 3 and sample.shape[0] in (1, 3)
+def is_image(sample: Any) -> bool:
+    return isinstance(sample, torch.Tensor) and sample.dim() == 3 and sample.shape[0] in (1, 3)

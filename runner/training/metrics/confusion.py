@@ -1,6 +1,7 @@
 """A classifier's predictions for the validation data: the confusion matrix, and the classes of the first samples."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ class Predictions:
         """Number of samples of each class (row) by predicted class (column), (num_classes, num_classes)."""
         return self._sums[: self.num_classes**2].reshape(self.num_classes, -1)
 
-    def samples(self) -> list[tuple[torch.Tensor, int, int]]:
+    def samples(self) -> list[tuple[Any, int, int]]:
         """Return those of the first samples that were evaluated, each with its class and its predicted class."""
         found = []
         for index, predicted in enumerate((self._sums[self.num_classes**2 :] - 1).tolist()):
