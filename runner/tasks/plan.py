@@ -125,7 +125,7 @@ def _tables(cells: Sequence[Cell], planned: Sequence[Cell]) -> tuple[str, list[l
     """Return the unit of memory, and the tables of needs, of speeds, and of the reasons of what is not planned."""
     smallest = min(cell.world_size for cell in planned)
     best_of_smallest = max(cell.samples_per_s / smallest for cell in planned if cell.world_size == smallest)
-    unit, scale = ("GiB", GIB) if max(cell.peak for cell in planned) >= GIB else ("MiB", 2**20)
+    unit, scale = ("GiB", GIB) if min(cell.peak for cell in planned) >= GIB else ("MiB", 2**20)
     needs = [["mode", "ranks", "mesh", "fits", unit, "on rank", *KINDS, "samples that fit"]]
     speeds = [["mode", "ranks", "exchanged per step", "bubble", "step ms", "samples/s", "efficiency"]]
     reasons = [["mode", "ranks", "not planned, because"]]
