@@ -77,7 +77,7 @@ def test_killed_before_a_file_operation_and_again_after_the_resume(operation: st
 def test_removed_checkpoints_are_named(tmp_path: Path) -> None:
     def remove(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and arguments[1] == "r" and str(arguments[0]).endswith(".tmp/rank_0.safetensors"):
-            shutil.rmtree(tmp_path, ignore_errors=True)
+            shutil.rmtree(Path(arguments[0]).parents[1], ignore_errors=True)
 
     def act(trainer: Trainer, batch: Any) -> None:
         sys.addaudithook(remove)
