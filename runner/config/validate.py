@@ -179,7 +179,7 @@ def check_values(config: Config) -> list[str]:
     messages = [
         f"{key}={value} must be at least {least}"
         for key, value in values.items()
-        if value not in (None, AUTO) and value < (least := int(key in _AT_LEAST_1))
+        if value not in (None, AUTO) and not value >= (least := int(key in _AT_LEAST_1))
     ]
     for key, choices in _CHOICES.items():
         value, names = attrgetter(key)(config), list(map(show, choices))

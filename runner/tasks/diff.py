@@ -8,6 +8,7 @@ from runner.config.command import composing, prepare
 from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to, quote
 from runner.config.recorded import read_config
+from runner.config.recorded_code import RECORDED
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed
@@ -50,14 +51,16 @@ class Diff(LaunchingTask):
             for name, run, precision in zip("AB", runs, precisions, strict=True):
                 result = read_result(run) or {}
                 world = f"world_size {result.get('world_size')}, parallel={result.get('parallel')}, {precision}"
-                print(f"{name}        {run} ({world})")
+                state = result.get("state")
+                end = "" if state == "finished" else f", {state} at step {result.get('step')}"
+                print(f"{name}        {run} ({world}{end})")
             for line in differences(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
                 print(f"differs  {line}")
             print(f"numbers  {describe(numbers)}", flush=True)
             if config.diff.trace and numbers.parting is None:
                 print("trace    nothing to trace")
         if numbers.parting is not None:
-            for line in trace(config, runs, numbers, rank_info) if config.diff.trace else ():
+            for line in trace(config, request, runs, numbers, rank_info) if config.diff.trace else ():
                 print(f"trace    {line}", flush=True)
             raise JobFailed("the runs differ")
         return {"diff/num_steps": float(numbers.num_steps), "diff/largest": numbers.largest.relative}
@@ -82,7 +85,9 @@ def describe(numbers: NumberComparison) -> str:
     )
 
 
-def trace(config: Config, runs: tuple[Path, Path], numbers: NumberComparison, rank_info: RankInfo) -> list[str]:
+def trace(
+    config: Config, request: Request, runs: tuple[Path, Path], numbers: NumberComparison, rank_info: RankInfo
+) -> list[str]:
     """Repeat both runs in worlds of their sizes, and return lines about the first tensor that differs.
 
     The steps are those from the last one at which the logged numbers agree to the one at which they part.
@@ -102,10 +107,10 @@ def trace(config: Config, runs: tuple[Path, Path], numbers: NumberComparison, ra
             # With compile=true, hooks would not see the modules; a replay would record a step twice.
             without = ("compile=false", "logger=none", "replay_every_steps=null", "profile=false", *NO_CHECKPOINTS)
             where = (pointer_to(run, "run"), f"outputs={quote(folder)}", f"name={name}", f"trust={show(config.trust)}")
-            overrides = [*task, "code=recorded", *world, *without, *where]
-            with composing(overrides, [], multirun=False) as arguments:
+            overrides = [*task, f"code={config.code or RECORDED}", *world, *without, *where]
+            with composing(overrides, [*request.config_dirs], multirun=False) as arguments:
                 launch(*prepare(arguments, rank_info, ()), rank_info)
             directories += Path(folder, name).glob(f"*/{TRACE}")
         found, skipped = find_difference((directories[0], directories[1]), range(first, last + 1), numbers.allowed)
-    lines += [found or "all recorded outputs and gradients agree: the repeated runs do not differ as the runs did"]
+    lines += [found or "all recorded outputs and gradients agree"]
     return [*lines, *([f"not compared: {counted(skipped, 8)}"] if skipped else [])]

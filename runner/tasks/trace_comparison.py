@@ -41,6 +41,8 @@ def find_difference(directories: tuple[Path, Path], steps: range, tolerance: flo
             {int(path.suffix[1:]): torch.load(path, weights_only=True) for path in directory.glob(f"{step}.*")}
             for directory in directories
         ]
+        if not all(found):  # a run with fork= starts later
+            continue
         one, other = (next(iter(of_rank.values())) for of_rank in found)
         for loss in (name for name in one if name in other):
             runs = [{rank: of_rank[rank][loss] for rank in sorted(of_rank)} for of_rank in found]

@@ -45,11 +45,12 @@ def test_the_command_names_what_differs(
 ) -> None:
     facts = {"data": "digits", "samples": {"train": 100}}
     one = make_run(tmp_path / "runs" / "one", "optimizer.lr=0.1", **facts)
-    other = make_run(tmp_path / "runs" / "other", "optimizer.lr=0.2", **facts)
+    other = make_run(tmp_path / "runs" / "other", "optimizer.lr=0.2", **facts, state="failed", step=3)
     for path, loss in ((one, 0.25), (other, 0.5)):
         write(path, [{"train/loss": 1.0}, {"train/loss": 1.0}, {"train/loss": loss}])
     assert here("task=diff", f"run={one}", f"diff.with={other}") == 1
     out = capsys.readouterr().out
+    assert ", failed at step 3)\ndiffers" in out
     assert "differs  optimizer.lr: was 0.1, is 0.2\n" in out
     assert "numbers  part at step 3: train/loss was 0.25, is 0.5: a relative difference of 5.0e-01, of" in out
     assert here("task=diff", f"run={one}", f"diff.other={one}") == 0
@@ -68,6 +69,7 @@ def test_the_command_names_what_differs(
         ((f"diff.with={mnist}",), "was trained on data=mnist with 60 train samples, and "),
         ((f"diff.with={later}",), "has no logged step in common with run="),
         ((f"diff.with={other}", "diff.tolerance=-1"), "diff.tolerance=-1.0 must be at least 0"),
+        ((f"diff.with={other}", "diff.tolerance=nan"), "diff.tolerance=nan must be at least 0"),
     ):
         assert here("task=diff", f"run={one}", *words) == 2
         error = capsys.readouterr().err

@@ -1,9 +1,11 @@
 """task=diff with diff.trace=true: the module, step, rank and samples at which two repeated runs differ."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Commands
 from custom_files import write_files
 from worlds import Run, only_run, run, run_world
@@ -107,10 +109,10 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         pass
 
 
-def traced(here: Callable[..., int], capsys: pytest.CaptureFixture[str], one: Run, other: Run) -> str:
+def traced(here: Callable[..., int], capsys: pytest.CaptureFixture[str], one: Run, other: Run, *words: str) -> str:
     """Return what task=diff prints about the traces of two runs that differ."""
     capsys.readouterr()
-    status = here("task=diff", f"run='{one.path}'", f"diff.with='{other.path}'", "diff.trace=true")
+    status = here("task=diff", f"run='{one.path}'", f"diff.with='{other.path}'", "diff.trace=true", *words)
     printed = capsys.readouterr()
     assert status == 1, printed
     return printed.out
@@ -122,7 +124,9 @@ def test_a_weight_that_differs_on_one_rank_is_named(
 ) -> None:
     one = run(tmp_path / "outputs", 1, f"--config-dir={mine}", *TINY)
     other = run(tmp_path / "outputs", 2, f"--config-dir={mine}", *TINY, "parallel=ddp", "callbacks=shift")
-    out = traced(here, capsys, one, other)
+    shutil.rmtree(one.path / "code")
+    moved = mine.rename(tmp_path / "moved")
+    out = traced(here, capsys, one, other, f"--config-dir={moved}", "code=current")
     assert "steps 6 to 7, repeated from the checkpoints step_4\n" in out, out
     line = out.splitlines()[-1]
     assert line.startswith("trace    step 7: layers.1 differs for sample "), out
@@ -174,3 +178,14 @@ def test_runs_in_different_modes_agree(here: Callable[..., int], mine: Path, tmp
     for other in directories[1:]:
         assert find_difference((directories[0], other), range(1, 3), default_tolerance(["fp64"])) == ("", [])
         assert "differs for sample " in find_difference((directories[0], other), range(1, 3), -1.0)[0]
+
+
+def test_steps_before_the_start_of_a_fork_are_not_compared(tmp_path: Path) -> None:
+    directories = tmp_path / "whole", tmp_path / "fork"
+    for directory, first, value in ((directories[0], 1, 0.0), (directories[1], 2, 1.0)):
+        directory.mkdir()
+        rows = {"layer": [(0, torch.full((1, 2), value))]}
+        record = {"loss": {"samples": [[5]], "modules": ["layer"], "rows": rows, "gradients": {}}}
+        for step in range(first, 3):
+            torch.save(record, directory / f"{step}.0")
+    assert find_difference(directories, range(1, 3), 1e-6)[0].startswith("step 2: layer differs for sample 5, ")
