@@ -58,7 +58,7 @@ class PipelineReplica(Replica):
         self._stages = {
             number: StageModule(
                 chain,
-                number == 0,
+                number,
                 self._micro_batches,
                 recipe.precision,
                 recipe.draws,

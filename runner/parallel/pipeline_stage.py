@@ -58,7 +58,7 @@ class StageModule(nn.Module):
     def __init__(
         self,
         layers: nn.Module,
-        is_first: bool,
+        number: int,
         micro_batches: list[MicroBatch],
         precision: Precision,
         draws: Draws,
@@ -67,7 +67,7 @@ class StageModule(nn.Module):
     ):
         """micro_batches: those of the current call of the schedule. output: None for the last stage."""
         super().__init__()
-        self.layers, self.output, self.is_first, self.compute_loss = layers, output, is_first, compute_loss
+        self.layers, self.output, self.number, self.compute_loss = layers, output, number, compute_loss
         self.micro_batches, self.precision, self.draws = micro_batches, precision, draws
         self.num_samples = 0  # after padding
         self.position = 0  # of the next micro-batch: all schedules run their forwards in order
@@ -85,8 +85,8 @@ class StageModule(nn.Module):
                 return zero
             return zero + self.output.empty(self.num_samples, received.device).zero_()
         micro_batch = self.micro_batches[position]
-        with self.precision.autocast(), self.draws.following(micro_batch):
-            inputs = micro_batch.inputs if self.is_first else received[: micro_batch.rows]
+        with self.precision.autocast(), self.draws.following(micro_batch, stage=self.number):
+            inputs = micro_batch.inputs if self.number == 0 else received[: micro_batch.rows]
             outputs = call_model(self.layers, inputs)
             if self.output is None:
                 return self.compute_loss(outputs, micro_batch)

@@ -100,6 +100,28 @@ def test_a_stage_draws_other_numbers_when_it_is_called_again() -> None:
     assert not torch.equal(first, second)
 
 
+class DroppedInputs(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.dropout(x))  # type: ignore[no-any-return]
+
+
+def test_a_draw_before_the_first_module_of_a_stage_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Dropout())
+    stage = DroppedInputs(model[1])
+    draws, _ = record(stage)
+    assert draws.seed_stages(model, [model[0], stage])
+    for compute, count in ((model[1], 0), (stage, 1)):
+        draws.begin(0, 0, data_rank=0)
+        with draws.following(MicroBatch(X, range(6)), stage=1):
+            compute(X)
+        assert caplog.text.count("test_draws.py") == count
+    assert "dropout draws before the first module of a pipeline's stage" in caplog.text
+
+
 def test_a_recomputation_draws_the_numbers_of_the_forward() -> None:
     """The gradient of dropout's sum is its output for ones."""
     model = nn.Sequential(nn.Dropout(), nn.Dropout())

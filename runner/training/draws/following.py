@@ -45,6 +45,7 @@ class Draws:
     key: int = 0
     _part: int = 0
     _stage: int = 0
+    _computed_stage: int = 0
     _is_following: bool = False
     _has_warned: bool = False
 
@@ -54,16 +55,19 @@ class Draws:
         seed_step(self.key if self.follows else derive_seed(*key, data_rank or 0), self.device)
 
     @contextmanager
-    def following(self, micro_batch: MicroBatch, part: int = 0, key: int | None = None) -> Iterator[None]:
+    def following(
+        self, micro_batch: MicroBatch, part: int = 0, key: int | None = None, stage: int = 0
+    ) -> Iterator[None]:
         """Draw the random numbers of a micro-batch, which do not depend on the ranks and micro-batches.
 
         part: the number of the loss, each of which has other random numbers. key: by default that of the step.
+        stage: the number of the stage that a rank of a pipeline computes.
         """
         if not self.follows:
             yield
             return
         self.key = self.key if key is None else key
-        self._part, self._is_following = part, True
+        self._part, self._computed_stage, self._is_following = part, stage, True
         self._seed(0)
         try:
             with Following(self, micro_batch.indices or [0] * micro_batch.rows):
@@ -95,6 +99,11 @@ class Draws:
             entry.register_forward_pre_hook(lambda module, inputs, number=number: enter(number))
         return True
 
+    @property
+    def precedes_stage(self) -> bool:
+        """True until the computed stage of a pipeline calls its first module, before which the generators are seeded."""
+        return self._stage < self._computed_stage
+
     def warn(self, what: str) -> None:
         """Log once that a draw does not follow the samples."""
         if not self._has_warned:
@@ -119,6 +128,8 @@ class Following(DrawMode):
 
     def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> Rows | None:
         name, draws, size = function.__name__, self._draws, torch.Size(shape)
+        if draws.precedes_stage:
+            draws.warn(f"{name} draws before the first module of a pipeline's stage")
         if (name, size) in draws.common:
             return None
         if (dim := draws.sample_dims.get((name, len(size)))) is None or size[dim] % max(1, len(self._indices)):
