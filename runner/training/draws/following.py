@@ -101,7 +101,7 @@ class Draws:
 
     @property
     def precedes_stage(self) -> bool:
-        """True until the computed stage of a pipeline calls its first module, before which the generators are seeded."""
+        """True until the computed stage of a pipeline calls its first module, which seeds the generators."""
         return self._stage < self._computed_stage
 
     def warn(self, what: str) -> None:
