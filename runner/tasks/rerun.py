@@ -89,7 +89,9 @@ def differences(then: Path, now: Path) -> list[str]:
         before, after = (read_code(path) if "code.hash" in changes else None for path in (then, now))
         if before is not None and after is not None:
             names = [name for name in before.modules if before.sources[name] != after.sources.get(name)]
-            lines.append(f"code: {before.describe(names)}: compare {before.directory} with {after.directory}")
+            added = [name for name in after.modules if name not in before.modules]
+            files = ", ".join(filter(None, (before.describe(names), after.describe(added))))
+            lines.append(f"code: {files}: compare {before.directory} with {after.directory}")
     if _diff(then) != _diff(now):
         lines.append(f"uncommitted changes: compare {then / DIFF} with {now / DIFF}")
     return lines

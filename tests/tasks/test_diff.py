@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from many_runs import make_run
 
+from runner.records.custom_code import CustomCode, CustomModule
 from runner.records.logged_numbers import compare_numbers, default_tolerance
+from runner.tasks.rerun import differences
 
 FP32 = default_tolerance(["fp64", "fp32"])
 
@@ -83,3 +85,17 @@ def test_evaluations_may_differ_by_half_of_the_digits(tmp_path: Path) -> None:
     one, other, wrong = (write(tmp_path / str(loss), [{"val/loss": loss}]) for loss in (1.0, 1.003, 1.03))
     assert compare_numbers((one, other), FP32).parting is None
     assert compare_numbers((one, wrong), FP32).parting is not None
+
+
+def test_a_module_that_only_the_second_run_imports_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "added.py"
+    file.touch()
+    codes = [
+        CustomCode({n: CustomModule(str(file), f"{n}.py", True) for n in names}, {n: b"" for n in names})
+        for names in (["same"], ["same", "added"])
+    ]
+    runs = [make_run(tmp_path / str(code.hash), code={"hash": code.hash}) for code in codes]
+    for code, path in zip(codes, runs, strict=True):
+        code.write(path)
+    (line,) = [line for line in differences(*runs) if line.startswith("code: ")]
+    assert line.startswith(f"code: {file}: compare ")
