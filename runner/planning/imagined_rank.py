@@ -1,12 +1,14 @@
 """The plan of one rank: its memory, its messages and its operators, from real steps on fake tensors."""
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -17,7 +19,7 @@ from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors, tensors
 from runner.input.source import Source
 from runner.planning.imagined_world import imagined_world
-from runner.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
+from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
 from runner.planning.timeline import Message, Operator, Timeline
 from runner.training.build import Experiment, build
 from runner.training.callbacks.contract import Callbacks
@@ -76,8 +78,13 @@ def plan_rank(
     with imagined_world(rank, world_size, as_backend(config.backend), on_gpu) as world, MemoryTracker() as tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = build(config, choices, world, data=(train_data, val_data))
-        parallel_model = experiment.parallel.prepare(experiment.recipe, world)
-        module, callbacks = experiment.recipe.module, Callbacks([])
+        recipe, callbacks = experiment.recipe, Callbacks([])
+        module = recipe.module
+        if experiment.parallel.meta_init:
+            # A real rank has built the model on the meta device, and creates its own part of it.
+            tracker.leave_out([*module.parameters(), *module.buffers()])
+            recipe = replace(recipe, materialize=functools.partial(_materialize, done=set[nn.Module]()))
+        parallel_model = experiment.parallel.prepare(recipe, world)
         if config.ema.decay is not None:
             callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
@@ -91,6 +98,8 @@ def plan_rank(
                 for _ in range(experiment.parallel.round_steps):
                     trainer.step(batch)
             memory = tracker.peak()
+            if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
+                memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
             between = tracker.reset_peak()
             rows, bytes_per_row = max(micro_batch.rows for micro_batch in batch.micro_batches), None
             if rows and experiment.axes.data_rank(rank) is not None:
@@ -138,6 +147,21 @@ def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
         count = times * len(positions)
         micro_batches.append(MicroBatch(data(count or (0 if loader.allow_empty else 1)), range(count)))
     return StepBatch(micro_batches, loader.sampler.step_size(0), 0.0)
+
+
+def _materialize(submodules: Iterable[nn.Module], done: set[nn.Module]) -> None:
+    """Create the tensors of the submodules that are not done, as runner.training.model.deferred_init does."""
+    created: dict[int, torch.Tensor] = {}
+    for part in {part: None for submodule in submodules for part in submodule.modules() if part not in done}:
+        done.add(part)
+        containers: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]
+        for container in containers:
+            for key, tensor in container.items():
+                if tensor is not None and id(tensor) not in created:
+                    new = torch.empty_like(tensor, requires_grad=False)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    created[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                container[key] = None if tensor is None else created[id(tensor)]
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import IMAGINED, RankInfo
@@ -26,13 +28,14 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
     They are CPU tensors also with `on_gpu`, because torch creates no streams without a GPU.
     """
     logging.disable()  # each rank of each mode would log its warnings
-    apply, has_tiles = nn.Module._apply, torch.cpu._is_amx_tile_supported
+    apply, make_mesh, has_tiles = nn.Module._apply, DeviceMesh.__init__, torch.cpu._is_amx_tile_supported
     world = World(
         RankInfo(rank, rank, world_size=world_size, local_world_size=world_size, source=IMAGINED), None, backend
     )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     exchange.use(_Exchanges())  # type: ignore[arg-type]
     nn.Module._apply = _convert  # type: ignore[method-assign]
+    DeviceMesh.__init__ = _with_values(make_mesh)  # type: ignore[method-assign]
     if on_gpu:
         torch.cpu._is_amx_tile_supported = lambda: True  # attention in bfloat16 is as fast as on such a CPU
     try:
@@ -41,6 +44,7 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
     finally:
         logging.disable(logging.NOTSET)
         nn.Module._apply = apply  # type: ignore[method-assign]
+        DeviceMesh.__init__ = make_mesh  # type: ignore[method-assign]
         torch.cpu._is_amx_tile_supported = has_tiles
         exchange.use(None)
         _clear_sharding_prop_cache()  # its meshes have the groups of this rank, and equal those of other ranks
@@ -74,6 +78,16 @@ class _Exchange:
         own = [*flags]
         count("all_reduce", len(own))
         return lambda: own
+
+
+def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, called outside of the modes that create fake tensors: a mesh needs the values of its own."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return call
 
 
 def _convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -76,6 +76,13 @@ class MemoryTracker(TorchDispatchMode):
                 if storage is not None and storage.kind in instead_of:
                     storage.kind = kind
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these tensors' storages as empty."""
+        for tensor in tensors:
+            if (storage := self._add(tensor, REST)) is not None:
+                self._change(-storage.size)
+                storage.size = 0
+
     def reset_peak(self) -> int:
         """Start to look for another peak. Return the bytes that exist now."""
         self._peak, self._is_higher = self._total, True

@@ -62,17 +62,32 @@ def bytes_of(metrics: dict[str, float]) -> dict[str, float]:
 def test_it_exchanges_what_real_ranks_exchange(
     model: tuple[str, ...], num_ranks: int, mode: str, tmp_path: Path
 ) -> None:
-    options = (
-        *model,
-        f"parallel={mode}",
-        "task=measure",
-        "task.timed_steps=1",
-        "task.compared_steps=1",
-        "log_every=1000",
-    )
-    measured = worlds.run(tmp_path, num_ranks, *options, "logger=none").result["metrics"]
-    ranks = [plan(rank, num_ranks, *model, f"parallel={mode}") for rank in range(num_ranks)]
-    assert Cell(mode, num_ranks, ranks=ranks).bytes_per_step == bytes_of(measured)
+    check_bytes(tmp_path, num_ranks, *model, f"parallel={mode}")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "mesh", [("fsdp", "replicate=2"), ("mesh", "shard=2", "tensor=2"), ("mesh", "shard=2", "stage=2")]
+)
+def test_meshes_exchange_what_real_ranks_exchange(mesh: tuple[str, ...], tmp_path: Path) -> None:
+    check_bytes(tmp_path, 4, *GPT, f"parallel={mesh[0]}", *(f"parallel.{size}" for size in mesh[1:]))
+
+
+def check_bytes(path: Path, num_ranks: int, *overrides: str) -> None:
+    options = ("task=measure", "task.timed_steps=1", "task.compared_steps=1", "log_every=1000", "logger=none")
+    measured = worlds.run(path, num_ranks, *overrides, *options).result["metrics"]
+    ranks = [plan(rank, num_ranks, *overrides) for rank in range(num_ranks)]
+    assert Cell("", num_ranks, ranks=ranks).bytes_per_step == bytes_of(measured)
+
+
+def test_a_stage_or_a_server_has_the_memory_of_its_own_tensors() -> None:
+    whole, *stages = (plan(rank, size, *MLP, "parallel=pipeline") for rank, size in ((0, 1), (0, 2), (1, 2)))
+    for kind in ("parameters", "optimizer state"):
+        assert sum(stage.memory[kind] for stage in stages) == whole.memory[kind]
+    server = plan(0, 3, *MLP, "parallel=ps").memory
+    assert server["activations"] == 0
+    # Of each trainer and of their sum, besides the gradients that the optimizer reads.
+    assert server["communication buffers"] >= 2 * server["gradients"] > 0
 
 
 def test_it_needs_the_memory_of_real_steps() -> None:
