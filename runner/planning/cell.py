@@ -114,7 +114,7 @@ def plan_cell(
     cell = Cell(mode, world_size, limit=limit)
     try:
         first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
-        others = [rank for rank in distinct_ranks(first.axes, world_size, config.batch_size) if rank > 0]
+        others = [rank for rank in distinct_ranks(first.axes, world_size, first.num_samples) if rank > 0]
         ranks = [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
     except Exception as error:  # of the model, or of torch with tensors without values
         cause = _that_needs_values(error)
@@ -132,7 +132,7 @@ def plan_cell(
     cell.ranks = [replace(rank, events=()) for rank in ranks]
     round_s, cell.bubble = simulate(_with_other_stages(ranks, first.axes), costs)
     cell.step_s = costs.step_s + round_s / first.steps
-    cell.samples_per_s = config.batch_size / cell.step_s
+    cell.samples_per_s = first.num_samples / cell.step_s
     return cell
 
 
@@ -143,8 +143,8 @@ def _that_needs_values(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def distinct_ranks(axes: Axes, world_size: int, batch_size: int) -> list[int]:
-    """Return the ranks that are planned, the first of which keeps the most.
+def distinct_ranks(axes: Axes, world_size: int, num_samples: int) -> list[int]:
+    """Return the ranks that are planned, for steps with this number of samples.
 
     Of more than FEW ranks they are the first one, the server and a trainer, the last one if it has more samples than
     the first, and the stages. Of more than FEW stages they are the first two, the middle and the last one.
@@ -152,7 +152,7 @@ def distinct_ranks(axes: Axes, world_size: int, batch_size: int) -> list[int]:
     if world_size <= FEW:
         return [*range(world_size)]
     stages = [*range(axes.stage)] if axes.stage <= FEW else [0, 1, axes.stage // 2, axes.stage - 1]
-    is_uneven = batch_size % axes.data_ranks > 0
+    is_uneven = num_samples % axes.data_ranks > 0
     first_of_stages = {axes.servers + stage * axes.tensor for stage in stages}
     return sorted({0, *first_of_stages, *([world_size - 1] if is_uneven else [])})
 

@@ -39,6 +39,7 @@ class RankPlan:
     Attributes:
         axes: The mesh of the mode.
         memory: The bytes at the peak of a step, by kind (runner.planning.memory.KINDS).
+        num_samples: The number of samples in a step, over all ranks.
         rows: The number of samples in its largest local micro-batch.
         bytes_per_row: How much the memory of a large micro-batch grows with each sample; None without samples.
         bytes_between: The bytes that exist between two steps.
@@ -50,6 +51,7 @@ class RankPlan:
     rank: int
     axes: Axes
     memory: Mapping[str, int]
+    num_samples: int
     rows: int
     bytes_per_row: float | None
     bytes_between: int
@@ -89,11 +91,23 @@ def plan_rank(
             callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         trainer = Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
-        batch = _batch(experiment, train_data)
+        batch, bytes_per_row = _batch(experiment, train_data), None
+        rows = max(micro_batch.num_samples for micro_batch in batch.micro_batches)
         tracker.mark([*module.parameters(), *module.buffers()], PARAMETERS)
+
+        def step_with_many_rows() -> float:
+            """Return the bytes per sample: with many samples, activations determine the peak."""
+            before = tracker.reset_peak()
+            trainer.step(_batch(experiment, train_data, MANY_ROWS))
+            return (sum(tracker.peak().values()) - before) / (MANY_ROWS * rows)
+
         with _marking(tracker), contextlib.closing(experiment.train_loader), contextlib.closing(experiment.val_loader):
-            trainer.step(batch)  # creates the state of the optimizer
-            tracker.reset_peak()
+            has_rows, is_pipeline = rows and experiment.axes.data_rank(rank) is not None, experiment.axes.stage > 1
+            if has_rows and not is_pipeline:  # a pipeline would keep buffers for as many samples
+                bytes_per_row = step_with_many_rows()
+            else:
+                trainer.step(batch)
+            tracker.reset_peak()  # the first step has created the state of the optimizer
             with Timeline() as timeline:
                 for _ in range(experiment.parallel.round_steps):
                     trainer.step(batch)
@@ -101,14 +115,21 @@ def plan_rank(
             if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
                 memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
             between = tracker.reset_peak()
-            rows, bytes_per_row = max(micro_batch.rows for micro_batch in batch.micro_batches), None
-            if rows and experiment.axes.data_rank(rank) is not None:
-                # With many samples, activations determine the peak.
-                trainer.step(_batch(experiment, train_data, MANY_ROWS))
-                bytes_per_row = (sum(tracker.peak().values()) - between) / (MANY_ROWS * rows)
+            if has_rows and is_pipeline:
+                bytes_per_row = step_with_many_rows()
     steps = experiment.parallel.round_steps
-    bytes_per_step = {kind: count / steps for kind, count in timeline.bytes.items()}
-    return RankPlan(rank, experiment.axes, memory, rows, bytes_per_row, between, bytes_per_step, steps, timeline.events)
+    return RankPlan(
+        rank,
+        experiment.axes,
+        memory,
+        batch.num_samples,
+        rows,
+        bytes_per_row,
+        between,
+        {kind: count / steps for kind, count in timeline.bytes.items()},
+        steps,
+        timeline.events,
+    )
 
 
 class ImaginedSource(Source):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
-from runner.distributed.machine import available_memory
+from runner.distributed.machine import allowed_cores, available_memory
 from runner.errors import InputError, did_you_mean
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
@@ -77,7 +77,7 @@ def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
         raise InputError(f"plan.memory_gib={memory} must be positive, or null for that of the device")
     memory = device.memory_gib if memory is None else memory
     limits = {size: available_memory() / size if memory is None else memory * GIB for size in sizes}
-    return plan_modes(compose_modes(request, modes, DROPPED), limits, device)
+    return plan_modes(compose_modes(request, modes, DROPPED), limits, device, len(allowed_cores()))
 
 
 def _check(cells: Sequence[Cell], config: Config) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
+from commands import Commands, wait_until
 from torch import nn
 
 from runner.checkpoints.layout import TrainState
@@ -276,3 +277,24 @@ class Reading(nn.Module):
     assert here(f"--config-dir={custom}", "task=plan", *model, *MLP[2:], *overrides) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_step_has_no_more_samples_than_the_data() -> None:
+    few = ("model=mlp", "data=random", "data.num_train=6", "batch_size=16", "parallel=allreduce")
+    config, request = worlds.configure(*few)
+    data = load_data(config, request.choices, worlds.unconnected())
+    cell = plan_cell(config, request.choices, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
+    assert [rank.rank for rank in cell.ranks] == [0, 4]  # the last one has two samples
+    assert cell.ranks[0].num_samples == 6 and cell.samples_per_s == 6 / cell.step_s
+
+
+@pytest.mark.thorough
+def test_no_process_is_left_if_a_plan_is_killed(commands: Commands) -> None:
+    words = ("task=plan", "model=gpt", "data=text", "plan.modes=[ddp,fsdp]", "plan.device=h100", "plan.world_sizes=[8]")
+    process = commands.start("-m", "runner", *words)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: bool(children.read_text()), process)
+    workers = [Path("/proc", pid) for pid in children.read_text().split()]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(worker.exists() for worker in workers))
