@@ -12,11 +12,11 @@ from runner.config.schema import Config
 from runner.config.validate import AUTO
 from runner.distributed.backend import as_backend
 from runner.distributed.world import World
-from runner.errors import InputError, JobFailed
+from runner.errors import InputError, JobFailed, quantity
 from runner.jobs.continuation import agree_on_directory
 from runner.jobs.fit import count_that_fits, from_rank_0, plan_for
 from runner.parallel.auto import Auto
-from runner.planning.cell import Cell, counted_ranks
+from runner.planning.cell import Cell
 from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, compose_modes
 from runner.records.attempts import last_line
@@ -117,7 +117,7 @@ def _describe_need(
     is_auto = config.micro_batches == AUTO
     text = (
         f"parallel=auto: the model does not fit into {least.limit / GIB:.3g} GiB per rank on "
-        f"{counted_ranks(world.world_size)}: the smallest need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}"
+        f"{quantity(world.world_size, 'rank')}: the smallest need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}"
         f"{' with one micro-batch' if is_auto else ''}"
     )
     size = 2 * world.world_size

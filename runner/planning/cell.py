@@ -97,10 +97,6 @@ class Cell:
         }
 
 
-def counted_ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
 def plan_cell(
     config: Config,
     choices: Mapping[str, str],

@@ -11,7 +11,7 @@ from runner.config.recorded import read_config
 from runner.config.recorded_code import RECORDED
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed
+from runner.errors import InputError, JobFailed, quantity
 from runner.jobs.task import LaunchingTask
 from runner.launchers.launch import launch
 from runner.optimization.parameter_patterns import counted
@@ -73,10 +73,10 @@ def describe(numbers: NumberComparison) -> str:
             f"part at {parting}: a relative difference of {parting.relative:.1e}, of which rounding explains "
             f"{numbers.allowed:.1e}"
         )
-    largest = numbers.largest
+    largest, steps = numbers.largest, quantity(numbers.num_steps, "step")
     if largest.relative == 0.0:
-        return f"are equal in {numbers.num_steps} steps"
-    text = f"agree to {largest.relative:.1e} in {numbers.num_steps} steps"
+        return f"are equal in {steps}"
+    text = f"agree to {largest.relative:.1e} in {steps}"
     if largest.relative < LARGE:
         return text
     return (

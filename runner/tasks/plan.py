@@ -9,10 +9,10 @@ from pathlib import Path
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import available_memory
-from runner.errors import InputError, did_you_mean
+from runner.errors import InputError, did_you_mean, quantity
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
-from runner.planning.cell import Cell, counted_ranks
+from runner.planning.cell import Cell
 from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
@@ -91,7 +91,7 @@ def _check(cells: Sequence[Cell], config: Config) -> None:
         key = "" if config.plan.memory_gib is None else f"plan.memory_gib={config.plan.memory_gib}: "
         raise InputError(
             f"{key}nothing fits into {least.limit / GIB:.3g} GiB per rank: the smallest need is "
-            f"{least.peak / GIB:.3g} GiB, of parallel={least.mode} on {counted_ranks(least.world_size)}; "
+            f"{least.peak / GIB:.3g} GiB, of parallel={least.mode} on {quantity(least.world_size, 'rank')}; "
             "try larger plan.world_sizes, a larger micro_batches, or activation_checkpointing=full"
         )
 
@@ -113,7 +113,7 @@ def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) 
     same_numbers = [cell for cell in fitting if cell.is_exact]  # as parallel=none
     fastest = max(same_numbers or fitting, key=lambda cell: cell.samples_per_s)
     command = _command(fastest, request, device)
-    log.info("fastest that fits: parallel=%s on %s\n%s", fastest.mode, counted_ranks(fastest.world_size), command)
+    log.info("fastest that fits: parallel=%s on %s\n%s", fastest.mode, quantity(fastest.world_size, "rank"), command)
     text = "\n\n".join([*map(markdown_table, tables), *notes, f"fastest that fits: `{command}`"])
     write_atomically(path / "plan.md", text + "\n")
     content = {"device": device.name, "command": command, "cells": [cell.as_record() for cell in cells]}

@@ -11,7 +11,7 @@ from runner.checkpoints.layout import list_checkpoints, read_train_state
 from runner.config.recorded import differences as config_differences
 from runner.config.schema import OF_TASKS, Config
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, quantity
 from runner.jobs.task import JobTask
 from runner.records.custom_code import read_code
 from runner.records.logged_numbers import compare_numbers
@@ -46,8 +46,8 @@ class Rerun(JobTask):
             return [f"run={path} is {result['state']} and has no final weights to compare with; try resume={path}"]
         if (size := result.get("world_size", 1)) != world_size:
             return [
-                f"run={path} had {size} ranks and cannot be repeated to the bit on {world_size}, because sums are "
-                f"rounded differently; start {size} ranks, or add launcher=spawn launcher.nproc_per_node={size}"
+                f"run={path} had {quantity(size, 'rank')} and cannot be repeated to the bit on {world_size}, because sums "
+                f"are rounded differently; start {quantity(size, 'rank')}, or add launcher=spawn launcher.nproc_per_node={size}"
             ]
         return []
 

@@ -55,8 +55,11 @@ def test_the_command_names_what_differs(
     assert ", failed at step 3)\ndiffers" in out
     assert "differs  optimizer.lr: was 0.1, is 0.2\n" in out
     assert "numbers  part at step 3: train/loss was 0.25, is 0.5: a relative difference of 5.0e-01, of" in out
-    assert here("task=diff", f"run={one}", f"diff.other={one}") == 0
-    assert "numbers  are equal in 3 steps\n" in capsys.readouterr().out
+    for rows, text in (([1.0, 1.0, 0.25], "3 steps"), ([1.0], "1 step")):
+        equal = make_run(tmp_path / "runs" / f"{len(rows)}", "optimizer.lr=0.1", **facts)
+        write(equal, [{"train/loss": loss} for loss in rows])
+        assert here("task=diff", f"run={one}", f"diff.other={equal}") == 0
+        assert f"numbers  are equal in {text}\n" in capsys.readouterr().out
     assert here("task=diff", f"run={one}", f"diff.with={other}", "diff.tolerance=0.5") == 0
     assert "numbers  agree to 5.0e-01 in 3 steps" in capsys.readouterr().out
 
@@ -70,6 +73,8 @@ def test_the_command_names_what_differs(
         ((f"diff.with={evaluated}",), "is a run of task=evaluate; task=diff compares training runs"),
         ((f"diff.with={mnist}",), "was trained on data=mnist with 60 train samples, and "),
         ((f"diff.with={later}",), "has no logged step in common with run="),
+        ((f"diff.with={one}/../one",), f"diff.with={one}/../one is the same run as run={one}; name two different runs"),
+        ((f"diff.with={other}", "diff.tolerance=inf"), "diff.tolerance=inf must be finite"),
         ((f"diff.with={other}", "diff.tolerance=-1"), "diff.tolerance=-1.0 must be at least 0"),
         ((f"diff.with={other}", "diff.tolerance=nan"), "diff.tolerance=nan must be at least 0"),
     ):
