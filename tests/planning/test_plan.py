@@ -216,7 +216,7 @@ def test_the_command_to_copy_starts_all_ranks(num_ranks: int, start: str) -> Non
     ("overrides", "message"),
     [
         (("plan.device=h10",), "no such data sheet; did you mean h100"),
-        (("plan.device=odd",), "odd.yaml is no data sheet"),
+        (("plan.device=odd",), "odd.yaml is not a valid data sheet"),
         (("plan.collectives=custom",), "plan.collectives=custom has not measured all_reduce"),
         (("plan.modes=[dpp]",), "unknown mode dpp; did you mean d"),
         (("plan.world_sizes=[0]",), "must be numbers of ranks of at least 1"),
