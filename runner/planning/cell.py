@@ -14,6 +14,7 @@ from runner.planning.costs import Costs
 from runner.planning.imagined_rank import RankPlan, plan_rank
 from runner.planning.simulation import simulate
 from runner.planning.timeline import Message
+from runner.training.components import make_parallel
 from runner.training.mode import Axes
 
 FEW = 4  # up to so many ranks or stages are planned separately
@@ -27,6 +28,7 @@ class Cell:
         reason: Why the mode cannot be planned. `ranks` is then empty.
         is_refused: True if a run would be refused for the same reason.
         ranks: The plans of the distinct ranks, without their events.
+        round_steps: `Parallel.round_steps` of the mode.
         limit: The memory of a rank, in bytes.
         step_s: The time of a step, in seconds.
         bubble: The fraction of a step in which a rank waits for others, averaged over the ranks.
@@ -38,6 +40,7 @@ class Cell:
     reason: str = ""
     is_refused: bool = False
     ranks: list[RankPlan] = field(default_factory=list)
+    round_steps: int = 1
     limit: float = math.inf
     step_s: float = 0.0
     bubble: float = 0.0
@@ -59,7 +62,7 @@ class Cell:
     @property
     def is_exact(self) -> bool:
         """True if the ranks combine their gradients in each step, as in every mode that is equal to parallel=none."""
-        return all(rank.steps == 1 for rank in self.ranks)
+        return self.round_steps == 1
 
     @property
     def most_rows(self) -> int | None:
@@ -109,6 +112,7 @@ def plan_cell(
     """Plan a mode, whose configuration is given. If it cannot be planned, return a cell with the reason."""
     cell = Cell(mode, world_size, limit=limit)
     try:
+        cell.round_steps = make_parallel(config, choices).round_steps
         first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
         others = [rank for rank in distinct_ranks(first.axes, world_size, config.batch_size) if rank > 0]
         ranks = [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
@@ -127,7 +131,7 @@ def plan_cell(
         return cell
     cell.ranks = [replace(rank, events=()) for rank in ranks]
     round_s, cell.bubble = simulate(_with_other_stages(ranks, first.axes), costs)
-    cell.step_s = costs.step_s + round_s / first.steps
+    cell.step_s = costs.step_s + round_s / cell.round_steps
     cell.samples_per_s = config.batch_size / cell.step_s
     return cell
 
