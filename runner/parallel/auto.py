@@ -1,17 +1,17 @@
-"""The mode that stands for one that is not chosen yet."""
+"""A placeholder for the mode that parallel=auto chooses."""
 
 from runner.distributed.world import World
 from runner.training.mode import Parallel, ParallelModel, Recipe
 
 
 class Auto(Parallel):
-    """parallel=auto: the job replaces it by the fastest mode that fits, see runner.jobs.mode_choice.
+    """A placeholder that the job replaces by the fastest mode that fits, see runner.jobs.mode_choice.
 
     Args:
-        candidates: The number of modes that are measured.
-        memory_gib: The memory of a rank in GiB, used as it is; None for 90% of the free memory of its GPU or, on a CPU,
-            of its part of the machine.
-        device: The data sheet by which times are planned; None for that of the ranks' device.
+        candidates: The number of modes to measure.
+        memory_gib: The usable memory of a rank in GiB; None for 90% of the free memory of its GPU or, on a CPU, of its
+            part of the machine's memory.
+        device: The data sheet from which times are estimated; None for that of the ranks' device.
     """
 
     def __init__(self, candidates: int = 3, memory_gib: float | None = None, device: str | None = None):
