@@ -1,4 +1,4 @@
-"""A world whose other ranks are imagined: one process computes, with fake tensors, what one rank of it would."""
+"""A world of imagined ranks: one process runs the code of one of them, with fake tensors and a fake process group."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ from runner.distributed.world import World
 
 @contextmanager
 def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -> Iterator[World]:
-    """Create the world and its process group. Tensors that are created within have no values, and take no memory.
+    """Create the world and its process group. Tensors that are created in this context are fake.
 
     They are CPU tensors also with `on_gpu`, because torch creates no streams without a GPU.
     """
@@ -34,7 +34,7 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
     exchange.use(_Exchanges())  # type: ignore[arg-type]
     nn.Module._apply = _convert  # type: ignore[method-assign]
     if on_gpu:
-        torch.cpu._is_amx_tile_supported = lambda: True  # attention in bfloat16 is as fast as on such a CPU
+        torch.cpu._is_amx_tile_supported = lambda: True  # so that bfloat16 attention runs in bfloat16, as on a GPU
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield world
@@ -43,12 +43,12 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
         nn.Module._apply = apply  # type: ignore[method-assign]
         torch.cpu._is_amx_tile_supported = has_tiles
         exchange.use(None)
-        _clear_sharding_prop_cache()  # its meshes have the groups of this rank, and equal those of other ranks
+        _clear_sharding_prop_cache()  # its meshes contain the groups of this rank, but equal those of other ranks
         world.group.leave(went_well=True)
 
 
 class _Exchanges:
-    """Exchanges as between the ranks of one machine, in which the other ranks send what this rank sends."""
+    """A replacement of the exchanges between ranks of one machine. All other ranks send the same as this rank."""
 
     on_machine = None
 
@@ -58,7 +58,7 @@ class _Exchanges:
 
 
 class _Exchange:
-    """See runner.distributed.local.exchange.LocalExchange."""
+    """A replacement of runner.distributed.local.exchange.LocalExchange."""
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
@@ -71,13 +71,13 @@ class _Exchange:
         return tensor.detach().new_empty(self._num_ranks, *tensor.shape)
 
     def any_of_async(self, flags: Iterable[bool]) -> Callable[[], list[bool]]:
-        own = [*flags]
-        count("all_reduce", len(own))
-        return lambda: own
+        given = [*flags]
+        count("all_reduce", len(given))
+        return lambda: given
 
 
 def _convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Convert a module as nn.Module._apply does, which fails for fake tensors that torch refers to weakly."""
+    """Convert a module as nn.Module._apply does, which fails for fake tensors to which weak references exist."""
     converted: dict[torch.Tensor, torch.Tensor] = {}
     for part in module.modules() if recurse else [module]:
         both: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]
