@@ -17,7 +17,7 @@ from runner.planning.timeline import Message
 from runner.training.components import make_parallel
 from runner.training.mode import Axes
 
-FEW = 4  # up to so many ranks or stages are planned separately
+MAX_PLANNED = 4  # the largest number of ranks, or of stages, that are all planned
 
 
 @dataclass
@@ -146,13 +146,13 @@ def _find_value_error(error: BaseException | None) -> BaseException | None:
 def distinct_ranks(axes: Axes, world_size: int, batch_size: int) -> list[int]:
     """Return the ranks to plan, whose memory and work represent those of all ranks.
 
-    In a world of more than FEW ranks, these are the first rank, a trainer if the first one is a parameter server, the
-    last rank if the samples are split unevenly, and one rank of each stage. Of more than FEW stages, the first two, the
-    middle and the last one are planned.
+    In a world of more than MAX_PLANNED ranks, these are the first rank, a trainer if the first one is a parameter
+    server, the last rank if the samples are split unevenly, and one rank of each stage. Of more than MAX_PLANNED
+    stages, the first two, the middle and the last one are planned.
     """
-    if world_size <= FEW:
+    if world_size <= MAX_PLANNED:
         return [*range(world_size)]
-    stages = [*range(axes.stage)] if axes.stage <= FEW else [0, 1, axes.stage // 2, axes.stage - 1]
+    stages = [*range(axes.stage)] if axes.stage <= MAX_PLANNED else [0, 1, axes.stage // 2, axes.stage - 1]
     is_uneven = batch_size % axes.data_ranks > 0
     first_of_stages = {axes.servers + stage * axes.tensor for stage in stages}
     return sorted({0, *first_of_stages, *([world_size - 1] if is_uneven else [])})
@@ -162,7 +162,7 @@ def _with_other_stages(ranks: list[RankPlan], axes: Axes) -> dict[int, Any]:
     """Return the events by rank. A stage that was not planned has the events of the middle stage."""
     events = {rank.rank: rank.events for rank in ranks}
     middle = axes.stage // 2
-    for stage in range(axes.stage if axes.stage > FEW else 0):
+    for stage in range(axes.stage if axes.stage > MAX_PLANNED else 0):
         shift = (stage - middle) * axes.tensor
         if stage * axes.tensor not in events:
             events[stage * axes.tensor] = [_shifted(event, shift) for event in events[middle * axes.tensor]]

@@ -55,14 +55,14 @@ class Trace(JobTask):
         logging.disable(logging.INFO)
         try:
             Train().run(config, experiment, world, directory, Console(quiet=True))
-        except Traced:
+        except TraceComplete:
             return {}
         finally:
             logging.disable(logging.NOTSET)
         raise JobFailed(f"run={config.run} has no step {self.steps[-1]}")
 
 
-class Traced(Exception):
+class TraceComplete(Exception):
     """Raised on all ranks after the last recorded step, to end the training."""
 
 
@@ -124,7 +124,7 @@ class Tracer(Callback):
             self._record = {}
         self._step = now.step + 1
         if self._step == self._steps.stop:
-            raise Traced
+            raise TraceComplete
 
     def _make_hook(self, name: str) -> Any:
         def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
