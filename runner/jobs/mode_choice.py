@@ -115,11 +115,10 @@ def _describe_need(
     if not exact:
         return "parallel=auto: no supported mode is equal to parallel=none; choose a mode"
     least = min(exact, key=lambda cell: cell.peak)
-    is_auto = config.micro_batches == AUTO
+    is_auto, ranks = config.micro_batches == AUTO, quantity(world.world_size, "rank")
     text = (
-        f"parallel=auto: the model does not fit into {least.limit / GIB:.3g} GiB per rank on "
-        f"{quantity(world.world_size, 'rank')}: the smallest need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}"
-        f"{' with one micro-batch' if is_auto else ''}"
+        f"parallel=auto: the model does not fit into {least.limit / GIB:.3g} GiB per rank on {ranks}: the smallest "
+        f"need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}{' with one micro-batch' if is_auto else ''}"
     )
     size = 2 * world.world_size
     while size <= LARGEST_WORLD:

@@ -147,8 +147,7 @@ def test_a_wrong_backward_is_named(
     out = traced(here, capsys, one, other)
     assert f"differs  code: {mine}/net.py: compare {one.path}" in out
     assert (
-        "trace    step 1: the gradient of layers.1.weight differs; it is computed in the backward of layers.1, "
-        in out
+        "trace    step 1: the gradient of layers.1.weight differs; it is computed in the backward of layers.1, " in out
     )
     assert "layers.2, layers.3; the largest difference is " in out
 
