@@ -195,8 +195,8 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     batch = f"{quantity(config.batch_size, 'sample')} per step"
     num_micro_batches = config.micro_batches * experiment.axes.micro_batches
     if experiment.axes.data_ranks > 1 or num_micro_batches > 1:
-        ranks_of_data = quantity(experiment.axes.data_ranks, "rank")
-        batch += f" over {ranks_of_data} x {quantity(num_micro_batches, 'micro-batch')}"
+        ending = "es" if num_micro_batches != 1 else ""
+        batch += f" over {quantity(experiment.axes.data_ranks, 'rank')} x {num_micro_batches} micro-batch{ending}"
     num_trained = sum(experiment.parameter_groups.values())
     trained = f"{num_trained:,} of them trained, " if num_trained < experiment.num_parameters else ""
     groups = [f"{name} {size:,}" for name, size in experiment.parameter_groups.items()]

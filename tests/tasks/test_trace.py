@@ -176,7 +176,7 @@ def test_runs_in_different_modes_agree(here: Callable[..., int], mine: Path, tmp
         directories.append(repeated.path / "trace")
     for other in directories[1:]:
         assert find_difference((directories[0], other), range(1, 3), default_tolerance(["fp64"])) == ("", [])
-        assert "differs for sample " in find_difference((directories[0], other), range(1, 3), -1.0)[0]
+        assert "differs for samples " in find_difference((directories[0], other), range(1, 3), -1.0)[0]
 
 
 def test_steps_before_the_start_of_a_fork_are_not_compared(tmp_path: Path) -> None:
