@@ -58,15 +58,10 @@ def plan_for(
     memory_gib: float | None = None,
     device: str | None = None,
 ) -> list[Cell]:
-    """Plan the modes for the ranks of this world. micro_batches=auto is planned as micro_batches=1.
+    """Plan the modes for the ranks of this world, whose devices have been chosen.
 
-    Args:
-        world: The ranks, whose devices have been chosen.
-        modes: The configuration of each mode by name, or the error that refuses it.
-        config_dirs: Custom directories, which may contain data sheets.
-        world_size: The number of ranks; None for that of this world.
-        memory_gib: The memory of a rank, all of which is usable; None for 90% of the memory that is free now.
-        device: The name of a data sheet; None for that of this rank's device.
+    micro_batches=auto is planned as micro_batches=1. `config_dirs` may contain data sheets. By default, the number of
+    ranks is that of this world, a rank may use 90% of its free memory, and `device` is the data sheet of its device.
     """
     limit = SAFETY * _memory(world) if memory_gib is None else memory_gib * GIB
     whole = {
@@ -79,10 +74,7 @@ def plan_for(
 
 
 def count_that_fits(cell: Cell, batch_size: int) -> int | None:
-    """Return the smallest number of micro-batches that fits, a power of two, from a plan with one micro-batch.
-
-    Return None if the plan does not determine it, or if no number fits.
-    """
+    """Return the smallest power of two of micro-batches that fits, from a plan with one; None if none is known."""
     if not cell.ranks or not cell.most_rows:
         return None
     rows = max(rank.rows for rank in cell.ranks)

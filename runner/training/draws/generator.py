@@ -39,19 +39,12 @@ def random_bits(keys: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The random numbers of one call of a random function, which differ for each sample.
+    """The random numbers of one call of a random function, which differ for each sample."""
 
-    Attributes:
-        keys: Two keys per sample, for this call, (n, 2).
-        shape: The shape of the tensor to draw.
-        dim: The dim of the samples, which may have several entries per sample.
-        sharded: A dim of which this rank has one part, the index of the part, and the number of parts.
-    """
-
-    keys: Tensor
-    shape: torch.Size
-    dim: int
-    sharded: tuple[int, int, int] | None = None
+    keys: Tensor  # two keys per sample, for this call, (n, 2)
+    shape: torch.Size  # the shape of the tensor to draw
+    dim: int  # the dim of the samples, which may have several entries per sample
+    sharded: tuple[int, int, int] | None = None  # a dim that is split, this rank's part, and the number of parts
 
     def words(self, size: int) -> Tensor:
         """Return 32 or 64 random bits for each element, as integers."""
