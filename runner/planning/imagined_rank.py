@@ -28,24 +28,24 @@ from runner.training.mode import Axes
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer
 
-MANY = 10**9  # steps; no step of a plan is the last one, or is logged
-MANY_ROWS = 64  # times as many samples in a micro-batch
+MANY = 10**9  # a number of steps that a plan never reaches: no step is logged or the last one
+MANY_ROWS = 64  # factor of the samples in a micro-batch
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank needs and does.
+    """The memory and the events of one rank.
 
     Attributes:
         axes: The mesh of the mode.
         memory: The bytes at the peak of a step, by kind (runner.planning.memory.KINDS).
         num_samples: The number of samples in a step, over all ranks.
         rows: The number of samples in its largest local micro-batch.
-        bytes_per_row: How much the memory of a large micro-batch grows with each sample; None without samples.
-        bytes_between: The bytes that exist between two steps.
-        bytes_per_step: The bytes that it exchanges, by collective, on average over the steps of a round.
-        steps: The steps of a round.
-        events: What it does in a round, in order.
+        bytes_per_row: The memory per sample of a large micro-batch, in bytes; None for a rank without samples.
+        bytes_between: The memory between two steps, in bytes.
+        bytes_per_step: The exchanged bytes by collective, averaged over the steps of a round.
+        steps: The number of steps of a round, after which the events repeat.
+        events: The operators and messages of a round, in order.
     """
 
     rank: int
@@ -72,7 +72,7 @@ def plan_rank(
     world_size: int,
     on_gpu: bool = False,
 ) -> RankPlan:
-    """Plan one rank. Raises InputError as `build` does, and what model or objective raise without values.
+    """Plan one rank. Raises InputError as `build` does, and any exception of model and objective.
 
     data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
     """
@@ -133,7 +133,7 @@ def plan_rank(
 
 
 class ImaginedSource(Source):
-    """A source that reads samples with values, and returns batches without."""
+    """A source that reads real samples, and returns batches of fake tensors."""
 
     @classmethod
     def of_source(cls, source: Source) -> "ImaginedSource":
@@ -146,9 +146,10 @@ class ImaginedSource(Source):
 
 
 def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
-    """Return this rank's data of a step, of which each local micro-batch has several times as many samples.
+    """Return this rank's batch of a step, with `times` as many samples in each local micro-batch.
 
-    All samples have the shapes of the first ones. A dim that is larger for two samples than for one grows with them.
+    All samples have the shapes of the first two. A dim that is larger for two samples than for one grows with their
+    number.
     """
     loader, seed = experiment.train_loader, experiment.train_loader.seed
     one, two = tensors(source.read([0], seed=seed)), tensors(source.read([0, min(1, len(source) - 1)], seed=seed))
@@ -187,7 +188,7 @@ def _materialize(submodules: Iterable[nn.Module], done: set[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def _marking(tracker: MemoryTracker) -> Iterator[None]:
-    """Tell the tracker what optimizers update, from which gradients, and which state they keep."""
+    """Mark the parameters, the gradients and the state of each optimizer that steps in this context."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""A world whose other ranks are imagined: one process computes, with fake tensors, what one rank of it would."""
+"""A world of imagined ranks: one process runs the code of one of them, with fake tensors and a fake process group."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ from runner.distributed.world import World
 
 @contextmanager
 def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -> Iterator[World]:
-    """Create the world and its process group. Tensors that are created within have no values, and take no memory.
+    """Create the world and its process group. Tensors that are created in this context are fake.
 
     They are CPU tensors also with `on_gpu`, because torch creates no streams without a GPU.
     """
@@ -41,7 +41,7 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
     DeviceMesh.__init__ = _with_values(make_mesh)  # type: ignore[method-assign]
     _fsdp_param._chunk_with_empty = _chunk_with_empty
     if on_gpu:
-        torch.cpu._is_amx_tile_supported = lambda: True  # attention in bfloat16 is as fast as on such a CPU
+        torch.cpu._is_amx_tile_supported = lambda: True  # so that bfloat16 attention runs in bfloat16, as on a GPU
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield world
@@ -52,12 +52,12 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
         _fsdp_param._chunk_with_empty = chunk_with_empty
         torch.cpu._is_amx_tile_supported = has_tiles
         exchange.use(None)
-        _clear_sharding_prop_cache()  # its meshes have the groups of this rank, and equal those of other ranks
+        _clear_sharding_prop_cache()  # its meshes contain the groups of this rank, but equal those of other ranks
         world.group.leave(went_well=True)
 
 
 class _Exchanges:
-    """Exchanges as between the ranks of one machine, in which the other ranks send what this rank sends."""
+    """A replacement of the exchanges between ranks of one machine. All other ranks send the same as this rank."""
 
     on_machine = None
 
@@ -67,7 +67,7 @@ class _Exchanges:
 
 
 class _Exchange:
-    """See runner.distributed.local.exchange.LocalExchange."""
+    """A replacement of runner.distributed.local.exchange.LocalExchange."""
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
@@ -80,9 +80,9 @@ class _Exchange:
         return tensor.detach().new_empty(self._num_ranks, *tensor.shape)
 
     def any_of_async(self, flags: Iterable[bool]) -> Callable[[], list[bool]]:
-        own = [*flags]
-        count("all_reduce", len(own))
-        return lambda: own
+        given = [*flags]
+        count("all_reduce", len(given))
+        return lambda: given
 
 
 def _chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Convert a module as nn.Module._apply does, which fails for fake tensors that torch refers to weakly."""
+    """Convert a module as nn.Module._apply does, which fails for fake tensors to which weak references exist."""
     converted: dict[torch.Tensor, torch.Tensor] = {}
     for part in module.modules() if recurse else [module]:
         both: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]

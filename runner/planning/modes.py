@@ -1,4 +1,4 @@
-"""The plans of several modes, each with the configuration that a command has in that mode."""
+"""The plans of several modes, each with the configuration that the command would have in that mode."""
 
 import ctypes
 import signal
@@ -37,7 +37,7 @@ class ModeConfig:
 def compose_modes(request: Request, modes: Sequence[str], dropped: Sequence[str]) -> dict[str, ModeConfig | InputError]:
     """Return the configuration of each mode, or the error with which the command line would refuse it.
 
-    dropped: top-level keys that are left out.
+    dropped: The top-level keys whose overrides are left out.
     """
     found: dict[str, ModeConfig | InputError] = {}
     for mode in modes:
@@ -59,9 +59,9 @@ def plan_modes(
     """Plan each mode at each world size.
 
     Args:
-        modes: What compose_modes returns. A refused mode becomes cells with the reason.
+        modes: The result of compose_modes. A refused mode results in cells with the reason.
         limits: The memory of a rank in bytes, by world size.
-        device: By which times are planned.
+        device: The data sheet from which times are estimated.
         num_processes: The processes that plan. Only one measures operators, because others would slow it down.
     """
     costs = dict[int, Costs]()
@@ -71,8 +71,8 @@ def plan_modes(
         try:
             if isinstance(composed, InputError):
                 raise composed
-            alone = World(RankInfo(), None, as_backend(composed.config.backend))
-            data = data or [load_data(composed.config, composed.choices, alone)]
+            world = World(RankInfo(), None, as_backend(composed.config.backend))
+            data = data or [load_data(composed.config, composed.choices, world)]
             costs = costs or {size: Costs(device, size, composed.config.threads) for size in limits}
         except InputError as error:
             plans += [partial(Cell, mode, size, error.messages[0], is_refused=True) for size in limits]
