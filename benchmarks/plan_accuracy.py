@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Batches are at most a third of the training data, because a checkpoint is copied at the end of an epoch.
+# Models are large compared with the samples that the loader reads ahead, which a plan does not include. Batches are at
+# most a third of the training data, because a checkpoint is copied at the end of an epoch.
 IMAGES = ["data=random", "data.sample_shape=[3,32,32]", "data.num_outputs=10"]
 MODELS = {
-    "mlp": ["model=mlp", "model.hidden=[1024,1024]", "batch_size=256"],
+    "mlp": ["model=mlp", "model.hidden=[2048,2048]", "batch_size=256"],
     "convnet": ["model=convnet", "batch_size=256"],
     "resnet18": [
         "model=resnet18",

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
+from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors, tensors
 from runner.input.source import Source
@@ -24,7 +25,7 @@ from runner.planning.timeline import Message, Operator, Timeline
 from runner.training.build import Experiment, build
 from runner.training.callbacks.contract import Callbacks
 from runner.training.callbacks.ema import EMA
-from runner.training.mode import Axes
+from runner.training.mode import Axes, ParallelModel
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer
 
@@ -56,7 +57,6 @@ class RankPlan:
     bytes_per_row: float | None
     bytes_between: int
     bytes_per_step: Mapping[str, float]
-    steps: int
     events: Sequence[Counter[Operator] | Message] = field(repr=False)
 
     @property
@@ -80,13 +80,8 @@ def plan_rank(
     with imagined_world(rank, world_size, as_backend(config.backend), on_gpu) as world, MemoryTracker() as tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = build(config, choices, world, data=(train_data, val_data))
-        recipe, callbacks = experiment.recipe, Callbacks([])
-        module = recipe.module
-        if experiment.parallel.meta_init:
-            # A real rank has built the model on the meta device, and creates its own part of it.
-            tracker.leave_out([*module.parameters(), *module.buffers()])
-            recipe = replace(recipe, materialize=functools.partial(_materialize, done=set[nn.Module]()))
-        parallel_model = experiment.parallel.prepare(recipe, world)
+        module, callbacks = experiment.recipe.module, Callbacks([])
+        parallel_model = _prepare(experiment, world, tracker)
         if config.ema.decay is not None:
             callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
@@ -127,7 +122,6 @@ def plan_rank(
         bytes_per_row,
         between,
         {kind: count / steps for kind, count in timeline.bytes.items()},
-        steps,
         timeline.events,
     )
 
@@ -169,6 +163,15 @@ def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
         count = times * len(positions)
         micro_batches.append(MicroBatch(data(count or (0 if loader.allow_empty else 1)), range(count)))
     return StepBatch(micro_batches, loader.sampler.step_size(0), 0.0)
+
+
+def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker) -> ParallelModel:
+    """Let the mode prepare the model, of which the rank creates its own part if a real rank does."""
+    recipe = experiment.recipe
+    if experiment.parallel.meta_init:
+        tracker.leave_out([*recipe.module.parameters(), *recipe.module.buffers()])
+        recipe = replace(recipe, materialize=functools.partial(_materialize, done=set[nn.Module]()))
+    return experiment.parallel.prepare(recipe, world)
 
 
 def _materialize(submodules: Iterable[nn.Module], done: set[nn.Module]) -> None:
