@@ -24,13 +24,7 @@ IMAGES = ["data=random", "data.sample_shape=[3,32,32]", "data.num_outputs=10"]
 MODELS = {
     "mlp": ["model=mlp", "model.hidden=[2048,2048]", "batch_size=256"],
     "convnet": ["model=convnet", "batch_size=256"],
-    "resnet18": [
-        "model=resnet18",
-        "data=random",
-        "data.sample_shape=[3,32,32]",
-        "data.num_outputs=10",
-        "batch_size=64",
-    ],
+    "resnet18": ["model=resnet18", *IMAGES, "batch_size=64"],
     "gpt": ["model=gpt", "data=text", "batch_size=64"],
 }
 MODES = ("none", "allreduce", "ddp", "zero", "fsdp", "tp", "pipeline", "ps", "local_sgd")
