@@ -2,15 +2,16 @@
 
 usage: python benchmarks/plan_accuracy.py [--models mlp,convnet,resnet18,gpt] [--ranks 1,2,4] [--only memory|speed]
 Nothing else may run, except with --only memory. For each model, task=plan plans all modes, task=compare measures their
-bytes and step times, and allocated_memory.py the peak memory of each rank. Prints a row for each mode and number of
-ranks, and for each model and number of ranks the pairs of modes whose measured step times differ by more than 20%, and
-the pairs that the plan orders wrongly.
+bytes and step times, and allocated_memory.py, with a C compiler, the peak memory of each rank. Prints a row for each
+mode and number of ranks. For each model and number of ranks, it then counts the pairs of modes whose measured step
+times differ by more than 20%, and names those that the plan orders wrongly.
 """
 
 import argparse
 import csv
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,9 @@ MODES = ("none", "allreduce", "ddp", "zero", "fsdp", "tp", "pipeline", "ps", "lo
 LARGE = 1.2  # ratio of step times that a plan must order correctly
 
 
-def run(folder: Path, *command: str) -> None:
-    subprocess.run([sys.executable, *command, f"outputs={folder}"], check=True, capture_output=True, timeout=3600)
+def run(folder: Path, *command: str, **variables: str) -> None:
+    words, env = [sys.executable, *command, f"outputs={folder}"], os.environ | variables
+    subprocess.run(words, check=True, capture_output=True, timeout=3600, env=env)
 
 
 def plan(folder: Path, words: Sequence[str], sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any]]:
@@ -53,12 +55,19 @@ def compare(folder: Path, words: Sequence[str], sizes: Sequence[int]) -> dict[tu
     return {(row["mode"], int(row["world_size"])): row for row in rows if row["step_time_s"]}
 
 
-def allocated(folder: Path, words: Sequence[str], mode: str, size: int) -> int:
+def compile_counter(folder: Path) -> Path:
+    """Return the shared library of cpu_allocator.c."""
+    library, source = folder / "cpu_allocator.so", Path(__file__).with_name("cpu_allocator.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+    return library
+
+
+def allocated(folder: Path, words: Sequence[str], mode: str, size: int, counter: Path) -> int:
     """Return the peak of the rank that needs the most memory, in bytes."""
     file = folder / f"{mode}.{size}"
     script = str(Path(__file__).parent / "allocated_memory.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", script, str(file)]
-    run(folder / "train", *torchrun, *words, f"parallel={mode}")
+    run(folder / "train", *torchrun, *words, f"parallel={mode}", LD_PRELOAD=str(counter))
     return max(int(path.read_text()) for path in folder.glob(f"{mode}.{size}.*"))
 
 
@@ -83,13 +92,14 @@ def main() -> None:
     for model in args.models.split(","):
         words = [*MODELS[model], "seed=0"]
         with tempfile.TemporaryDirectory() as name:
+            counter = compile_counter(Path(name))
             cells = plan(Path(name), words, sizes)
             measured = {} if args.only == "memory" else compare(Path(name), words, sizes)
             for (mode, size), cell in sorted(cells.items(), key=lambda item: item[0][1]):
                 planned = max(sum(parts.values()) for parts in cell["memory_bytes"].values()) / 2**20
                 row = [model, mode, str(size), f"{planned:.1f}", "", ""]
                 if args.only != "speed":
-                    peak = allocated(Path(name), words, mode, size) / 2**20
+                    peak = allocated(Path(name), words, mode, size, counter) / 2**20
                     row[4:] = [f"{peak:.1f}", f"{planned / peak - 1:+.1%}"]
                 if (mode, size) in measured:
                     real = measured[mode, size]

@@ -77,7 +77,8 @@ def plan_rank(
     data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
     """
     config = replace(config, metrics={}, monitor=None, train_metrics=False, log_every=MANY, max_steps=MANY, epochs=MANY)
-    with imagined_world(rank, world_size, as_backend(config.backend), on_gpu) as world, MemoryTracker() as tracker:
+    backend, tracker = as_backend(config.backend), MemoryTracker(with_gloo=not on_gpu)
+    with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = build(config, choices, world, data=(train_data, val_data))
         module, callbacks = experiment.recipe.module, Callbacks([])

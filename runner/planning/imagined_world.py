@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,6 +23,8 @@ from runner.distributed.local import exchange
 from runner.distributed.traffic import count
 from runner.distributed.world import World
 
+SHAPES = "_propagate_tensor_meta_non_cached"
+
 
 @contextmanager
 def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -> Iterator[World]:
@@ -30,27 +33,30 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
     They are CPU tensors also with `on_gpu`, because torch creates no streams without a GPU.
     """
     logging.disable()  # each rank of each mode would log its warnings
-    apply, make_mesh, has_tiles = nn.Module._apply, DeviceMesh.__init__, torch.cpu._is_amx_tile_supported
     world = World(
         RankInfo(rank, rank, world_size=world_size, local_world_size=world_size, source=IMAGINED), None, backend
     )
-    chunk_with_empty = _fsdp_param._chunk_with_empty
+    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+        (nn.Module, "_apply", _convert),
+        (_fsdp_param, "_chunk_with_empty", _chunk_with_empty),
+        # A mesh needs the values of its tensor, and DTensor computes shapes with whole tensors that no rank has.
+        (DeviceMesh, "__init__", _outside_modes(DeviceMesh.__init__)),
+        (ShardingPropagator, SHAPES, _outside_modes(getattr(ShardingPropagator, SHAPES))),
+    ]
+    if on_gpu:  # bfloat16 attention runs in bfloat16, as on a GPU
+        replacements.append((torch.cpu, "_is_amx_tile_supported", lambda: True))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     exchange.use(_Exchanges())  # type: ignore[arg-type]
-    nn.Module._apply = _convert  # type: ignore[method-assign]
-    DeviceMesh.__init__ = _with_values(make_mesh)  # type: ignore[method-assign]
-    _fsdp_param._chunk_with_empty = _chunk_with_empty
-    if on_gpu:
-        torch.cpu._is_amx_tile_supported = lambda: True  # so that bfloat16 attention runs in bfloat16, as on a GPU
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield world
     finally:
         logging.disable(logging.NOTSET)
-        nn.Module._apply = apply  # type: ignore[method-assign]
-        DeviceMesh.__init__ = make_mesh  # type: ignore[method-assign]
-        _fsdp_param._chunk_with_empty = chunk_with_empty
-        torch.cpu._is_amx_tile_supported = has_tiles
+        for owner, name, original in originals:
+            setattr(owner, name, original)
         exchange.use(None)
         _clear_sharding_prop_cache()  # its meshes contain the groups of this rank, but equal those of other ranks
         world.group.leave(went_well=True)
@@ -98,8 +104,8 @@ def _chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[t
     return chunks + [tensor.new_empty(0)] * (num_chunks - len(chunks))
 
 
-def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, called outside of the modes that create fake tensors: a mesh needs the values of its own."""
+def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, called outside of all modes: its tensors are real, and are not counted."""
 
     def call(*args: Any, **options: Any) -> Any:
         with _disable_current_modes():

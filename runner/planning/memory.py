@@ -26,12 +26,14 @@ class _Storage:
 class MemoryTracker(TorchDispatchMode):
     """A context that tracks the storages of all tensors that operators create, also on the meta device.
 
-    Tensors that operators use internally are not included. The kinds of the memory at a peak are determined at the end
-    of the step, because only then is it known which tensors became gradients or optimizer state.
+    Tensors that operators use internally are not included, except gloo's copy of a tensor that is reduced and scattered
+    (`with_gloo`), which can be as large as a block's gradients. The kinds of the memory at a peak are determined at the
+    end of the step, because only then is it known which tensors became gradients or optimizer state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, with_gloo: bool = False) -> None:
         super().__init__()
+        self._with_gloo = with_gloo
         self._live: dict[int, _Storage] = {}
         self._total = self._peak = 0
         self._is_higher = False  # the total is higher than at the last snapshot
@@ -57,6 +59,9 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it calls this mode again, with the local tensors
+        if self._with_gloo and function is torch.ops.c10d._reduce_scatter_base_.default:
+            self._add(copy := torch.empty_like(args[1]), COMMUNICATION)
+            del copy
         result = function(*args, **(kwargs or {}))
         in_backward = torch._C._current_graph_task_id() != -1
         kind = COMMUNICATION if "c10d" in function.namespace else REST if in_backward else ACTIVATIONS
