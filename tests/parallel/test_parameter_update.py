@@ -16,7 +16,7 @@ from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.distributed.world import World
 from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
-from runner.parallel.parameter_update import ParameterUpdate, sum_gradients
+from runner.parallel.parameter_update import ParameterUpdate, sum_gradients, weight_factor
 
 FP32 = Precision("fp32", torch.device("cpu"))
 
@@ -114,3 +114,9 @@ def test_the_gradient_scaler_is_updated_after_each_step() -> None:
     scaler.scale(parameter.sum() * torch.inf).backward()
     update.step(1.0, want_norm=False)
     assert scaler.get_scale() == 4.0 and parameter.tolist() == [0.0, 0.0]
+
+
+def test_a_step_without_weight_has_the_factor_0() -> None:
+    """If all targets of a step are ignored, its gradients are 0, and not 0 times infinity."""
+    factors = [weight_factor(6, torch.tensor(weight, dtype=torch.float64), torch.clone) for weight in (0.0, 3.0)]
+    assert [factor.item() for factor in factors] == [0.0, 2.0]
