@@ -15,7 +15,7 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.input.stream import UNKNOWN_LENGTH
-from runner.records.loggers.dashboard import IDS
+from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
 from runner.records.record_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.result import RESULT
@@ -34,18 +34,14 @@ def count_samples(experiment: Experiment | None) -> dict[str, int]:
 
 
 def check_directory(directory: str | None, config: Config, experiment: Experiment | None) -> list[str]:
-    """Return a message for each reason why the job cannot resume the run in `directory`. Rank 0 must call it.
-
-    `directory` is None for a new run.
-    """
+    """Return the reasons why the job cannot resume the run in `directory`, which is None for a new run."""
     if directory is None:
         return []
     path = Path(directory)
     try:
         check_links(path)
         before = read_mapping(path / RESULT) if (path / RESULT).exists() else {}
-        if (path / IDS).exists():
-            read_mapping(path / IDS)
+        read_ids(path)
         list(read_metrics(path))
     except InputError as error:
         return error.messages

@@ -58,15 +58,10 @@ def plan_for(
     memory_gib: float | None = None,
     device: str | None = None,
 ) -> list[Cell]:
-    """Plan the modes in this world. With micro_batches=auto, a micro-batch has all samples.
+    """Plan the modes in this world, whose devices have been chosen. Data sheets are also searched in `config_dirs`.
 
-    Args:
-        world: The ranks, whose devices have been chosen.
-        modes: The configuration of each mode by name, or why it is refused.
-        config_dirs: Directories with more data sheets.
-        world_size: The number of ranks; None for that of this world.
-        memory_gib: The memory of a rank, used as it is; None for 90% of what is free now.
-        device: The name of a data sheet; None for that of this rank's device.
+    With micro_batches=auto, a micro-batch has all samples. None stands for the number of ranks of this world, for 90%
+    of the memory that is free now, and for the data sheet of this rank's device.
     """
     limit = SAFETY * _memory(world) if memory_gib is None else memory_gib * GIB
     whole = {
@@ -79,10 +74,7 @@ def plan_for(
 
 
 def count_that_fits(cell: Cell, batch_size: int) -> int | None:
-    """Return the smallest power of two of micro-batches that fit, from a plan with a single one.
-
-    None if the plan does not say it, or if no number fits.
-    """
+    """Return the smallest power of two of micro-batches that fit, from a plan with one; None if none is known."""
     if not cell.ranks or not cell.most_rows:
         return None
     rows = max(rank.rows for rank in cell.ranks)
