@@ -73,12 +73,9 @@ class Sweep:
         Raises InputError, with nothing written, if a job has a value that is invalid by itself. A job whose values do
         not fit together is refused when it starts. All ranks must call it.
 
-        Args:
-            jobs: The overrides of each job.
-            swept: The keys that have several values.
-            check: Checks further requirements on all configurations, and raises InputError.
-            prepare: Called with the directory on rank 0, before anything is written there; it may raise InputError.
-                The jobs are then examples, and the sweeper adds its own with `add_job`.
+        `swept` are the keys that have several values. `check` and `prepare` may raise InputError. `prepare` is called
+        with the directory on rank 0, before anything is written there; the jobs are then examples, and the sweeper
+        adds its own with `add_job`.
         """
         composer = Composer(master, loader)
         composed = [composer.compose(job) for job in jobs]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runner.config.schema import Config
 from runner.distributed.environment import PORTS, RankInfo
@@ -54,7 +54,7 @@ class Slurm(Queue):
     prefix: str | None = None
     signal_s: int = 120
     parallel_jobs: int | None = None
-    code: str = "frozen"
+    code: Literal["frozen", "live"] = "frozen"
     dry_run: bool = False
     wait: bool = False
     max_restarts: int = 0
@@ -79,11 +79,6 @@ class Slurm(Queue):
         if self.conda and self.venv:
             raise ValueError(
                 f"launcher.conda={self.conda} and launcher.venv={self.venv} exclude each other; remove one"
-            )
-        if self.code not in ("frozen", "live"):
-            raise ValueError(
-                f"launcher.code={self.code} must be frozen (the code at submission) or live (the code when the job "
-                "starts)"
             )
         self.world_size = self.nodes * self.nproc_per_node
         self._submitted: list[str] = []  # the names of the sweep's jobs
