@@ -1,5 +1,6 @@
 """TensorBoard's event file in the run directory: scalars, images, the configuration, and the run's hparams."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,12 @@ class TensorBoard(Logger):
         self._writer.flush()
 
     def close(self, outcome: RunOutcome) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
         if outcome:  # not if the run may be resumed, because TensorBoard shows the first end that it reads
-            *_, end = hparams({}, {})
-            self._writer.file_writer.add_summary(end)
+            self._end_session()
         self._writer.close()
 
     def _start_session(self, directory: Path, trial: Trial) -> None:
         """Add a row to the tab HParams. SummaryWriter.add_hparams would create a second run."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # `api` needs TensorFlow
@@ -88,8 +85,21 @@ class TensorBoard(Logger):
         columns = (*trial.metrics[:MAX_EVALUATION_COLUMNS], *OTHER_COLUMNS)
         metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in columns]
         experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
-        description = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
-        value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=description, tensor=metadata.NULL_TENSOR)
+        self._add(metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment))
+
+    def _end_session(self) -> None:
+        from tensorboard.plugins.hparams import api_pb2, metadata
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
+        end = SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+        self._add(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end))
+
+    def _add(self, tag: str, data: Any) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import metadata
+
+        summary_metadata = metadata.create_summary_metadata(data)
+        value = Summary.Value(tag=tag, metadata=summary_metadata, tensor=metadata.NULL_TENSOR)
         self._writer.file_writer.add_summary(Summary(value=[value]))
 
 
