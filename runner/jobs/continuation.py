@@ -1,6 +1,5 @@
 """The directory of a job: a new one, or that of the run that it resumes; its checks, lock and past evaluations."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -160,10 +159,10 @@ class PastEvaluations:
 def read_past_evaluations(directory: RunDirectory, monitor: Monitor, world: World) -> PastEvaluations:
     """Read the evaluations on rank 0 and send them to the others. All ranks must call it."""
 
-    def read() -> str:
+    def read() -> list[Any]:
         checkpoints = [step_of(path) for path in list_checkpoints(directory.checkpoints)]
         values = directory.evaluations(monitor.name) if checkpoints else {}
-        return json.dumps([list(values.items()), checkpoints])
+        return [list(values.items()), checkpoints]
 
-    values, checkpoints = json.loads(world.consensus.broadcast("past_evaluations", read))
+    values, checkpoints = world.consensus.broadcast("past_evaluations", read)
     return PastEvaluations(dict(values), checkpoints)

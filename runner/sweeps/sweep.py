@@ -1,6 +1,5 @@
 """A sweep: the checks of its jobs, its new or resumed directory, and the execution of each job."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -135,7 +134,7 @@ class Sweep:
         if self.rank_info.world_size == 1:
             return make()
         try:
-            return json.loads(self.join().consensus.broadcast(topic, lambda: json.dumps(make())))
+            return self.join().consensus.broadcast(topic, make)
         except ValueError as error:
             raise InputError(*str(error).splitlines()) from None
 
