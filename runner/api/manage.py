@@ -7,14 +7,13 @@ in the directory `outputs`. The functions raise InputError if no run has this na
 import os
 import shutil
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError, did_you_mean
 from runner.records.labels import read_labels, write_labels
-from runner.records.ledger import STOPPING, JobRecord, is_sweep, read_ledger, write_state
+from runner.records.ledger import STOPPING, is_sweep, read_ledger, write_state
 from runner.records.listing import find_record, read_row
 from runner.records.records import CELLS, find_records
 from runner.records.result import read_result
@@ -124,7 +123,7 @@ def check_deletable(path: Path, ignored: int | None = None) -> None:
     for directory in directories:
         if (owner := living_owner(directory)) and not (owner.is_here and owner.pid == ignored):
             raise InputError(f"{directory} is in progress (process {owner.pid} on {owner.host}); type runs stop {path}")
-    if _is_queued(jobs):
+    if any(job.state == "queued" for job in jobs):
         raise InputError(f"{path} has jobs in a queue; cancel them first")
     submitted = {job: directory for directory in directories if (job := last_job(directory))}
     ended = find_ended([*submitted])
@@ -138,7 +137,3 @@ def forks_of(path: Path, folder: Path) -> list[Path]:
     results = ((other, read_result(other) or {}) for other, is_sweep in find_records(folder) if not is_sweep)
     forks = [other for other, result in results if Path(result.get("parent") or "").is_relative_to(path)]
     return [fork for fork in forks if not fork.is_relative_to(path)]
-
-
-def _is_queued(jobs: Sequence[JobRecord]) -> bool:
-    return any(job.state == "queued" for job in jobs)

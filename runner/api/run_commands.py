@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rich import filesize
+
 from runner.api import manage
 from runner.api.watch import watch
 from runner.errors import InputError, did_you_mean, nearest, printable
@@ -167,7 +169,7 @@ def _show(args: Namespace) -> None:
         "command": " ".join(map(str, result.get("command") or [])),
         **{key: result.get(key) for key in SHOWN},
         "age": listing.describe_age(time.time() - row.started),
-        "size": listing.describe_size(row.size),
+        "size": filesize.decimal(row.size),
         "attempts": ", ".join(str(attempt.state) for attempt in read_attempts(path)),
         "checkpoints": ", ".join(sorted(each.name for each in (path / CHECKPOINTS).glob("step_*"))),
         "tags": " ".join(row.labels.tags),
@@ -216,7 +218,7 @@ def _delete(args: Namespace) -> None:
             listed = ", ".join(str(fork.relative_to(folder)) for fork in forks)
             print(printable(f"runs started from {path.name}, and keep a copy of its checkpoint: {listed}"), flush=True)
     if not args.yes:
-        total = listing.describe_size(sum(row.size for row in rows))
+        total = filesize.decimal(sum(row.size for row in rows))
         what = "this directory" if len(rows) == 1 else f"these {len(rows)} directories"
         try:
             answer = input(f"delete {what} ({total})? [y/N] ")

@@ -127,8 +127,7 @@ class Run:
 
         Args:
             inputs: a tensor or an array, a tuple of them (`model(*inputs)`) or a dict (`model(**inputs)`).
-            checkpoint: as for `model`.
-            device: the device of the model and of the outputs.
+            checkpoint, device: as for `model`; the outputs are on the same device.
         """
         import torch
         from torch.utils._pytree import tree_map_only

@@ -1,7 +1,6 @@
 """The two sides of a checkpoint: LocalState, which a rank writes, and SavedState, from which it fills its tensors."""
 
 import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,8 +140,8 @@ def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
         if messages := world.consensus.first_error(f"sound/{path.name}", messages):
             raise ValueError(messages[0])
 
-    listed = world.consensus.broadcast("checkpoints", lambda: json.dumps([str(p) for p in candidates(directory, name)]))
-    paths = [Path(path) for path in json.loads(listed)]
+    listed = world.consensus.broadcast("checkpoints", lambda: [str(path) for path in candidates(directory, name)])
+    paths = [Path(path) for path in listed]
     return SavedState.open(choose_checkpoint(directory, name, paths, check))
 
 

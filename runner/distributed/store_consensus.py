@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 from runner.distributed.environment import RankInfo
 from runner.distributed.world_store import WorldStore
@@ -44,23 +45,23 @@ class StoreConsensus:
             raise RanksMissing(result, is_reporter=rank == 0)
         return result
 
-    def broadcast(self, topic: str, make: Callable[[], str]) -> str:
-        """Return what `make` returns on rank 0, on every rank. All ranks must call it.
+    def broadcast(self, topic: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns on rank 0, a value for JSON, on every rank. All ranks must call it.
 
         Raises InputError on every rank if `make` does, and ValueError if `make` raises another ValueError or OSError.
         """
-        value, errors = "", list[str]()
+        text, errors = "", list[str]()
         if self._rank_info.rank == 0:
             try:
-                value = make()
+                text = json.dumps(make())
             except (ValueError, OSError) as error:
                 errors = [InputError.__name__ if isinstance(error, InputError) else "", str(error)]
             if self._store.job is not None:
-                self._store.job.set(topic, value)
+                self._store.job.set(topic, text)
         if errors := self.first_error(f"{topic}/made", errors):
-            kind, text = errors
-            raise InputError(*text.splitlines()) if kind else ValueError(text)
-        return value if self._store.job is None else self._get(topic, topic)
+            kind, message = errors
+            raise InputError(*message.splitlines()) if kind else ValueError(message)
+        return json.loads(text if self._store.job is None else self._get(topic, topic))
 
     def broadcast_once(self, topic: str, make: Callable[[], str]) -> str:
         """Return the value of `broadcast`; after a restart by an agent, the value from before the restart."""

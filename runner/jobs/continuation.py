@@ -1,6 +1,5 @@
 """The directory of a job: a new one, or that of the run that it resumes; its checks, lock and past evaluations."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.input.stream import UNKNOWN_LENGTH
-from runner.records.loggers.dashboard import IDS
+from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
 from runner.records.record_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.result import RESULT
@@ -34,18 +33,14 @@ def count_samples(experiment: Experiment | None) -> dict[str, int]:
 
 
 def check_directory(directory: str | None, config: Config, experiment: Experiment | None) -> list[str]:
-    """Return a message for each reason why the job cannot resume the run in `directory`. Rank 0 must call it.
-
-    `directory` is None for a new run.
-    """
+    """Return the reasons why the job cannot resume the run in `directory`, which is None for a new run."""
     if directory is None:
         return []
     path = Path(directory)
     try:
         check_links(path)
         before = read_mapping(path / RESULT) if (path / RESULT).exists() else {}
-        if (path / IDS).exists():
-            read_mapping(path / IDS)
+        read_ids(path)
         list(read_metrics(path))
     except InputError as error:
         return error.messages
@@ -164,10 +159,10 @@ class PastEvaluations:
 def read_past_evaluations(directory: RunDirectory, monitor: Monitor, world: World) -> PastEvaluations:
     """Read the evaluations on rank 0 and send them to the others. All ranks must call it."""
 
-    def read() -> str:
+    def read() -> list[Any]:
         checkpoints = [step_of(path) for path in list_checkpoints(directory.checkpoints)]
         values = directory.evaluations(monitor.name) if checkpoints else {}
-        return json.dumps([list(values.items()), checkpoints])
+        return [list(values.items()), checkpoints]
 
-    values, checkpoints = json.loads(world.consensus.broadcast("past_evaluations", read))
+    values, checkpoints = world.consensus.broadcast("past_evaluations", read)
     return PastEvaluations(dict(values), checkpoints)

@@ -1,6 +1,5 @@
 """Plans of modes for the ranks of this world, and the number of micro-batches that fit into their memory."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,9 +29,9 @@ def from_rank_0(world: World, backend: Backend, plan: Callable[[], Any]) -> Any:
     Raises InputError on every rank if `plan` fails, and Preempted after a signal to any rank.
     """
 
-    def make() -> str:
+    def make() -> Any:
         try:
-            return json.dumps(plan())
+            return plan()
         except InputError:
             raise
         except Exception as error:  # raised by the user's data, which the other ranks do not read
@@ -44,7 +43,7 @@ def from_rank_0(world: World, backend: Backend, plan: Callable[[], Any]) -> Any:
         with interruptible():
             if messages := world.consensus.first_error("devices", choose_devices(world)):
                 raise InputError(*messages)
-            return json.loads(world.consensus.broadcast("plan", make))
+            return world.consensus.broadcast("plan", make)
     except Stopped as error:
         world.shutdown.report_stop(str(error))
         raise Preempted(str(error)) from None

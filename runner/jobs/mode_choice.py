@@ -157,7 +157,7 @@ def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: R
             rates.pop(name, None)
             failed[name] = last_line(str(error)) or ""
 
-    def choose() -> str:
+    def choose() -> dict[str, Any]:
         if not rates:
             raise InputError(*(f"parallel=auto: parallel={name} failed: {why}" for name, why in failed.items()))
         choice = {
@@ -168,7 +168,7 @@ def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: R
             "jobs": num_jobs,
         }
         write_atomically(path / CHOICE, json.dumps(choice, indent=1) + "\n")
-        return json.dumps(choice)
+        return choice
 
     world.begin_job(world.backend)
-    return dict(json.loads(world.consensus.broadcast("choice", choose)))
+    return dict(world.consensus.broadcast("choice", choose))

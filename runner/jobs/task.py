@@ -63,10 +63,7 @@ class LaunchingTask(Task, Protocol):
 
     @abstractmethod
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Run the task in every process in which the command was started. Return its metrics.
-
-        Raises InputError, Preempted or JobFailed, as runner.jobs.job.run_job does.
-        """
+        """Run the task in each process of the command. Return its metrics, or raise as runner.jobs.job.run_job does."""
 
 
 def launches_jobs(config: Config) -> bool:

@@ -38,11 +38,8 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
     The class and options of the model are those that the run recorded, and its custom directories (--config-dir) are
     added to sys.path. The dtype is that of the run's parameters: float64 for precision=fp64, else float32. Raises
     InputError if the run or the checkpoint does not exist, if the checkpoint does not fit the model, or if the
-    directory belongs to another user, names custom code, and is not trusted.
-
-    Args:
-        checkpoint: last, best or step_N.
-        code: `recorded` imports custom modules from the run's copy of them, `current` from the current files.
+    directory belongs to another user, names custom code, and is not trusted. `checkpoint` and `code` are as in
+    `runner.api.runs.Run.model`.
     """
     config, named = read_config(run), f"run={run}"
     _, config_dirs = read_overrides(run, named, trust)

@@ -34,10 +34,7 @@ def make_launcher(config: Config) -> Launcher:
 
 
 def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
-    """Run the job by its launcher and return the metrics. Raises InputError, Preempted or JobFailed, as run_job does.
-
-    launcher: The configuration's launcher if the caller has constructed it.
-    """
+    """Run the job by its launcher. Return the metrics, or raise as runner.jobs.job.run_job does."""
     launcher = launcher or make_launcher(config)
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)

@@ -32,10 +32,7 @@ class Launcher(Protocol):
 
     @abstractmethod
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Run the job to its end and return rank 0's metrics.
-
-        Raises InputError, Preempted or JobFailed, as runner.jobs.job.run_job does.
-        """
+        """Run the job to its end. Return rank 0's metrics, or raise as runner.jobs.job.run_job does."""
 
 
 class Queue(Launcher, Protocol):

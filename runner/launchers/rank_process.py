@@ -14,17 +14,7 @@ from runner.config.recorded_code import importing_code_of
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import find_rank_info
-from runner.distributed.failures.signals import (
-    EXIT_DELAY_S,
-    INTERRUPTED,
-    MAY_BE_IGNORED,
-    PREEMPTED,
-    STOP_SIGNALS,
-    detach_terminal,
-    exit_at_once_with_parent,
-    install_rank_handlers,
-    signals_blocked,
-)
+from runner.distributed.failures import signals
 from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, Preempted
 from runner.jobs.job import run_job
@@ -40,7 +30,7 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
     """Run one rank in its own process, in the environment that torch's agent has set. Return its outcome."""
     # From here on the process receives signals, and forks its loader workers itself: a fork server for them would
     # outlive it.
-    install_rank_handlers()
+    signals.install_rank_handlers()
     open_streams()
     tune_process()
     multiprocessing.set_start_method(None, force=True)
@@ -60,7 +50,7 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
         sys.exit(FAILURE_REPORTED)  # an agent regards a rank that returns as finished, and waits for other machines
     except (InputError, Preempted, KeyboardInterrupt) as error:
         outcome = error.with_traceback(None)  # its frames refer to the model
-    exit_at_once_with_parent()  # the rank waits until torch's agent has read the result
+    signals.exit_at_once_with_parent()  # the rank waits until torch's agent has read the result
     return outcome
 
 
@@ -79,7 +69,7 @@ def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
         is_second = is_interrupt and signal.SIGINT.name in received
         received.append(signal.Signals(number).name)
         if number == signal.SIGHUP:
-            detach_terminal()
+            signals.detach_terminal()
         ranks = [process for process in multiprocessing.active_children() if process.pid and process not in not_ranks]
         for process in ranks:
             # The ranks have received a terminal's Ctrl-C themselves; a SIGTERM is not counted as a second one.
@@ -87,16 +77,16 @@ def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
                 os.kill(process.pid or 0, signal.SIGTERM if is_interrupt and not is_second else number)
         if ranks and not is_second:
             return
-        deadline = time.monotonic() + EXIT_DELAY_S  # for ranks that record the interruption
+        deadline = time.monotonic() + signals.EXIT_DELAY_S  # for ranks that record the interruption
         for process in ranks:
             process.join(max(deadline - time.monotonic(), 0.0))
             process.kill()
         if is_embedded:
             raise KeyboardInterrupt if is_interrupt else SystemExit(128 + number)
-        raise SystemExit(INTERRUPTED if is_second else PREEMPTED)
+        raise SystemExit(signals.INTERRUPTED if is_second else signals.PREEMPTED)
 
-    ignored = [number for number in MAY_BE_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS if number not in ignored}
+    ignored = [number for number in signals.MAY_BE_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in signals.STOP_SIGNALS if number not in ignored}
     try:
         yield received
     finally:
@@ -110,7 +100,7 @@ def start_fork_server() -> None:
     The server imports torch once for all ranks of all jobs and, unlike this process, has not used a GPU.
     """
     multiprocessing.set_forkserver_preload(["runner.launchers.preload"])
-    with signals_blocked():
+    with signals.signals_blocked():
         resource_tracker.ensure_running()  # it unblocks some signals
-    with signals_blocked():
+    with signals.signals_blocked():
         forkserver.ensure_running()

@@ -6,10 +6,7 @@ MASTER_PORT = 29500  # torchrun's default
 
 
 class Spawn(Torchrun):
-    """Start `nproc_per_node` ranks on this machine, which is number `node_rank` of `nodes`.
-
-    The rendezvous of several machines is at master_addr:master_port.
-    """
+    """launcher=spawn; conf/launcher/spawn.yaml documents the options."""
 
     source = "spawn"
 

@@ -77,10 +77,7 @@ def append_attempt(directory: Path, attempt: Attempt) -> None:
 
 
 def initial_values(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with the initial values of the keys that later attempts have changed.
-
-    config: the configuration of the last attempt that trained, by dotted key.
-    """
+    """Return `config`, of the last attempt that trained, with the initial values of the keys that attempts changed."""
     first: dict[str, Any] = {}
     for attempt in read_attempts(directory):
         for key, (before, _) in attempt.changed.items():

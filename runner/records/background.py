@@ -36,11 +36,12 @@ class BackgroundThread:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for all functions, at most `timeout_s`. Return True if they are done."""
         newest = self._newest
-        if newest is not None and not wait([newest], timeout_s).done:
+        if newest is None:
+            return True
+        if not wait([newest], timeout_s).done:
             return False
         self._newest = None
-        if newest is not None:
-            newest.result()
+        newest.result()
         return True
 
 

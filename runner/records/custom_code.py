@@ -121,10 +121,7 @@ def imported_code(config: Mapping[str, Any]) -> CustomCode:
 
 
 def find_code(run: Path, fix: str = "add code=current") -> Path | None:
-    """Return the directory of the code that the last attempt of a run recorded; None if it has no custom modules.
-
-    Raise InputError, which suggests `fix`, if the directory is missing.
-    """
+    """Return the directory with the copy of a run's custom modules, or None. Raise InputError if it is missing."""
     recorded = (read_result(run) or {}).get("code")
     name = recorded.get("hash") if isinstance(recorded, dict) else None
     if not isinstance(name, str):

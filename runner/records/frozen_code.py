@@ -20,18 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runner.errors import InputError
+from runner.records import provenance
 from runner.records.custom_code import custom_file, runner_sources
 from runner.records.ledger import is_sweep
-from runner.records.provenance import (
-    DIFF,
-    INSTALLED,
-    STATE,
-    CodeState,
-    custom_repositories,
-    diff_name,
-    git_diff,
-    git_state,
-)
+from runner.records.provenance import INSTALLED, STATE, CodeState
 from runner.records.record_files import dumps
 
 # Directories of the archive, for the directories of --config-dir and for other imported modules.
@@ -68,8 +60,8 @@ def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> F
         directory = directory.parent
     if is_new := path is None:
         places = {name: str(path) for name, path in _custom_sources(config_dirs).items()}
-        repositories = custom_repositories(config_dirs)
-        state = CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), git_state(), repositories, places)
+        repositories = provenance.custom_repositories(config_dirs)
+        state = CodeState(time.strftime("%Y-%m-%dT%H:%M:%S"), provenance.git_state(), repositories, places)
         _check_size(state)
         path = _write_archive(directory, state) if write else None
     else:
@@ -97,11 +89,9 @@ def _write_archive(directory: Path, state: CodeState) -> Path:
     files = [found for archive_path, source in sources.items() for found in _files_of(archive_path, source)]
     partial = directory / "code.tar.tmp"
     with tarfile.open(partial, "w", dereference=True) as archive:
-        if state.git["dirty"]:
-            _add_text(archive, DIFF, git_diff())
-        for repository, facts in state.repositories.items():
-            if facts["dirty"]:
-                _add_text(archive, diff_name(repository), git_diff(repository))
+        for name, diff in provenance.uncommitted_changes(state.git, state.repositories).items():
+            if diff is not None:
+                _add_text(archive, name, diff)
         _add_text(archive, STATE, dumps(asdict(state), indent=1))
         for name, file in files:
             if _is_linked(file):
@@ -153,10 +143,7 @@ def _is_linked(file: Path) -> bool:
 
 
 def _custom_sources(config_dirs: Sequence[str]) -> dict[str, Path]:
-    """Return the directories of --config-dir, and other imported user modules and packages, by archive path.
-
-    The configuration names these modules, or another such module imports them.
-    """
+    """Return the directories of --config-dir, and other imported user modules and packages, by archive path."""
     directories = [Path(path) for path in config_dirs]
     names = [re.sub(r"[^A-Za-z0-9._-]+", ".", path.name) for path in directories]
     found = {f"{CUSTOM}/{n}-{name}": path for n, (name, path) in enumerate(zip(names, directories, strict=True))}

@@ -108,10 +108,7 @@ def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
 
 
 def lock_sweep(directory: Path) -> None:
-    """Lock the sweep for this process until `unlock_sweep`, or until the process exits.
-
-    Raises InputError that names the lock owner if another process has locked it.
-    """
+    """Lock the sweep until `unlock_sweep` or the end of the process. Raises InputError if another one has locked it."""
     check_links(directory)
     _locks[directory] = lock_directory(directory)
 

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich import filesize
+
 from runner.errors import InputError, did_you_mean
 from runner.records.labels import Labels, read_labels
 from runner.records.ledger import DONE, is_sweep, read_ledger
@@ -195,16 +197,8 @@ def as_cells(rows: Sequence[Row]) -> Cells:
         values = [show(value) if math.isfinite(value) else "" for value in (row.best, row.last)]
         tags = " ".join([*row.labels.tags, *["(archived)"] * row.labels.archived])
         monitor, age = row.monitor.name if row.monitor else "", describe_age(time.time() - row.started)
-        cells.append([row.name, row.state, row.done, monitor, *values, age, describe_size(row.size), tags])
+        cells.append([row.name, row.state, row.done, monitor, *values, age, filesize.decimal(row.size), tags])
     return without_empty_columns(cells)
-
-
-def describe_size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.1f} TB"
 
 
 def describe_age(seconds: float) -> str:

@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +62,7 @@ def submission_time() -> str | None:
 
 
 def custom_repositories(directories: Iterable[str | Path]) -> dict[str, dict[str, Any]]:
-    """Return the states of the repositories that contain the directories, by path, without the runner's repository.
-
-    For frozen code, return the states at the time of submission.
-    """
+    """Return the states of the repositories that contain the directories, by path, without the runner's repository."""
     if extracted := _extracted_code():
         return extracted[1].repositories
     tops = {_git(Path(directory), "rev-parse", "--show-toplevel") for directory in directories}
@@ -103,10 +100,7 @@ def machine() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Return the commit of the runner's repository, or else the working directory's, and whether it has changes.
-
-    For frozen code, return the state at the time of submission.
-    """
+    """Return the commit of the runner's repository, or else the working directory's, and whether it has changes."""
     if extracted := _extracted_code():
         return extracted[1].git
     return _state(_repository())
@@ -120,10 +114,7 @@ def _state(directory: Path) -> dict[str, Any]:
 
 
 def git_diff(repository: str | None = None) -> str:
-    """Return a diff for `git apply`. Lines above it name the untracked files. A very long diff is truncated.
-
-    repository: a custom repository; None selects the repository of `git_state`.
-    """
+    """Return the names of untracked files and a diff for `git apply`, by default of the repository of `git_state`."""
     if extracted := _extracted_code():
         file = extracted[0] / (DIFF if repository is None else diff_name(repository))
         return file.read_text() if file.exists() else ""
@@ -137,6 +128,14 @@ def git_diff(repository: str | None = None) -> str:
     if len(content) <= MAX_DIFF_BYTES:
         return text
     return content[:MAX_DIFF_BYTES].decode(errors="ignore") + "\ntruncated here\n"
+
+
+def uncommitted_changes(git: Mapping[str, Any], repositories: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the diffs of the repository of `git_state` and of custom ones, by file name; None without changes."""
+    diffs = {DIFF: git_diff() if git["dirty"] else None}
+    for path, state in repositories.items():
+        diffs[diff_name(path)] = git_diff(path) if state["dirty"] else None
+    return diffs
 
 
 def _repository() -> Path:

@@ -52,10 +52,7 @@ def parse_metrics(metrics: Any) -> dict[str, float]:
 
 
 def without_links(path: str, flags: int) -> int:
-    """Open a regular file, as the `opener` of `open`. Raise OSError for a link, a pipe, a device or a directory.
-
-    A file of a run directory may be a link that another user has created.
-    """
+    """Open a regular file, as the `opener` of `open`. Raise OSError for a link, a pipe, a device or a directory."""
     return regular(path, flags | os.O_NOFOLLOW)
 
 
@@ -134,12 +131,8 @@ def read_json_lines(path: str | Path, marks: Sequence[str] = ()) -> Iterator[dic
     Raises OSError, and InputError if a line is too long, or is JSON but not an object.
     """
     for number, text in enumerate(read_lines(path), start=1):
-        if marks and _STEP.match(text):
-            for mark in marks:
-                if mark in text:
-                    break
-            else:
-                continue
+        if marks and _STEP.match(text) and not any(mark in text for mark in marks):
+            continue
         try:
             line = parse_json(text)
         except (ValueError, RecursionError):

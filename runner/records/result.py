@@ -77,10 +77,7 @@ def valid_result(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_state(directory: Path, recorded: object) -> str:
-    """Return the state that result.json has recorded, or "lost" if it is running but the process has died.
-
-    The process has died if the directory has no lock file, or if the lock's owner is dead.
-    """
+    """Return the recorded state, or "lost" if it is running and no living process has locked the directory."""
     if recorded != RUNNING or living_owner(directory):
         return str(recorded)
     result = read_result(directory) or {}  # again: the run may have ended after `recorded` was read

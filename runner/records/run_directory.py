@@ -14,18 +14,10 @@ from typing import Any
 import yaml
 
 from runner.errors import JobFailed
+from runner.records import provenance
 from runner.records.attempts import Attempt, append_attempt, last_line, utc_now
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
-from runner.records.provenance import (
-    DIFF,
-    custom_repositories,
-    diff_name,
-    git_diff,
-    origin,
-    original_path,
-    submission_time,
-)
 from runner.records.record_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
 from runner.records.run_lock import RunLock, lock_directory
@@ -85,10 +77,7 @@ class RunDirectory:
         return self._replaced is not None
 
     def lock(self, previous: int | None = None, **facts: Any) -> None:
-        """Lock the directory for this world. Raises InputError if another world has locked it.
-
-        previous: as in `runner.records.run_lock.lock_directory`. facts: fields of the new Attempt.
-        """
+        """Lock the directory for this world. Arguments and errors are those of `lock_directory`."""
         self._lock = lock_directory(self.path, previous, **facts)
         self.attempt = self._lock.attempt
 
@@ -109,25 +98,21 @@ class RunDirectory:
             return
         previous = started_at(self.path) if (self.path / RESULT).exists() else None
         started = datetime.fromtimestamp(previous or time.time(), UTC).isoformat(timespec="milliseconds")
-        self.result = Result(started=started, command=list(request.command), **origin(), **facts)
-        values, directories = asdict(config), [original_path(directory) for directory in request.config_dirs]
+        self.result = Result(started=started, command=list(request.command), **provenance.origin(), **facts)
+        values, directories = asdict(config), [provenance.original_path(directory) for directory in request.config_dirs]
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
-        repositories = custom_repositories([*directories, *self._code.directories])
-        code = {"hash": self._code.hash, "repositories": repositories, "submitted": submission_time()}
+        repositories = provenance.custom_repositories([*directories, *self._code.directories])
+        code = {"hash": self._code.hash, "repositories": repositories, "submitted": provenance.submission_time()}
         self.result.code = code if any(code.values()) else None
         self._texts = {
-            DIFF: git_diff() if self.result.git["dirty"] else None,
-            **{diff_name(path): git_diff(path) if state["dirty"] else None for path, state in repositories.items()},
+            **provenance.uncommitted_changes(self.result.git, repositories),
             CONFIG: yaml.safe_dump(values, sort_keys=False),
             OVERRIDES: yaml.safe_dump([*(f"--config-dir={path}" for path in directories), *request.overrides]),
         }
 
     def commit(self, first_step: int = 0) -> None:
-        """Write the prepared files, with the state running, over the previous attempt's record. Later calls do nothing.
-
-        first_step: the step after which the run continues.
-        """
+        """Write the prepared files, with the state running, over the previous record. Later calls do nothing."""
         if self.is_committed:
             return
         self._replaced = {}
@@ -208,10 +193,7 @@ class RunDirectory:
                     self._replaced[METRICS] = text
 
     def evaluations(self, monitor: str) -> dict[int, float]:
-        """Return the value of `monitor` by step for each evaluation in metrics.jsonl, NaN if it was not measured.
-
-        Only the rank that writes may call it.
-        """
+        """Return the value of `monitor` by step for each logged evaluation, NaN if it was not measured."""
         # Each evaluation logs the loss; a callback may log other val/... names.
         lines = [line for line in read_metrics(self.path) if LOSS in line or monitor in line]
         return {line["step"]: float(line.get(monitor, math.nan)) for line in lines}

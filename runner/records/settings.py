@@ -21,10 +21,7 @@ Section = Mapping[str, Any]  # values by dotted key; several runs may have the s
 
 
 def read_settings(path: Path | str, chosen: Section) -> Section:
-    """Return the values in a config.yaml by dotted key, updated with the values of `chosen`.
-
-    The file may be missing. Raises InputError if it is damaged.
-    """
+    """Return the values in a config.yaml, if it exists, updated with `chosen`. Raises InputError if it is damaged."""
     try:
         text = read_bytes(path).decode()
     except FileNotFoundError:
@@ -65,9 +62,6 @@ def _parse_section(text: str) -> dict[str, Any]:
         return {}
     try:
         found = yaml.load(text, Loader=SAFE_LOADER)
-    except (ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    try:
         return dotted(found) if isinstance(found, dict) and len(found) == 1 else {}
-    except RecursionError:
+    except (ValueError, RecursionError, yaml.YAMLError):
         return {}

@@ -33,12 +33,12 @@ def text_table(cells: Sequence[Sequence[str]], for_log: bool = False) -> str:
         return "\n".join("  ".join(formats).format(*map(printable, row)).rstrip() for row in cells)
     for row in cells[1:]:
         table.add_row(*map(printable, row))
+    file = io.StringIO()
     width = WIDTH if for_log or not is_terminal() else None
     options: dict[str, Any] = {"width": width, "force_terminal": is_terminal(), "force_jupyter": False}
-    console = Console(file=io.StringIO(), no_color=True, markup=False, emoji=False, **options)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+    console = Console(file=file, no_color=True, markup=False, emoji=False, **options)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def markdown_table(cells: Sequence[Sequence[str]]) -> str:

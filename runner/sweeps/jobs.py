@@ -44,10 +44,7 @@ class Composer:
     _composed: dict[tuple[str, ...], tuple[Config, dict[str, str]]] = field(default_factory=dict)
 
     def compose(self, job: Sequence[str]) -> tuple[Config, dict[str, str]]:
-        """Return the checked configuration and the chosen option of each group.
-
-        Raises InputError if a value of the job is invalid by itself.
-        """
+        """Return the checked configuration and the options of the groups. Raises InputError for an invalid value."""
         from runner.config.compose import checked, explained
 
         if tuple(job) not in self._composed:

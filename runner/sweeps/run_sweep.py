@@ -1,6 +1,5 @@
 """One sweep from its overrides to the table of its jobs."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,9 +75,7 @@ def _finish(sweep: Sweep) -> int:
     if is_waiting:
         print(f"\n`python -m runner task=report run={sweep.directory}` shows the state of the jobs", flush=True)
         return 0
-    is_incomplete = json.loads(
-        sweep.broadcast("summary", lambda: json.dumps(print_summary(Path(str(sweep.directory)))))
-    )
+    is_incomplete = sweep.broadcast("summary", lambda: print_summary(Path(str(sweep.directory))))
     if sweep.rank_info.world_size > 1:
         sweep.join().shutdown.close()
     return 1 if is_incomplete else 0

@@ -27,10 +27,7 @@ def main() -> int:
 
 
 def confine(cores: list[int], gpus: list[int]) -> None:
-    """Confine this process and its children to these cores, and to these of the GPUs that the sweep's process sees.
-
-    Must be called before the process uses CUDA.
-    """
+    """Confine this process, before it uses CUDA, to these cores and to these of the GPUs that the sweep sees."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     if gpus:

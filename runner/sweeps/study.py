@@ -1,7 +1,6 @@
 """A sweep whose jobs are the trials of an Optuna study. Only rank 0 imports Optuna; all ranks run its trials."""
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -103,10 +102,7 @@ class Study:
         return trials
 
     def report_outcomes(self) -> None:
-        """Report the outcomes of all ended trials to the study.
-
-        Raises InputError if jobs have finished, but none of them has the metric.
-        """
+        """Report the outcomes of all ended trials to the study. Raises InputError if no finished job has the metric."""
         from optuna.trial import TrialState
 
         trials, metric = self.study.get_trials(deepcopy=False), self.options.metric
@@ -158,11 +154,8 @@ def run_study(
     sweep.open([example], list(swept), master, loader, check_all, prepare=study.open)
     sweep.jobs = []
     for number in itertools.count():
-        trials = json.loads(
-            sweep.broadcast(
-                f"trials{number}",
-                lambda: json.dumps([(asdict(job), asdict(pruner)) for job, pruner in study.next_trials()]),
-            )
+        trials = sweep.broadcast(
+            f"trials{number}", lambda: [(asdict(job), asdict(pruner)) for job, pruner in study.next_trials()]
         )
         if not trials:
             return

@@ -1,6 +1,5 @@
 """A sweep: the checks of its jobs, its new or resumed directory, and the execution of each job."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,17 +19,8 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import forget_signal, received
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.records.ledger import (
-    DONE,
-    JobRecord,
-    SweepRecord,
-    is_stop_requested,
-    lock_sweep,
-    read_ledger,
-    read_sweep,
-    write_lines,
-    write_state,
-)
+from runner.records import ledger
+from runner.records.ledger import DONE, JobRecord, SweepRecord, is_stop_requested, read_ledger
 from runner.records.result import read_result, write_result
 from runner.records.run_directory import Request, new_directory
 from runner.sweeps.jobs import Composer, Job, check_shared, make_label, number_jobs, shared_values
@@ -82,12 +72,9 @@ class Sweep:
         Raises InputError, with nothing written, if a job has a value that is invalid by itself. A job whose values do
         not fit together is refused when it starts. All ranks must call it.
 
-        Args:
-            jobs: The overrides of each job.
-            swept: The keys that have several values.
-            check: Checks further requirements on all configurations, and raises InputError.
-            prepare: Called with the directory on rank 0, before anything is written there; it may raise InputError.
-                The jobs are then examples, and the sweeper adds its own with `add_job`.
+        `swept` are the keys that have several values. `check` and `prepare` may raise InputError. `prepare` is called
+        with the directory on rank 0, before anything is written there; the jobs are then examples, and the sweeper
+        adds its own with `add_job`.
         """
         composer = Composer(master, loader)
         composed = [composer.compose(job) for job in jobs]
@@ -103,16 +90,16 @@ class Sweep:
         if self.rank_info.world_size > 1 and (messages := self.join().consensus.first_error("composed", [])):
             raise InputError(*messages)
 
-        def plan() -> str:
+        def plan() -> tuple[str, list[dict[str, Any]]]:
             self.is_new = self.directory is None
             if self.directory is None:
                 self.directory = str(new_directory(configs[0].outputs, configs[0].name, prefix="sweep-"))
             path = Path(self.directory)
-            lock_sweep(path)
+            ledger.lock_sweep(path)
             recorded = [] if self.is_new else read_ledger(path)
             self.record.shared = shared_values(configs, swept)
             if not self.is_new:
-                before = read_sweep(path).shared
+                before = ledger.read_sweep(path).shared
                 check_shared(path, recorded, before, configs[0], swept)
                 if not self.given.resume_force:
                     _check_code(recorded, configs[0])
@@ -121,10 +108,10 @@ class Sweep:
                 prepare(path)
             added = number_jobs([] if prepare else jobs, recorded, composer)
             self.jobs = [*find_unfinished(path, recorded, len(added)), *added]
-            write_lines(path, {"sweep": asdict(self.record), "at": round(time.time(), 3)}, *map(asdict, added))
-            return json.dumps([self.directory, [asdict(job) for job in self.jobs]])
+            ledger.write_lines(path, {"sweep": asdict(self.record), "at": round(time.time(), 3)}, *map(asdict, added))
+            return self.directory, [asdict(job) for job in self.jobs]
 
-        self.directory, planned = json.loads(self.broadcast("sweep", plan))
+        self.directory, planned = self.broadcast("sweep", plan)
         self.jobs = [Job(**job) for job in planned]
         with open_dict(master):  # Hydra's launchers create the directory that these two keys name
             master.hydra.overrides.hydra += [
@@ -139,10 +126,10 @@ class Sweep:
 
         return join(self.rank_info, as_backend(self.backend))
 
-    def broadcast(self, topic: str, make: Callable[[], str]) -> str:
-        """Call `make` on rank 0 and return its result on all ranks. All ranks must call it.
+    def broadcast(self, topic: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns on rank 0, a value for JSON, on all ranks, or raise its InputError on all.
 
-        Raises InputError on all ranks if `make` does.
+        All ranks must call it.
         """
         if self.rank_info.world_size == 1:
             return make()
@@ -198,7 +185,7 @@ class Sweep:
     def skips(self, job: Job) -> bool:
         """Return True if `runs stop` has stopped the job before it started, and record this. All ranks must call it."""
         directory, text = self.path(job).parent, "stopped before it started"
-        if not self.broadcast(f"skip{job.number}", lambda: text if is_stop_requested(directory, job.number) else ""):
+        if not self.broadcast(f"skip{job.number}", lambda: is_stop_requested(directory, job.number)):
             return False
         self.write_state(job, "preempted", error=text)
         if self.rank_info.rank == 0:
@@ -225,7 +212,7 @@ class Sweep:
     def write_state(self, job: Job, state: str, **facts: Any) -> None:
         """Record the job's state in the ledger, on rank 0."""
         if self.rank_info.rank == 0:
-            write_state(self.path(job).parent, job.number, state, **facts)
+            ledger.write_state(self.path(job).parent, job.number, state, **facts)
 
     def write_outcome(self, job: Job, metrics: dict[str, float]) -> str:
         """Record that a job has finished or was pruned, and return this state."""
@@ -245,7 +232,7 @@ class Sweep:
         assert self.directory is not None
         number = max((job.number for job in read_ledger(Path(self.directory))), default=-1) + 1
         job = Job(number, make_label(number, overrides, varying), overrides)
-        write_lines(Path(self.directory), {**asdict(job), **facts})
+        ledger.write_lines(Path(self.directory), {**asdict(job), **facts})
         return job
 
 

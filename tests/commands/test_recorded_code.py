@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import Commands
+from custom_files import write_files
 from worlds import only_run
 
 import runner
@@ -41,10 +42,7 @@ def mine(tmp_path: Path) -> Path:
         "net.py": NET,
         "layers/activation.py": ACTIVATION.format("GELU"),
     }
-    for name, text in files.items():
-        path = tmp_path / "mine" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(tmp_path / "mine", files)
     return tmp_path / "mine"
 
 

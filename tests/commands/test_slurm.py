@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from commands import Commands, wait_until
+from custom_files import write_files
 from slurm_cluster import Cluster, missing_requirement
 from worlds import Run, run
 
@@ -63,10 +64,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def write_model(directory: Path, name: str, code: str) -> list[str]:
     """Write a custom model that derives from mlp. Return TINY with this model."""
-    (directory / "mine" / "model").mkdir(parents=True)
-    (directory / "mine" / f"{name}.py").write_text(code)
     options = f"defaults:\n  - mlp\n_target_: {name}.{name.capitalize()}\n"
-    (directory / "mine" / "model" / f"{name}.yaml").write_text(options)
+    write_files(directory / "mine", {f"{name}.py": code, f"model/{name}.yaml": options})
     return ["--config-dir", "mine", f"model={name}", *TINY[1:]]
 
 

@@ -131,8 +131,9 @@ def test_each_job_of_a_sweep_chooses_and_a_restarted_one_keeps_its_mode(commands
     (mine / "killer.py").write_text(KILLER)
     (mine / "callbacks" / "killer.yaml").write_text("killer: {_target_: killer.Killer}\n")
     words = ("--config-dir=mine", *TOY, "parallel=auto", "parallel.candidates=2", "callbacks=[killer]")
-    launcher = ("launcher=spawn", "launcher.nproc_per_node=2", "launcher.max_restarts=1", "checkpoint.every_steps=4")
-    done = commands.forked(*words, *launcher, "seed=1,2", "-m")
+    launcher = ("launcher=spawn", "launcher.nproc_per_node=2", "launcher.max_restarts=1")
+    saving = ("checkpoint.every_steps=4", "checkpoint.asynchronous=false")  # step 4 is saved before step 7
+    done = commands.forked(*words, *launcher, *saving, "seed=1,2", "-m")
     assert done.returncode == 0, done.stderr
     jobs = jobs_of(commands.folder)
     assert [len(choice_of(Run(job.directory))["samples_per_second"]) for job in jobs] == [2, 2]

@@ -38,7 +38,6 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
         (Slurm, {"sbatch": {"job_name": "x"}}, "launcher.sbatch.job_name: the launcher sets this option"),
         (Slurm, {"conda": "a", "venv": "b"}, "launcher.conda=a and launcher.venv=b exclude each other"),
-        (Slurm, {"code": "new"}, "launcher.code=new must be frozen (the code at submission) or live (the code when"),
     ],
 )
 def test_impossible_options_are_refused(kind: type, options: dict[str, Any], message: str) -> None:

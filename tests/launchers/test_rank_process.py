@@ -8,7 +8,7 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
-from runner.launchers import rank_process
+from runner.distributed.failures import signals
 from runner.launchers.rank_process import forwarding_signals
 
 
@@ -22,7 +22,7 @@ def ignore_signals(is_ready: Event) -> None:
 def test_a_second_ctrl_c_kills_ranks_that_do_not_exit_but_not_the_callers_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_process, "EXIT_DELAY_S", 0.2)
+    monkeypatch.setattr(signals, "EXIT_DELAY_S", 0.2)
     context, handler = multiprocessing.get_context("fork"), signal.getsignal(signal.SIGINT)
     events = [context.Event(), context.Event()]
     callers, rank = (context.Process(target=ignore_signals, args=(event,)) for event in events)

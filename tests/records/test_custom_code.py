@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from custom_files import write_files
 
 from runner.config.recorded_code import describe_code, importing_code_of
 from runner.errors import InputError
@@ -38,9 +39,7 @@ FILES = {
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Import custom modules, and remove them from sys.modules at the end."""
-    for name, text in FILES.items():
-        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "own" / name).write_text(text)
+    write_files(tmp_path / "own", FILES)
     monkeypatch.syspath_prepend(tmp_path / "own")
     before = set(sys.modules)
     for name in ("plain.nets", "shapes.unused", "shapes.late", "watcher"):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from custom_files import write_files
 
 from runner.errors import InputError
 from runner.paths import ROOT
@@ -19,7 +20,7 @@ from runner.records.provenance import git_diff, git_state, original_path, submis
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, which is also the directory of --config-dir."""
     monkeypatch.chdir(tmp_path)
-    for name, text in {
+    files = {
         "model/own.yaml": "_target_: own.Own\n",
         "own.py": "SCALE = 1\n",
         "words.txt": "of the model\n",
@@ -30,9 +31,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "outputs/run/waiting/code-1.tar": "",
         "environment/pyvenv.cfg": "",
         "environment/lib/other.py": "",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    }
+    write_files(tmp_path, files)
     (tmp_path / "weights.bin").write_bytes(bytes(frozen_code.MAX_SIZE + 1))
     return tmp_path
 
@@ -118,8 +118,8 @@ def test_a_job_records_the_origin_and_the_uncommitted_changes_of_its_frozen_code
 ) -> None:
     git = {"commit": "abc", "dirty": True}
     with monkeypatch.context() as patched:
-        patched.setattr(frozen_code, "git_state", lambda: git)
-        patched.setattr(frozen_code, "git_diff", lambda: "a diff")
+        patched.setattr(provenance, "git_state", lambda: git)
+        patched.setattr(provenance, "git_diff", lambda: "a diff")
         frozen = freeze(new_run(mine, "one"), [str(mine)])
     assert submission_time() is None
     code = extract(frozen, mine / "code")

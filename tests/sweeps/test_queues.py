@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from custom_files import write_files
 from worlds import only_run
 
 from runner.records.ledger import read_ledger
@@ -187,8 +188,7 @@ def test_a_job_that_left_the_queue_without_an_outcome_has_failed_and_is_queued_a
 
 @pytest.mark.thorough
 def test_jobs_submitted_later_run_the_code_of_the_first_submission(here: Here, slurm: Path, capfd: Capture) -> None:
-    (slurm / "mine" / "model").mkdir(parents=True)
-    (slurm / "mine" / "model" / "own.yaml").write_text("defaults:\n  - toy\nhidden: 3\n")
+    write_files(slurm, {"mine/model/own.yaml": "defaults:\n  - toy\nhidden: 3\n"})
     custom = ("-m", "--config-dir", "mine", "model=own", *SWEEP[2:])
     assert here(*custom, "seed=0,1") == 0
     sweep = only_run(slurm).path
@@ -242,9 +242,8 @@ class Numbered(Queue):
 
 
 def test_a_custom_queue_needs_one_class_and_one_yaml_file(here: Here, tmp_path: Path, capfd: Capture) -> None:
-    (tmp_path / "mine" / "launcher").mkdir(parents=True)
-    (tmp_path / "mine" / "numbered.py").write_text(QUEUE)
-    (tmp_path / "mine" / "launcher" / "numbered.yaml").write_text("_target_: numbered.Numbered\n")
+    files = {"numbered.py": QUEUE, "launcher/numbered.yaml": "_target_: numbered.Numbered\n"}
+    write_files(tmp_path / "mine", files)
     custom = ("--config-dir", "mine")
     assert here("-m", *custom, "model=toy", "data=toy", "launcher=numbered", "seed=0,1") == 0
     sweep = only_run(tmp_path).path

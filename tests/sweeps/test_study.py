@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from commands import Commands
+from custom_files import write_files
 from worlds import configure, jobs_of, only_run
 
 from runner.sweeps.study_options import choose_metric
@@ -47,9 +48,7 @@ def open_study(directory: Path) -> Any:
 
 
 def write_model(directory: Path, epochs: int = 1) -> tuple[str, ...]:
-    (directory / "mine" / "model").mkdir(parents=True)
-    (directory / "mine" / "counted.py").write_text(MODULE)
-    (directory / "mine" / "model" / "counted.yaml").write_text(OPTIONS)
+    write_files(directory / "mine", {"counted.py": MODULE, "model/counted.yaml": OPTIONS})
     return ("--config-dir", "mine", "data=toy", f"epochs={epochs}", *TOY[3:], "model=counted")
 
 

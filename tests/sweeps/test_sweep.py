@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from commands import Commands, wait_until
+from custom_files import write_files
 from worlds import jobs_of, only_run
 
 from runner.records.ledger import JobRecord
@@ -88,9 +89,7 @@ Here = Callable[..., int]  # the fixture of conftest.py
 @pytest.fixture
 def custom(tmp_path: Path) -> Path:
     """Return the working directory, in which `mine` has the custom model."""
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "custom.py").write_text(MODULE)
-    (tmp_path / "mine" / "model" / "custom.yaml").write_text(OPTIONS)
+    write_files(tmp_path / "mine", {"custom.py": MODULE, "model/custom.yaml": OPTIONS})
     return tmp_path
 
 

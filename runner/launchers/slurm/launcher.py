@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runner.config.schema import Config
 from runner.distributed.environment import PORTS, RankInfo
@@ -54,7 +54,7 @@ class Slurm(Queue):
     prefix: str | None = None
     signal_s: int = 120
     parallel_jobs: int | None = None
-    code: str = "frozen"
+    code: Literal["frozen", "live"] = "frozen"
     dry_run: bool = False
     wait: bool = False
     max_restarts: int = 0
@@ -80,11 +80,6 @@ class Slurm(Queue):
             raise ValueError(
                 f"launcher.conda={self.conda} and launcher.venv={self.venv} exclude each other; remove one"
             )
-        if self.code not in ("frozen", "live"):
-            raise ValueError(
-                f"launcher.code={self.code} must be frozen (the code at submission) or live (the code when the job "
-                "starts)"
-            )
         self.world_size = self.nodes * self.nproc_per_node
         self._submitted: list[str] = []  # the names of the sweep's jobs
 
@@ -93,7 +88,7 @@ class Slurm(Queue):
         directory = Path(request.directory) if request.directory else None
         if self.dry_run:
             directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
-            print(self._script(config, directory, [(directory, request)], directory / "slurm" / "%j.log")[0], end="")
+            print(self._script(config, directory, [(directory, request)])[0], end="")
             return {}
         check_sbatch()
         directory = directory or new_directory(config.outputs, config.name)
@@ -103,7 +98,7 @@ class Slurm(Queue):
                 f"{directory} belongs to job {previous}, which is in the queue; `scancel {previous}` ends it"
             )
         try:
-            text, note = self._script(config, directory, [(directory, request)], directory / "slurm" / "%j.log")
+            text, note = self._script(config, directory, [(directory, request)])
             job = submit(text, directory)
         except InputError:
             if request.directory is None:
@@ -115,8 +110,7 @@ class Slurm(Queue):
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
         """Print or submit the jobs as one job array. Return their names in the queue; [] if they are printed."""
         runs = [(Path(str(request.directory)), request) for _, request in jobs]
-        log = directory / "slurm" / ("%A_%a.log" if len(runs) > 1 else "%j.log")
-        text, note = self._script(jobs[0][0], directory, runs, log)
+        text, note = self._script(jobs[0][0], directory, runs)
         if self.dry_run:
             print(text, end="")
             return []
@@ -156,9 +150,7 @@ class Slurm(Queue):
     def log_file(cls, directory: Path, name: str) -> Path:
         return directory / "slurm" / f"{name}.log"
 
-    def _script(
-        self, config: Config, directory: Path, runs: Sequence[tuple[Path, Request]], log: Path
-    ) -> tuple[str, str]:
+    def _script(self, config: Config, directory: Path, runs: Sequence[tuple[Path, Request]]) -> tuple[str, str]:
         """Return the script of the runs, and a note on the code that `directory` has from an earlier submission.
 
         Several runs are the tasks of a job array. Raises InputError if the code cannot be archived.
@@ -180,7 +172,7 @@ class Slurm(Queue):
         grace_s = max(self.signal_s - 20, self.signal_s * 3 // 4)
         parts = (
             "#!/bin/bash",
-            *self._directives(config.name, log, len(runs)),
+            *self._directives(config.name, directory, len(runs)),
             "",
             script.TRAP,
             *_select_run(arguments),
@@ -192,7 +184,7 @@ class Slurm(Queue):
         )
         return "\n".join(parts), note
 
-    def _directives(self, name: str, log: Path, num_runs: int) -> list[str]:
+    def _directives(self, name: str, directory: Path, num_runs: int) -> list[str]:
         options: dict[str, SbatchOption] = {
             "job-name": self.job_name or name,
             "chdir": str(Path.cwd()),
@@ -205,7 +197,7 @@ class Slurm(Queue):
             "account": self.account,
             "time": self.time,
             **{key.replace("_", "-"): value for key, value in (self.sbatch or {}).items()},
-            "output": str(log),
+            "output": str(directory / "slurm" / ("%A_%a.log" if num_runs > 1 else "%j.log")),
             "open-mode": "append",
             "requeue": True,
             "signal": f"B:USR1@{self.signal_s}",  # only to the script

@@ -60,10 +60,7 @@ def last_job(directory: Path) -> str | None:
 
 
 def find_ended(names: Sequence[str]) -> set[str]:
-    """Return the named jobs (7) and tasks of arrays (7_3) that neither wait nor run.
-
-    Returns an empty set if Slurm does not respond. Raises InputError if squeue is missing.
-    """
+    """Return the named jobs (7) and tasks of arrays (7_3) that neither wait nor run, as `Queue.find_ended`."""
     jobs = ",".join(sorted({name.partition("_")[0] for name in names}))
     if not jobs:
         return set()

@@ -11,7 +11,7 @@ from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.records.attempts import ATTEMPTS, KILLED, read_attempts
 from runner.records.ledger import DONE
 from runner.records.record_files import dumps, write_atomically
-from runner.records.result import RESULT, read_result
+from runner.records.result import RESULT, read_result, write_result
 from runner.records.run_directory import CHECKPOINTS
 
 STARTED = Path("slurm") / "started"  # the script touches it before each start
@@ -45,7 +45,7 @@ def _fail(directory: Path, error: str, status: int) -> int:
     print(error, flush=True)
     result = read_result(directory) or {}
     if result.get("state") not in DONE:  # a failed start does not change the outcome of a run that had finished
-        write_atomically(directory / RESULT, dumps({**result, "state": "failed", "error": error}, indent=1) + "\n")
+        write_result(directory, {**result, "state": "failed", "error": error})
     return status or 1
 
 

@@ -11,11 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class CompositeLogger(Logger):
-    """Calls several named loggers.
-
-    An error in `open` fails a new run, because no work is lost yet. A logger that raises later, for example because its
-    server does not respond or the disk is full, is disabled: metrics.jsonl contains all metrics anyway.
-    """
+    """Calls several named loggers. A logger that raises is disabled, because metrics.jsonl has all metrics anyway."""
 
     def __init__(self, loggers: Mapping[str, Logger]):
         self._loggers = dict(loggers)
@@ -23,7 +19,7 @@ class CompositeLogger(Logger):
         self.wants_predictions = any(logger.wants_predictions for logger in self._loggers.values())
 
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
-        """Open the loggers. For a new run, raises a logger's exception, and JobFailed instead of an OSError."""
+        """Open the loggers. For a new run, which has no work to lose, raise an error: JobFailed for an OSError."""
         opened: list[Logger] = []
         for name, logger in self._loggers.items():
             try:

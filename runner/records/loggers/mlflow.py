@@ -32,13 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class MLflow(Logger):
-    """logger=mlflow. A thread sends the metrics, so that no step waits for the server.
+    """logger=mlflow; conf/logger/mlflow.yaml documents the options.
 
-    Args:
-        uri: sqlite:///FILE or http://HOST:PORT; None: the value of MLFLOW_TRACKING_URI, or else mlflow.db in the
-            directory of all runs.
-        experiment: The name of the experiment; None: the key `name` of the configuration.
-        images: Log a confusion matrix after evaluations.
+    A thread sends the metrics, so that no step waits for the server.
     """
 
     def __init__(self, uri: str | None = None, experiment: str | None = None, images: bool = True) -> None:
@@ -103,8 +99,7 @@ class MLflow(Logger):
         self._send()
         self._thread.submit(lambda: self._client.set_tag(self._run_id, "state", outcome.state))
         self._thread.submit(lambda: self._client.set_terminated(self._run_id, STATUS[outcome.state]))
-        is_complete = self._thread.wait(CLOSE_S)
-        if not is_complete:
+        if not self._thread.wait(CLOSE_S):
             raise TimeoutError(f"not everything was sent within {CLOSE_S} s")
 
     def _connect(self, uri: str, run_id: str | None, facts: RunFacts) -> dict[str, int]:

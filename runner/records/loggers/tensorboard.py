@@ -23,7 +23,7 @@ OTHER_COLUMNS = ("train/loss", "perf/samples_per_second")
 
 
 class TensorBoard(Logger):
-    """logger=tensorboard. images: log a confusion matrix and sample predictions after evaluations."""
+    """logger=tensorboard; conf/logger/tensorboard.yaml documents the options."""
 
     def __init__(self, images: bool = True) -> None:
         self.wants_predictions = images

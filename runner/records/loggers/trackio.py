@@ -15,13 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Trackio(ProjectRun):
-    """logger=trackio. trackio writes in a thread of its own, so that no step waits for it.
+    """logger=trackio; conf/logger/trackio.yaml documents the options.
 
-    trackio's environment variables choose where runs are stored: TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID.
-
-    Args:
-        project: The name of the project; None: the key `name` of the configuration.
-        images: Log a confusion matrix after evaluations.
+    A thread of trackio writes the metrics, so that no step waits for it. trackio's environment variables choose where
+    runs are stored.
     """
 
     def __init__(self, project: str | None = None, images: bool = True) -> None:

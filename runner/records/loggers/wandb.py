@@ -17,13 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class WandB(ProjectRun):
-    """logger=wandb. A process of wandb writes and sends the metrics, so that no step waits for it.
+    """logger=wandb; conf/logger/wandb.yaml documents the options.
 
-    Args:
-        project: The name of the project; None: the key `name` of the configuration.
-        entity: The user or team; None: that of the API key.
-        mode: auto is online if an API key is available, and otherwise offline.
-        images: Log a confusion matrix after evaluations.
+    A process of wandb writes and sends the metrics, so that no step waits for it.
     """
 
     def __init__(

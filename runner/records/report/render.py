@@ -95,10 +95,7 @@ def closing(jobs: list[RunRecord]) -> str:
 def as_text(report: Summary) -> str:
     """Return the report for the terminal."""
     parts = [text_table(table(report))]
-    if lines := best(report):
-        parts.append(printable("\n".join(lines)))
-    if lines := holes(report):
-        parts.append(printable("\n".join(lines)))
+    parts += [printable("\n".join(lines)) for lines in (best(report), holes(report)) if lines]
     if any(len(values) > 1 for values in report.effects.values()) and len(report.rows) > 2:
         parts.append(text_table(effects(report)))
     if report.unfinished:
@@ -113,10 +110,8 @@ def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
     if report.metric:
         parts.append(f"Sorted by {report.metric}, {order} first. Values are mean ± standard deviation over n runs.")
     parts.append(markdown_table(table(report)))
-    if lines := best(report):
+    for lines in filter(None, (best(report), holes(report))):
         parts += [f"{lines[0][0].upper()}{lines[0][1:]}", f"```sh\n{lines[1].strip()}\n```"]
-    if lines := holes(report):
-        parts += [lines[0], f"```sh\n{lines[1].strip()}\n```"]
     if report.effects:
         parts += ["## Effect of each key", markdown_table(effects(report))]
     if report.unfinished:

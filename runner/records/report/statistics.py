@@ -86,9 +86,7 @@ def summarize(
 ) -> Summary:
     """Group the jobs by configuration, average the metrics, and sort.
 
-    Raises InputError if no job has the metric, or if the jobs do not differ in a key of `over`.
-
-    over: the keys over which jobs are averaged.
+    over: the keys to average over. Raises InputError for a metric that no job has, or a key that does not vary.
     """
     known = sorted({name for job in finished_jobs(jobs) for name in job.metrics})
     if metric is not None and metric not in known:
