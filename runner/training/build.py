@@ -123,7 +123,6 @@ def build(
     objective = make_objective(config, choices, parallel)
     indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
     sample, data_warnings = read_sample(config, choices, train_data, indices)
-    sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
     is_ragged = hasattr(train_data, "collate")
     with restoring_bounded(module):
         forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
