@@ -164,13 +164,9 @@ def check_fits(
     all_names: Collection[str] | None = None,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Raise ValueError, with the first names, if the checkpoint lacks tensors of these names and shapes.
+    """Raise ValueError if the checkpoint lacks tensors of these names, after the prefix, and shapes.
 
-    Args:
-        subject: what the tensors belong to, for the message.
-        prefix: of the names in the checkpoint.
-        all_names: if given, all expected names; then the checkpoint must have no other names with the prefix.
-        ignored: prefixes of names that the checkpoint may have in addition.
+    If all expected names are given, it must have no others with the prefix, unless they start with an ignored one.
     """
     found = _strip(saved.tensors, prefix)
     expected = shapes if all_names is None else all_names
