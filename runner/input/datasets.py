@@ -16,7 +16,7 @@ from runner.config.schema import SPLITS, Config
 from runner.distributed.world import World
 from runner.errors import InputError, failed_with
 from runner.input.augmentation import augment
-from runner.input.rng import make_generator
+from runner.input.rng import derive_seed
 from runner.input.sample_cache import CannotCache
 from runner.input.source import Source
 from runner.input.stream import UNKNOWN_LENGTH, Stream, decode_state, encode_state
@@ -203,7 +203,8 @@ class _Splits:
                 f"val_fraction={fraction} of the {num_samples} samples of {self._data} are {num_val}, but both splits "
                 "need one; try val_fraction=0.1, or use more samples"
             )
-        order = torch.randperm(num_samples, generator=make_generator(self._seed, _SPLIT_KEY))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, _SPLIT_KEY))
+        order = torch.randperm(num_samples, generator=generator)
         rows = order[:num_val] if split == "val" else order[num_val:]
         return replace(self._whole, rows=rows.sort().values)  # sorted, so that files are read sequentially
 
