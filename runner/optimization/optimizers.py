@@ -59,12 +59,7 @@ def _nodes(node: Mapping[str, Any]) -> list[tuple[str, Options]]:
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """The optimizers of separate parameter groups as one, which shares their groups and state.
-
-    Args:
-        parts: The optimizers.
-        groups: The parameter groups of all of them, in order: the same dicts that they have.
-    """
+    """The optimizers of separate parameter groups as one; `groups` are the same dicts that they have."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], groups: list[dict[str, Any]]):
         super().__init__(groups, {})
@@ -93,18 +88,9 @@ class OptimizerFactory:
     """Constructs the optimizer of any of a module's parameters, even after a mode has replaced or sharded them.
 
     The first parameter group has the parameters that no pattern matches; then follows one group for each pattern, in
-    order. Groups without local parameters are kept, so that all ranks of a pipeline have equal groups. A group is
-    split by device mesh, because one foreach operator cannot combine meshes. Frozen parameters are in no group.
-
-    Args:
-        shards: The optimizer updates shards of matrices.
-
-    Attributes:
-        num_parameters: Number of trained parameters in each group, by the group's label.
-
-    Raises:
-        InputError: A constructor rejects an option or a parameter, an optimizer cannot update shards, or the group of a
-            pattern would have no parameter.
+    order. Groups without local parameters are kept, so that all ranks of a pipeline have equal groups. Frozen
+    parameters are in no group. Raises InputError if a constructor rejects an option or a parameter, if an optimizer
+    cannot update shards of matrices (`shards`), or if the group of a pattern would have no parameter.
     """
 
     def __init__(self, node: Mapping[str, Any], choices: Mapping[str, str], module: nn.Module, shards: bool = False):
@@ -125,6 +111,7 @@ class OptimizerFactory:
         sizes = Counter({label: 0 for label in labels if label != DEFAULT})
         for parameter, aliases in names.items():
             sizes[labels[self._group_of[aliases[0]]]] += parameter.numel()
+        # Of the trained parameters in each group, by its label.
         self.num_parameters = {label: sizes[label] for label in labels if label in sizes}
 
     def __call__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -39,19 +39,12 @@ def random_bits(keys: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a call of a random function draws for samples along a dim, which may have several entries per sample.
+    """What a call of a random function draws for samples along a dim, which may have several entries per sample."""
 
-    Attributes:
-        keys: Two of each sample in this call, (n, 2).
-        shape: That of the tensor to draw.
-        dim: The dim of the samples.
-        sharded: A dim of which this rank has one part, the number of the part, and the number of parts.
-    """
-
-    keys: Tensor
-    shape: torch.Size
-    dim: int
-    sharded: tuple[int, int, int] | None = None
+    keys: Tensor  # two of each sample in this call, (n, 2)
+    shape: torch.Size  # of the tensor to draw
+    dim: int  # of the samples
+    sharded: tuple[int, int, int] | None = None  # a dim of which this rank has a part, its number, and that of parts
 
     def words(self, size: int) -> Tensor:
         """Return 32 or 64 random bits for each element, as integers."""

@@ -154,8 +154,7 @@ class _Mask(TorchFunctionMode):
 def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: torch.device | None = None) -> Any:
     """Call a function of the model and these arguments, with a placeholder for weights that are not initialized.
 
-    The placeholder of a parameter is an expanded view of one number. `device` is that of the arguments, by default the
-    CPU.
+    The placeholder of a parameter is an expanded view of one number, on the device of the arguments.
     """
     where = device or torch.device("cpu")
     placeholders = {
