@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from runner.config.schema import Config
-from runner.errors import InputError, failed_with
+from runner.errors import InputError, as_input_error, failed_with
 from runner.input.batch import MicroBatch, cast_floating
 from runner.input.pytree import describe, map_tensors, split, tensors
 from runner.input.rng import isolated
@@ -91,6 +91,7 @@ def dry_run(
         ) from None
     finally:
         module.train()
+        objective.take_logged(torch.device("cpu"))
     return result
 
 
@@ -220,10 +221,8 @@ def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised
             "try loss.reduction=mean with another optimizer.lr"
         )
     outputs = probe(module, call_model, inputs)
-    try:
+    with as_input_error():
         objective.settle(outputs, targets, ragged)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     function = objective.function
     if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
         raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
