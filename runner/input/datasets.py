@@ -144,27 +144,22 @@ class _Splits:
     def load(self, split: str) -> Source:
         if self._fraction is not None and split != "test":
             return self._split_off(split, self._fraction)
-        try:
-            return self._existing(split)
-        except NoSplit:
-            if split != "val":
-                raise
-            raise NoSplit(
-                f"{self._data} has no validation split; set val_fraction=0.1 to take it from the training split"
-            ) from None
+        return self._existing(split)
 
     def _existing(self, split: str) -> Source:
         """Return a split that the dataset itself has. Raise NoSplit if it has no split of that name."""
-        no_split = NoSplit(f"split={split}: {self._data} has no such split")
+        problem = f"split={split}: {self._data} has no such split"
+        if split == "val":
+            problem = f"{self._data} has no validation split; set val_fraction=0.1 to take it from the training split"
         if split not in self._names:
-            raise no_split
+            raise NoSplit(problem)
         options: Any = {"train": {"train": split == "train"}, "split": {"split": split}, None: {}}[self._option]
         try:
             dataset = make_group(self._choices, "data", self._node, **options)
         except (InputError, KeyError) as error:
             refuses = re.search(r"\bsplit\b", str(error)) if isinstance(error, InputError) else error.args == (split,)
             if self._option == "split" and split != "train" and refuses:
-                raise no_split from None
+                raise NoSplit(problem) from None
             raise
         iterates_only = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
         if isinstance(dataset, IterableDataset) or iterates_only:
