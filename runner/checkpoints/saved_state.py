@@ -46,10 +46,7 @@ class LocalState:
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a hash of each tensor that is not sharded: the bitwise XOR of its elements, computed on its device.
-
-    Any single flipped bit changes the hash.
-    """
+    """Return the bitwise XOR of the elements of each tensor that is not sharded, which any single bit changes."""
     whole = {name: tensor.detach() for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     real = {name: torch.view_as_real(tensor) if tensor.is_complex() else tensor for name, tensor in whole.items()}
     return {name: int(torch.hash_tensor(tensor).view(torch.int64)) for name, tensor in real.items() if tensor.numel()}
@@ -127,10 +124,7 @@ def open_checkpoint(path: Path) -> SavedState:
 
 
 def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
-    """Open the checkpoint that `choose_checkpoint` selects. Each rank hashes a part of its files.
-
-    All ranks must call it.
-    """
+    """Open the checkpoint that `choose_checkpoint` selects; each rank hashes a part. All ranks must call it."""
 
     def check(path: Path) -> None:
         messages: list[str] = []

@@ -102,10 +102,7 @@ class Loader:
         )
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
-        """Yield the steps of an epoch, starting with `first_step`.
-
-        Raise ValueError if the data are a stream whose next step has no samples.
-        """
+        """Yield the steps of an epoch, starting with `first_step`. Raise ValueError if a stream has no more samples."""
         assert self._loader is not None, "closed"
         self._position = (epoch, first_step)
         self._requested.clear()

@@ -171,10 +171,7 @@ class WeightedDraws:
 
 
 def splitmix64(key: int | Positions, counts: Positions) -> Positions:
-    """Return numbers of the stream of splitmix64 with this seed (Steele, Lea, Flood 2014), by their positions.
-
-    Key and counts must have shapes that broadcast.
-    """
+    """Return numbers of the stream of splitmix64 with this seed (Steele, Lea, Flood 2014), by their positions."""
     return _finalize((counts + np.uint64(1)) * _GAMMA + np.uint64(key))
 
 

@@ -72,10 +72,7 @@ class Deferred(TorchDispatchMode):
                     self._origins[part, key] = _alias(tensor)
 
     def materialize(self, submodules: Iterable[nn.Module], device: torch.device) -> None:
-        """Allocate the submodules' tensors on the device with their initial values.
-
-        Tensors that submodules share remain shared within one call.
-        """
+        """Allocate the submodules' tensors on the device with their initial values; shared tensors remain shared."""
         slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # container, key, tensor, origin
         for module in {module: None for submodule in submodules for module in submodule.modules()}:
             containers: list[dict[str, Any]] = [module._parameters, module._buffers]
