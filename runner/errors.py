@@ -30,6 +30,15 @@ class InputError(ValueError):
         self.messages = list(messages)
 
 
+@contextlib.contextmanager
+def as_input_error(prefix: str = "") -> Iterator[None]:
+    """Raise a ValueError of the context as InputError, with a prefix."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{prefix}{error}") from None
+
+
 def require_packages(choice: str, extra: str, *packages: str) -> None:
     """Raise InputError if a package that `choice` needs is missing. `extra` installs them; they are not imported."""
     if missing := [package for package in packages if find_spec(package) is None]:

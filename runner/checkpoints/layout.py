@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from runner.records.record_files import parse_metrics, regular
 
@@ -38,8 +38,7 @@ class TrainState:
         return replace(self, step=self.step + 1, epoch=self.epoch + ends_epoch, step_in_epoch=in_epoch)
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(TypedDict):
     """The hash and the size of a file as it was written."""
 
     sha256: str
@@ -124,7 +123,7 @@ def shard_name(rank: int) -> str:
 
 def manifest_text(files: Mapping[str, FileRecord]) -> str:
     """Return the content of manifest.json: the records of all other files, and a hash of that list itself."""
-    listed = {name: {"sha256": files[name].sha256, "size": files[name].size} for name in sorted(files)}
+    listed = {name: files[name] for name in sorted(files)}
     digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
     return json.dumps({"format": FORMAT, "files": listed, "sha256": digest}, indent=1) + "\n"
 
@@ -134,7 +133,8 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     file = path / MANIFEST
     try:
         text = _read_text(file)
-        files = {name: FileRecord(**record) for name, record in json.loads(text)["files"].items()}
+        records = json.loads(text)["files"].items()
+        files = {name: FileRecord(sha256=record["sha256"], size=record["size"]) for name, record in records}
     except _UNREADABLE as error:
         raise ValueError(f"{file} cannot be read ({error}); the checkpoint is damaged") from None
     is_complete = {FACTS, PROGRESS} <= files.keys() and all(map(_FILE.fullmatch, files))
@@ -144,14 +144,10 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
 
 
 def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -> None:
-    """Raise ValueError, which names the file, if a file is missing or is not what was saved.
+    """Raise ValueError, which names the file, if a file of the checkpoint is missing or is not what was saved.
 
-    Neither torch nor the file system detects a flipped bit.
-
-    Args:
-        path: a directory step_N.
-        part, num_parts: hash only this part of the large files, because hashing takes as long as reading them.
-        shards: whether to hash the large files at all; otherwise only their sizes are compared.
+    Neither torch nor the file system detects a flipped bit. Of the large files, only one part is hashed, because that
+    takes as long as reading them, and none without `shards`. The sizes of all files are compared.
     """
     files = read_manifest(path)
     large = sorted(name for name in files if not name.endswith(".json"))
@@ -169,9 +165,9 @@ def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -
 def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
     try:
         with open(path, "rb", opener=regular) as file:
-            if path.stat().st_size != record.size:
+            if path.stat().st_size != record["size"]:
                 return False
-            return not is_hashed or hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+            return not is_hashed or hashlib.file_digest(file, "sha256").hexdigest() == record["sha256"]
     except OSError:
         return False
 

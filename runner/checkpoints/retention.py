@@ -30,14 +30,10 @@ def retain(
     newest: int,
     damaged: Collection[int] = (),
 ) -> None:
-    """Remove all checkpoints except the newest ones and those of certain steps. Set the link `best`.
+    """Remove all checkpoints except the newest ones and those of the steps `best`, the best one first.
 
-    Args:
-        directory: the run's directory of checkpoints.
-        keep: the number of newest checkpoints to keep.
-        best: steps of the best checkpoints, the best one first.
-        newest: the step of the newest undamaged checkpoint. Later ones are damaged, and the run will replace them.
-        damaged: steps of damaged checkpoints, which `keep` does not count; those before `newest` are removed.
+    Set the link `best`. The checkpoints after the step `newest` are damaged, and the run will replace them. `keep` does
+    not count those of the steps `damaged`, which are removed if they are older.
     """
     paths = [path for path in list_checkpoints(directory) if step_of(path) <= newest]
     kept = {path for path in paths if step_of(path) in best}

@@ -43,12 +43,7 @@ def save(
     """Write directory/step_N, and set the link `last` to it. All ranks must call it; only rank 0 waits for the others.
 
     The files are written to a temporary directory, flushed to the disk and renamed, so that a crash leaves the older
-    checkpoints unchanged.
-
-    Args:
-        directory: the run's directory of checkpoints.
-        local: this rank's part of the checkpoint.
-        check_lock: raises if another world has taken over the run; then its files are not changed.
+    checkpoints unchanged. `check_lock` raises if another world has taken over the run; then its files are not changed.
 
     Raises:
         JobFailed: if this rank's disk failed; on rank 0 also if another rank failed, or replicas differ between ranks.
@@ -76,13 +71,9 @@ def save(
             facts = merge(facts, report["facts"])
         check_replicas([local.replica_hashes, *(report["replica_hashes"] for report in reports)])
         check_visible(partial, files)
-        texts = {
-            FACTS: json.dumps({"world_size": coordinator.world_size, **facts}),
-            PROGRESS: dumps(asdict(train_state)),
-        }
-        for name, text in texts.items():
-            files[name] = asdict(_write_text(partial / name, text))
-        _write_text(partial / MANIFEST, manifest_text({name: FileRecord(**record) for name, record in files.items()}))
+        files[FACTS] = _write_text(partial / FACTS, json.dumps({"world_size": coordinator.world_size, **facts}))
+        files[PROGRESS] = _write_text(partial / PROGRESS, dumps(asdict(train_state)))
+        _write_text(partial / MANIFEST, manifest_text(files))
         flush(partial)
         check_lock()
         if final.exists():  # a damaged checkpoint of the same step, from which the run was not resumed
@@ -91,13 +82,11 @@ def save(
         flush(directory)
     except Exception as error:
         check_lock()  # the directory may belong to another world
-        with suppress(RuntimeError):  # the store may be lost
-            coordinator.announce(train_state.step, "dropped")
+        coordinator.announce(train_state.step, "dropped")
         shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise _explain(error, partial) from None
     finally:
-        with suppress(RuntimeError):
-            coordinator.announce(train_state.step, "ended")
+        coordinator.announce(train_state.step, "ended")
     set_link(directory, LAST, final)
     return final
 
@@ -125,12 +114,12 @@ def _save_part(partial: Path, local: LocalState, step: int, coordinator: SaveCoo
         raise failure
 
 
-def _write_chunks(partial: Path, local: LocalState, rank: int) -> dict[str, dict[str, Any]]:
+def _write_chunks(partial: Path, local: LocalState, rank: int) -> dict[str, FileRecord]:
     """Write this rank's file, if it has any chunks. Return its record by name."""
     if not local.chunks:
         return {}
     make_directory(partial)
-    return {shard_name(rank): asdict(write_shard(partial / shard_name(rank), local.chunks))}
+    return {shard_name(rank): write_shard(partial / shard_name(rank), local.chunks)}
 
 
 def check_replicas(hashes: Sequence[Mapping[str, int]]) -> None:
@@ -147,7 +136,7 @@ def check_replicas(hashes: Sequence[Mapping[str, int]]) -> None:
                 )
 
 
-def check_visible(partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def check_visible(partial: Path, files: Mapping[str, FileRecord]) -> None:
     """Raise JobFailed if rank 0 does not see a file of another rank, and FileNotFoundError if `partial` was removed."""
     until = time.monotonic() + VISIBLE_WITHIN_S
     for name, record in files.items():
@@ -184,7 +173,7 @@ def _write_text(path: Path, text: str) -> FileRecord:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(hashlib.sha256(content).hexdigest(), len(content))
+    return FileRecord(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
 
 
 def _explain(error: BaseException, partial: Path) -> BaseException:

@@ -85,7 +85,8 @@ class SaveCoordinator:
     def announce(self, step: int, what: Literal["dropped", "ended"]) -> None:
         """On rank 0, announce that the save has ended, or that it is given up, before its files are removed."""
         if self.store is not None and not self.synchronous:
-            self.store.set(f"{step}/{what}", "")
+            with suppress(RuntimeError):  # the store may be lost
+                self.store.set(f"{step}/{what}", "")
 
     def is_aborted(self, step: int) -> bool:
         """Return True if rank 0 gave up the checkpoint, so that this rank must remove its file. Raise StoreLost."""

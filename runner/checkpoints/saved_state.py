@@ -45,10 +45,7 @@ class LocalState:
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a hash of each tensor that is not sharded: the bitwise XOR of its elements, computed on its device.
-
-    Any single flipped bit changes the hash.
-    """
+    """Return the bitwise XOR of the elements of each tensor that is not sharded, which any single bit changes."""
     whole = {name: tensor.detach() for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     real = {name: torch.view_as_real(tensor) if tensor.is_complex() else tensor for name, tensor in whole.items()}
     return {name: int(torch.hash_tensor(tensor).view(torch.int64)) for name, tensor in real.items() if tensor.numel()}
@@ -126,10 +123,7 @@ def open_checkpoint(path: Path) -> SavedState:
 
 
 def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
-    """Open the checkpoint that `choose_checkpoint` selects. Each rank hashes a part of its files.
-
-    All ranks must call it.
-    """
+    """Open the checkpoint that `choose_checkpoint` selects; each rank hashes a part. All ranks must call it."""
 
     def check(path: Path) -> None:
         messages: list[str] = []
@@ -163,13 +157,9 @@ def check_fits(
     all_names: Collection[str] | None = None,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Raise ValueError, with the first names, if the checkpoint lacks tensors of these names and shapes.
+    """Raise ValueError if the checkpoint lacks tensors of these names, after the prefix, and shapes.
 
-    Args:
-        subject: what the tensors belong to, for the message.
-        prefix: of the names in the checkpoint.
-        all_names: if given, all expected names; then the checkpoint must have no other names with the prefix.
-        ignored: prefixes of names that the checkpoint may have in addition.
+    If all expected names are given, it must have no others with the prefix, unless they start with an ignored one.
     """
     found = _strip(saved.tensors, prefix)
     expected = shapes if all_names is None else all_names

@@ -118,7 +118,7 @@ def write_shard(path: Path, chunks: Mapping[str, LocalChunk]) -> FileRecord:
                 os.fdatasync(file.fileno())
                 synced = size
         os.fsync(file.fileno())
-    return FileRecord(digest.hexdigest(), size)
+    return FileRecord(sha256=digest.hexdigest(), size=size)
 
 
 def open_shards(files: Iterable[Path]) -> dict[str, SavedTensor]:

@@ -50,10 +50,7 @@ def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
 
 
 def augment(config: Config, source: Source) -> Source:
-    """Return the training data with the configured transforms; the same source if there are none.
-
-    Raise InputError if a transform refuses its options or fails on the first sample.
-    """
+    """Return the data with the configured transforms. Raise InputError if one refuses its options or fails."""
     transforms: dict[str, Callable[..., Any]] = {}
     for name, node in config.transforms.items():
         key = f"transforms.{name}"

@@ -10,10 +10,7 @@ from runner.input.pytree import num_rows
 
 
 def cast_floating(tensor: Tensor, to: dtype) -> Tensor:
-    """Convert floating-point data to a dtype, and complex data to its complex counterpart.
-
-    Integer tensors, such as class labels, are unchanged.
-    """
+    """Convert floating-point data to a dtype, and complex data to its counterpart; integers, as of classes, stay."""
     if tensor.is_complex():
         return tensor.to(to.to_complex())
     return tensor.to(to) if tensor.is_floating_point() else tensor

@@ -16,7 +16,7 @@ from runner.config.schema import SPLITS, Config
 from runner.distributed.world import World
 from runner.errors import InputError, failed_with
 from runner.input.augmentation import augment
-from runner.input.rng import make_generator
+from runner.input.rng import derive_seed
 from runner.input.sample_cache import CannotCache
 from runner.input.source import Source
 from runner.input.stream import UNKNOWN_LENGTH, Stream, decode_state, encode_state
@@ -144,27 +144,22 @@ class _Splits:
     def load(self, split: str) -> Source:
         if self._fraction is not None and split != "test":
             return self._split_off(split, self._fraction)
-        try:
-            return self._existing(split)
-        except NoSplit:
-            if split != "val":
-                raise
-            raise NoSplit(
-                f"{self._data} has no validation split; set val_fraction=0.1 to take it from the training split"
-            ) from None
+        return self._existing(split)
 
     def _existing(self, split: str) -> Source:
         """Return a split that the dataset itself has. Raise NoSplit if it has no split of that name."""
-        no_split = NoSplit(f"split={split}: {self._data} has no such split")
+        problem = f"split={split}: {self._data} has no such split"
+        if split == "val":
+            problem = f"{self._data} has no validation split; set val_fraction=0.1 to take it from the training split"
         if split not in self._names:
-            raise no_split
+            raise NoSplit(problem)
         options: Any = {"train": {"train": split == "train"}, "split": {"split": split}, None: {}}[self._option]
         try:
             dataset = make_group(self._choices, "data", self._node, **options)
         except (InputError, KeyError) as error:
             refuses = re.search(r"\bsplit\b", str(error)) if isinstance(error, InputError) else error.args == (split,)
             if self._option == "split" and split != "train" and refuses:
-                raise no_split from None
+                raise NoSplit(problem) from None
             raise
         iterates_only = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
         if isinstance(dataset, IterableDataset) or iterates_only:
@@ -203,7 +198,8 @@ class _Splits:
                 f"val_fraction={fraction} of the {num_samples} samples of {self._data} are {num_val}, but both splits "
                 "need one; try val_fraction=0.1, or use more samples"
             )
-        order = torch.randperm(num_samples, generator=make_generator(self._seed, _SPLIT_KEY))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, _SPLIT_KEY))
+        order = torch.randperm(num_samples, generator=generator)
         rows = order[:num_val] if split == "val" else order[num_val:]
         return replace(self._whole, rows=rows.sort().values)  # sorted, so that files are read sequentially
 

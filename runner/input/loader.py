@@ -30,10 +30,8 @@ EXIT_S = 1.0  # timeout for a worker to exit after its connection is lost
 class Loader:
     """Reads the samples that the sampler selects, in this process or in workers, and moves them to the device.
 
-    Args:
-        dataset: a Source, or a dataset. If it `reads_ahead` and there are no workers, several local micro-batches are
-            read at once and then split.
-        allow_empty: whether a local micro-batch without samples has no rows; otherwise it has one uncounted sample.
+    If the dataset `reads_ahead` and there are no workers, several local micro-batches are read at once and then split.
+    A local micro-batch without samples has no rows with `allow_empty`, and otherwise one uncounted sample.
     """
 
     def __init__(
@@ -104,10 +102,7 @@ class Loader:
         )
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
-        """Yield the steps of an epoch, starting with `first_step`.
-
-        Raise ValueError if the data are a stream whose next step has no samples.
-        """
+        """Yield the steps of an epoch, starting with `first_step`. Raise ValueError if a stream has no more samples."""
         assert self._loader is not None, "closed"
         self._position = (epoch, first_step)
         self._requested.clear()

@@ -27,11 +27,6 @@ def derive_seed(*key: int) -> int:
     return state % 2**63
 
 
-def make_generator(*key: int) -> torch.Generator:
-    """Return a generator with an independent stream for every key."""
-    return torch.Generator().manual_seed(derive_seed(*key))
-
-
 def seed_all(key: int) -> None:
     """Seed torch on the CPU, NumPy and random."""
     torch.default_generator.manual_seed(key)

@@ -30,12 +30,8 @@ class CannotCache(ValueError):
 class SampleCache:
     """Samples of one shape, each of which is read when it is first needed, and copied from memory afterwards.
 
-    Args:
-        read: returns the sample at an index, as a batch of one with tensors in any structure.
-        num_samples: the number of samples.
-        unpack: returns a batch of cached samples in the form that the dataset returns; None if that is the cached form.
-
-    Raises CannotCache if the first sample is not suitable, or if the samples do not fit into memory.
+    `read` returns a sample as a batch of one, and `unpack` converts a batch of cached samples to what the dataset
+    returns. Raises CannotCache if the first sample is not suitable, or if the samples do not fit into memory.
     """
 
     def __init__(self, read: Callable[[int], Any], num_samples: int, unpack: Callable[[Any], Any] | None = None):
@@ -49,15 +45,11 @@ class SampleCache:
         self._kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         sizes = (num_samples, *(num_samples * leaf.nbytes for leaf in leaves))
         self._starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
+        self.num_bytes = self._starts[-1]  # the size of the memory for all samples
         needed, left = self.num_bytes / 2**30, available_memory() / 2**30
         if needed > left:
             raise CannotCache(f"the samples need {needed:,.1f} GiB, but {left:,.1f} GiB are left")
         self._map(None)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the memory for all samples."""
-        return self._starts[-1]
 
     def share(self, exchange: LocalExchange | None) -> None:
         """Use memory that the ranks of this machine share, all of which must call it; None for a single rank."""

@@ -1,6 +1,5 @@
 """The samples that a rank reads, and their order: they depend on seed, epoch and step, not on the number of ranks."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -84,14 +83,8 @@ class Sampler:
         """Return a function from positions of the epoch, (N,), to sample indices, (N,)."""
         if not self.shuffle:
             return lambda positions: positions
-        if self.weights is not None:
-            return functools.partial(self._draws, key=derive_seed(self.seed, epoch))
-        return Permutation(self.num_samples, derive_seed(self.seed, epoch))
-
-    @functools.cached_property
-    def _draws(self) -> "WeightedDraws":
-        assert self.weights is not None
-        return WeightedDraws(self.weights.numpy())
+        key = derive_seed(self.seed, epoch)
+        return Permutation(self.num_samples, key) if self.weights is None else WeightedDraws(self.weights.numpy(), key)
 
 
 @dataclass(frozen=True)
@@ -160,28 +153,25 @@ class Permutation:
 
 
 class WeightedDraws:
-    """Draws with replacement from [0, N), each number with a probability in proportion to its weight.
+    """Draws at positions (N,), with replacement, from [0, N): each number in proportion to its weight.
 
     weights: (N,) float64, at least one above 0. Only the cumulative sum of the weights is stored.
     """
 
-    def __init__(self, weights: npt.NDArray[np.float64]):
+    def __init__(self, weights: npt.NDArray[np.float64], key: int):
         self._ends = np.cumsum(weights)  # sequential, so independent of the number of threads
         self._last = np.flatnonzero(weights)[-1]
+        self._key = key
 
-    def __call__(self, positions: Positions, key: int) -> npt.NDArray[np.int64]:
-        """Return the draws at these positions, (N,)."""
-        uniform = (splitmix64(key, positions) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
+    def __call__(self, positions: Positions) -> npt.NDArray[np.int64]:
+        uniform = (splitmix64(self._key, positions) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
         # side="right" skips numbers of weight 0, which end where they start.
         drawn = np.searchsorted(self._ends, uniform * self._ends[-1], side="right")
         return np.minimum(drawn, self._last)  # the product may be rounded up to the end
 
 
 def splitmix64(key: int | Positions, counts: Positions) -> Positions:
-    """Return numbers of the stream of splitmix64 with this seed (Steele, Lea, Flood 2014), by their positions.
-
-    Key and counts must have shapes that broadcast.
-    """
+    """Return numbers of the stream of splitmix64 with this seed (Steele, Lea, Flood 2014), by their positions."""
     return _finalize((counts + np.uint64(1)) * _GAMMA + np.uint64(key))
 
 

@@ -158,9 +158,6 @@ class StepReader:
     def __init__(self, source: Any):
         self.source = source  # of a Stream
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def __getitems__(self, request: StepRequest) -> StepSamples:
         step, epoch, sampler, allow_empty, start = request
         stream: Stream = self.source.dataset

@@ -152,8 +152,7 @@ def _class_weights(weight: Sequence[float] | None) -> torch.Tensor | None:
 def is_weighted_by_samples(loss: nn.Module, targets: Any, ragged: bool) -> bool:
     """Return True if the loss of a batch is a mean whose weight is proportional to the number of samples.
 
-    `targets` are those of some samples; `ragged` means that those of other samples may have another shape. Raises
-    ValueError for a loss of torch whose weight is unknown.
+    If `ragged`, other targets may have another shape. Raises ValueError for a loss of torch whose weight is unknown.
     """
     if hasattr(loss, "weight_of"):
         return False

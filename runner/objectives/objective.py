@@ -183,17 +183,16 @@ def loss_groups(objective: Objective, module: nn.Module) -> list[LossGroup]:
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     groups, idle = [], set(trained)
     for loss, pattern in losses.items():
+        option = f"objective: {kind}.losses[{loss!r}]={pattern!r}"
         try:
             own = {name for name in trained if re.search(pattern, name)}
         except (re.error, TypeError) as error:
-            reason = f"is not a regular expression: {error}"
-        else:
-            reason = "" if own or not trained else f"matches no trained parameter; there are {counted([*trained], 3)}"
-            idle -= own
-            others = [parameter for name, parameter in trained.items() if name not in own]
-            groups.append(LossGroup(loss, [trained[name] for name in trained if name in own], others))
-        if reason:
-            raise InputError(f"objective: {kind}.losses[{loss!r}]={pattern!r} {reason}") from None
+            raise InputError(f"{option} is not a regular expression: {error}") from None
+        if trained and not own:
+            raise InputError(f"{option} matches no trained parameter; there are {counted([*trained], 3)}")
+        idle -= own
+        others = [parameter for name, parameter in trained.items() if name not in own]
+        groups.append(LossGroup(loss, [trained[name] for name in trained if name in own], others))
     if idle:
         first = next(name for name in trained if name in idle)
         raise InputError(

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,12 +58,7 @@ def _nodes(node: Mapping[str, Any]) -> list[tuple[str, Options]]:
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """The optimizers of separate parameter groups as one, which shares their groups and state.
-
-    Args:
-        parts: The optimizers.
-        groups: The parameter groups of all of them, in order: the same dicts that they have.
-    """
+    """The optimizers of separate parameter groups as one; `groups` are the same dicts that they have."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], groups: list[dict[str, Any]]):
         super().__init__(groups, {})
@@ -93,18 +87,9 @@ class OptimizerFactory:
     """Constructs the optimizer of any of a module's parameters, even after a mode has replaced or sharded them.
 
     The first parameter group has the parameters that no pattern matches; then follows one group for each pattern, in
-    order. Groups without local parameters are kept, so that all ranks of a pipeline have equal groups. A group is
-    split by device mesh, because one foreach operator cannot combine meshes. Frozen parameters are in no group.
-
-    Args:
-        shards: The optimizer updates shards of matrices.
-
-    Attributes:
-        num_parameters: Number of trained parameters in each group, by the group's label.
-
-    Raises:
-        InputError: A constructor rejects an option or a parameter, an optimizer cannot update shards, or the group of a
-            pattern would have no parameter.
+    order. Groups without local parameters are kept, so that all ranks of a pipeline have equal groups. Frozen
+    parameters are in no group. Raises InputError if a constructor rejects an option or a parameter, if an optimizer
+    cannot update shards of matrices (`shards`), or if the group of a pattern would have no parameter.
     """
 
     def __init__(self, node: Mapping[str, Any], choices: Mapping[str, str], module: nn.Module, shards: bool = False):
@@ -122,10 +107,11 @@ class OptimizerFactory:
         _check_matches(patterns, found, list(names.values()), frozen)
         self._check_parameters(shards)
         labels = [DEFAULT, *(_label(index, group) for index, group in enumerate(groups))]
-        sizes = Counter({label: 0 for label in labels if label != DEFAULT})
+        self.num_parameters = dict.fromkeys(labels, 0)  # of the trained parameters in each group, by its label
         for parameter, aliases in names.items():
-            sizes[labels[self._group_of[aliases[0]]]] += parameter.numel()
-        self.num_parameters = {label: sizes[label] for label in labels if label in sizes}
+            self.num_parameters[labels[self._group_of[aliases[0]]]] += parameter.numel()
+        if not self.num_parameters[DEFAULT]:
+            del self.num_parameters[DEFAULT]
 
     def __call__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the optimizer of some of the module's parameters, or of the groups of an existing optimizer."""
@@ -164,28 +150,25 @@ class OptimizerFactory:
                 return str(error)
             return ""
 
-        for key, options in [self._nodes[index] for index in dict.fromkeys(self._group_of.values()) if shards]:
-            if locate(options[TARGET]) in NEED_WHOLE_MATRICES:
+        for index, (key, options) in enumerate(self._nodes):
+            parameters = {name: self._module.get_parameter(name) for name, of in self._group_of.items() if of == index}
+            if parameters and shards and locate(options[TARGET]) in NEED_WHOLE_MATRICES:
                 raise InputError(
                     f"{key}._target_={options[TARGET]} needs whole matrices, but parallel={self._choices['parallel']} "
                     "shards them; try parallel=ddp or parallel=zero"
                 )
-        rejected: dict[str, list[str]] = {}
-        for name, index in self._group_of.items():
-            key = self._nodes[index][0]
-            parameter = self._module.get_parameter(name)
-            if parameter.is_complex() and self._options[index].get("fused"):  # torch refuses it in the first step
+            for name, parameter in parameters.items():
+                if parameter.is_complex() and self._options[index].get("fused"):  # torch refuses it in the first step
+                    raise InputError(
+                        f"{key}.fused=true: a fused update cannot change complex parameters, such as {name}; "
+                        f"try {key}.fused=false"
+                    )
+            reasons = {name: reason(index, parameter.shape, parameter.dtype) for name, parameter in parameters.items()}
+            if rejected := [name for name in reasons if reasons[name]]:
                 raise InputError(
-                    f"{key}.fused=true: a fused update cannot change complex parameters, such as {name}; "
-                    f"try {key}.fused=false"
+                    f"{reasons[rejected[0]]} ({counted(rejected)}); choose another optimizer for these parameters, as "
+                    "in optimizer.groups=[{match: bias$, _target_: torch.optim.AdamW, lr: 0.001}]"
                 )
-            if message := reason(index, parameter.shape, parameter.dtype):
-                rejected.setdefault(key, [message]).append(name)
-        for message, *names in rejected.values():
-            raise InputError(
-                f"{message} ({counted(names)}); choose another optimizer for these parameters, as in "
-                "optimizer.groups=[{match: bias$, _target_: torch.optim.AdamW, lr: 0.001}]"
-            )
 
 
 def _label(index: int, group: Mapping[str, Any]) -> str:

@@ -2,20 +2,23 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from runner.errors import InputError, nearest
 
+T = TypeVar("T", bound=Tensor)
 
-def names_of(parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, list[str]]:
-    """Return all names of each parameter: several if modules share it."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in parameters:
-        names.setdefault(parameter, []).append(name)
+
+def names_of(tensors: Iterable[tuple[str, T]]) -> dict[T, list[str]]:
+    """Return all names of each parameter or buffer: several if modules share it."""
+    names: dict[T, list[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(tensor, []).append(name)
     return names
 
 

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
-from runner.input.rng import isolated
 from runner.objectives.losses import Loss
 from runner.objectives.objective import LossGroup, Prediction, loss_groups
 from runner.optimization.parameter_patterns import names_of
@@ -135,19 +134,16 @@ class Replica:
         return (loss.value * factors.to(loss.value)).sum()
 
     def _term_weights(self, batch: StepBatch) -> torch.Tensor:
-        """Return the weights of the terms over the whole step, (terms,). Restore the ForwardState and all generators.
+        """Return the weights of the terms over the whole step, (terms,), by passes that change no state.
 
         Each backward pass needs them, but they are known only after the forward passes of all micro-batches.
         """
-        gpus = [device for device in {p.device for p in self.module.parameters()} if device.type == "cuda"]
         weights: Any = 0.0
-        restoring = restoring_state(self.module, self.objective)
-        with restoring, torch.no_grad(), torch.random.fork_rng(gpus), isolated(), self.precision.autocast():
+        with restoring_state(self.module, self.objective), torch.no_grad(), self.precision.autocast():
             for micro_batch in batch.micro_batches:
                 with self._draws.following(micro_batch, self._loss_number):
                     loss = self._evaluation_wrapper(self.objective.measure, self.loss_group.name, micro_batch)
                 weights += loss.weight
-        self.objective.take_logged(weights.device)  # the values are logged again by the next pass
         return self._sum_over(weights / self._duplicates)
 
     def gradients(self) -> list[torch.Tensor]:

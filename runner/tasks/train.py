@@ -64,7 +64,7 @@ class Train(JobTask):
                 )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter()
-        objective = experiment.objective
+        objective = experiment.recipe.objective
         losses = [LOSS, *(f"val/{name}" for name in (*objective.losses, *objective.value_names))]
         values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
         names = list(dict.fromkeys([experiment.monitor.name, *losses, *values]))  # of evaluations

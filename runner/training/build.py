@@ -15,7 +15,7 @@ from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
 from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation, synchronize_batch_norm
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, as_input_error
 from runner.input.batch import MicroBatch, cast_floating
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
@@ -23,7 +23,7 @@ from runner.input.pytree import map_tensors
 from runner.input.rng import derive_seed
 from runner.input.sampler import Sampler
 from runner.input.source import Source
-from runner.objectives.objective import Objective, Prediction, loss_groups
+from runner.objectives.objective import Prediction, loss_groups
 from runner.objectives.supervised import Supervised
 from runner.optimization.optimizers import OptimizerFactory
 from runner.optimization.parameter_patterns import counted, freeze
@@ -54,8 +54,6 @@ from runner.training.model.forward_state import restoring_bounded
 from runner.training.model.initial_weights import InitialWeights
 from runner.training.model.submodules import offered
 
-Schedule = Callable[[int, int, int], float]
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -67,12 +65,11 @@ class Experiment:
     make_model: Callable[[], nn.Module]  # constructs another model, with initial weights
     train_loader: Loader
     val_loader: Loader
-    schedule: Schedule
+    schedule: Callable[[int, int, int], float]  # see runner.optimization.lr_schedules
     logger: Logger
     callbacks: dict[str, Callback]  # the custom callbacks, by name
     num_parameters: int
     parameter_groups: dict[str, int]  # number of trained parameters in each group of the optimizer
-    objective: Objective
     metrics: MetricSums
     train_metrics: MetricSums | None
     monitor: Monitor  # the metric that compares runs
@@ -104,8 +101,7 @@ def build(
 ) -> Experiment:
     """Construct the experiment on this rank, with the initial weights of a file or checkpoint. All ranks must call it.
 
-    trains: also check what only training needs. data: the training and the evaluated data, if they are loaded already.
-    Checks that need the values of tensors are left out in an imagined world.
+    With `trains`, also check what only training needs. An imagined world leaves out checks of the values of tensors.
     Raises InputError for an invalid option and for options that do not fit each other. All ranks raise the same one.
     """
     make = functools.partial(make_group, choices)
@@ -123,7 +119,6 @@ def build(
     objective = make_objective(config, choices, parallel)
     indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
     sample, data_warnings = read_sample(config, choices, train_data, indices)
-    sample = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), sample)
     is_ragged = hasattr(train_data, "collate")
     with restoring_bounded(module):
         forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
@@ -177,11 +172,9 @@ def build(
         check_all_used(config, choices, module, objective, train_data, local_size, on_device)
     objective.is_distributed = world.world_size > 1
     if _synchronizes_batch_norm(config, module, axes):
-        try:
+        with as_input_error(f"sync_batchnorm={config.sync_batchnorm}: "):
             # A deferred model is still on the meta device.
             synchronize_batch_norm(module, device=world.device if deferred else None)
-        except ValueError as error:
-            raise InputError(f"sync_batchnorm={config.sync_batchnorm}: {error}") from None
     checkpoint_activations(module, config.activation_checkpointing)
     if draws.follows and (stages := offered(module, "stages")):
         is_known = draws.seed_stages(module, stages())
@@ -263,7 +256,6 @@ def build(
         callbacks=make_callbacks(config),
         num_parameters=sum(p.numel() for p in module.parameters()),
         parameter_groups=make_optimizer.num_parameters,
-        objective=objective,
         metrics=metrics,
         train_metrics=measure() if config.train_metrics else None,
         monitor=choose_monitor(config, metrics, [*objective.losses, *objective.terms], objective.logged),

@@ -38,10 +38,7 @@ def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
 
 
 def make_objective(config: Config, choices: Mapping[str, str], parallel: Parallel) -> Objective:
-    """Construct the objective, with the loss of the configuration if its constructor has a parameter `loss`.
-
-    Raises InputError for an invalid option, and for an objective that the mode does not support.
-    """
+    """Construct the objective. Raise InputError for an invalid option, and if the mode does not support it."""
     target = config.objective["_target_"]
     given = {"loss": make_group(choices, "loss", config.loss)} if accepts(target, "loss") else {}
     if not given and config.loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":

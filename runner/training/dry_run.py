@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from runner.config.schema import Config
-from runner.errors import InputError, failed_with
+from runner.errors import InputError, as_input_error, failed_with
 from runner.input.batch import MicroBatch, cast_floating
 from runner.input.pytree import describe, map_tensors, split, tensors
 from runner.input.rng import isolated
@@ -22,12 +22,17 @@ from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
 
+def read_float32(config: Config, source: Source, indices: Sequence[int]) -> Any:
+    """Return the samples as a batch, with floating-point data in float32, the precision of a new model."""
+    return map_tensors(lambda tensor: cast_floating(tensor, torch.float32), source.read(indices, seed=config.seed))
+
+
 def read_sample(
     config: Config, choices: Mapping[str, str], source: Source, indices: Sequence[int]
 ) -> tuple[Any, list[str]]:
-    """Return the samples as a batch, and warnings. Raise InputError if they cannot be read or collated."""
+    """Return the result of `read_float32`, and warnings. Raise InputError if samples cannot be read or collated."""
     try:
-        batch = source.read(indices, seed=config.seed)
+        batch = read_float32(config, source, indices)
         if len(source) > 1 and (hasattr(source, "collate") or source.reads_ahead):
             pair = source.read([0, 1], seed=config.seed)  # detects a collate that drops samples
             if source.reads_ahead:
@@ -68,11 +73,10 @@ def dry_run(
     batch = micro_batch.data
     if isinstance(objective, Supervised):
         _check_pair(config, batch)
-    random_state = torch.get_rng_state()
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), isolated():
             if isinstance(objective, Supervised):
                 _settle(choices, module, objective, batch, ragged)
             result: DryRun = probe(module, _observe, trained, objective, micro_batch)
@@ -87,7 +91,7 @@ def dry_run(
         ) from None
     finally:
         module.train()
-        torch.set_rng_state(random_state)
+        objective.take_logged(torch.device("cpu"))
     return result
 
 
@@ -122,23 +126,18 @@ def compare_samples(
         return []
 
     def measure(*indices: int) -> torch.Tensor:
-        read = source.read(list(indices), seed=config.seed)
-        batch = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), read)
-        objective.take_logged(torch.device("cpu"))
+        batch = read_float32(config, source, indices)
         losses = [*objective.evaluate(module, MicroBatch(batch, indices)).losses.values()]
         weights = [torch.as_tensor(loss.weight, dtype=torch.float64) for loss in losses]
         return torch.stack([torch.stack([loss.sum, weight]) for loss, weight in zip(losses, weights, strict=True)])
 
-    module.eval()
     try:
-        with restoring_state(module, objective), torch.no_grad(), isolated():
+        with restoring_state(module, objective), torch.no_grad():
+            module.eval()
             both, again = measure(0, 1), measure(0, 1)
             apart = measure(0) + measure(1)
     except Exception:  # the dry run has accepted one sample; training reports an error with two
         return []
-    finally:
-        objective.take_logged(torch.device("cpu"))
-        module.train()
     if not torch.equal(both, again) or torch.allclose(both, apart, rtol=1e-3, atol=1e-6, equal_nan=True):
         return []
     component = "loss" if isinstance(objective, Supervised) else "objective"
@@ -167,14 +166,13 @@ def check_all_used(
     for count in (2, max(2, local_size)):
         indices = range(min(count, len(source)))
         try:
-            with restoring_state(module, objective), isolated():
+            with restoring_state(module, objective):
                 micro_batch = MicroBatch(on_device(source.read(indices, seed=config.seed)), indices)
                 unused = _find_unused(module, objective, micro_batch)
         except Exception:
             return
         finally:
             module.zero_grad()
-            objective.take_logged(torch.device("cpu"))
         if not unused:
             return
     raise InputError(
@@ -223,10 +221,8 @@ def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised
             "try loss.reduction=mean with another optimizer.lr"
         )
     outputs = probe(module, call_model, inputs)
-    try:
+    with as_input_error():
         objective.settle(outputs, targets, ragged)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     function = objective.function
     if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
         raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")

@@ -27,7 +27,7 @@ def evaluate(
     `start_vote` is called before each batch; the function that it returns is called later, and may raise to cancel the
     evaluation.
     """
-    objective = experiment.objective
+    objective = experiment.recipe.objective
     names = [] if objective.terms else list(objective.losses)
     objective.take_logged(world.device)  # discard values of an unfinished step
     losses = torch.zeros(len(names), 2, dtype=torch.float64, device=world.device)  # sum and weight of each

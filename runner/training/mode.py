@@ -11,7 +11,7 @@ from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.schema import Config
 from runner.config.validate import check_batch
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, as_input_error
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.objective import Objective, Prediction
 from runner.optimization.precision import Precision
@@ -166,10 +166,8 @@ class Parallel(Protocol):
 
 def make_axes(config: Config, parallel: Parallel, world_size: int) -> Axes:
     """Return the mode's mesh. Raise InputError if none fits the world, or if a micro-batch would have no sample."""
-    try:
+    with as_input_error():
         axes = parallel.axes(world_size)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     if messages := check_batch(config, axes.micro_batches):
         raise InputError(*messages)
     return axes

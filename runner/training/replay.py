@@ -1,8 +1,5 @@
 """Replay: the gradients of some steps are computed twice and compared to the bit, to detect silent corruption."""
 
-import random
-
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,16 +25,9 @@ class Replay:
         """Call the stepper's method, and raise JobFailed on all ranks if a replay differs. All ranks must call it."""
         if self._every is None or step % self._every:
             return stepper.forward_backward(batch)
-        module, objective = self._recipe.module, self._recipe.objective
-        logged, of_python, of_numpy = (objective._sums, objective.observed), random.getstate(), np.random.get_state()
-        objective._sums = objective.observed = None
-        gpus = {parameter.device for parameter in self._names if parameter.device.type == "cuda"}
-        with restoring_state(module, objective), torch.random.fork_rng(gpus):
+        with restoring_state(self._recipe.module, self._recipe.objective):
             before = self._compute(stepper, batch)
             stepper.skip()
-        objective._sums, objective.observed = logged
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
         now = self._compute(stepper, batch)
         differences = {name: _difference(before[name], now[name]) for name in now if name in before}
         differing = {name: difference for name, difference in differences.items() if difference is not None}

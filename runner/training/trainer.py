@@ -61,7 +61,7 @@ class Trainer:
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
-                self.experiment.objective.take_logged(self.world.device)  # discard values of earlier forward passes
+                self.experiment.recipe.objective.take_logged(self.world.device)  # discard values of earlier passes
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = "pruned" if self.stopped and not self.stops_as_finished else "finished"
@@ -111,7 +111,7 @@ class Trainer:
         self.experiment.recipe.draws.begin(self.config.seed, step, data_rank=data_rank)
 
         lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
-        objective, train_metrics = self.experiment.objective, self.experiment.train_metrics
+        objective, train_metrics = self.experiment.recipe.objective, self.experiment.train_metrics
         objective.observed = [] if is_logged and train_metrics is not None else None
         losses, norms = {}, {}
         for name, stepper in self.parallel_model.steppers.items():  # one, unless the objective has several losses
@@ -151,13 +151,13 @@ class Trainer:
 
     def _measured(self) -> torch.Tensor:
         """Return the local sums of the metrics of the step; an empty tensor if they are not measured."""
-        metrics, observed = self.experiment.train_metrics, self.experiment.objective.observed
+        metrics, observed = self.experiment.train_metrics, self.experiment.recipe.objective.observed
         if metrics is None or observed is None:
             return torch.zeros(0, dtype=torch.float64, device=self.world.device)
         metrics.reset(self.world.device)
         for outputs, targets, indices in observed if self.experiment.axes.counts(self.world.rank) else ():
             metrics.add(outputs, targets, indices)
-        self.experiment.objective.observed = None
+        self.experiment.recipe.objective.observed = None
         return metrics.flat()
 
     def _is_evaluation_due(self) -> bool:

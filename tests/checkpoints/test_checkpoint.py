@@ -150,7 +150,7 @@ def test_files_of_a_wrong_form_are_refused_despite_right_hashes(tmp_path: Path) 
         ("progress.json", '{"step": 5, "epoch": "1", "step_in_epoch": 5, "batch_size": 64}'),
         ("state.json", "3"),
     ):
-        other = layout.FileRecord(hashlib.sha256(text.encode()).hexdigest(), len(text))
+        other = layout.FileRecord(sha256=hashlib.sha256(text.encode()).hexdigest(), size=len(text))
         before = (path / name).read_text()
         (path / name).write_text(text)
         (path / "manifest.json").write_text(layout.manifest_text({**files, name: other}))

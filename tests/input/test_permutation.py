@@ -62,7 +62,7 @@ def test_fewer_rounds_or_no_swap_are_detected() -> None:
 
 def test_draws_are_in_proportion_to_weights() -> None:
     weights = np.array([0, 1, 0, 0.5, 8.5, 0])
-    drawn = WeightedDraws(weights)(np.arange(100_000, dtype=np.uint64), derive_seed(1, 2))
+    drawn = WeightedDraws(weights, derive_seed(1, 2))(np.arange(100_000, dtype=np.uint64))
     counts, expected = np.bincount(drawn, minlength=6), weights / weights.sum() * 100_000
     assert counts[[0, 2, 5]].tolist() == [0, 0, 0]
     assert (abs(counts - expected) <= 4 * np.sqrt(expected)).all()

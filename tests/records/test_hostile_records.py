@@ -79,7 +79,9 @@ def test_special_and_huge_files_are_not_read(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_special_files_of_a_checkpoint_are_damage(kind: str, tmp_path: Path) -> None:
     names = ("state.json", "progress.json", "rank_0.safetensors")
-    (tmp_path / "manifest.json").write_text(manifest_text({name: FileRecord("0" * 64, 0) for name in names}))
+    (tmp_path / "manifest.json").write_text(
+        manifest_text({name: FileRecord(sha256="0" * 64, size=0) for name in names})
+    )
     for name in names:
         make_special(tmp_path / name, kind)
     with pytest.raises(ValueError, match="is not what was saved"):
@@ -139,7 +141,6 @@ def test_steps_beyond_the_epoch_end_the_run(run: Path, here: Callable[..., int])
     (checkpoint / "progress.json").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifest["progress.json"] = {"sha256": digest, "size": len(text)}
-    files = {name: FileRecord(**record) for name, record in manifest.items()}
-    (checkpoint / "manifest.json").write_text(manifest_text(files))
+    (checkpoint / "manifest.json").write_text(manifest_text(manifest))
     assert here(f"resume={run}", "max_steps=3", "epochs=1") == 0
     assert here("task=evaluate", f"run={run}") == 0

@@ -1,8 +1,10 @@
 """The state that an additional forward pass must not change, and submodules that an objective adds to a model."""
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,9 +35,11 @@ class Counting(nn.Module):
 class Terms(Objective):
     def __init__(self) -> None:
         self.terms, self.calls = {"size": 1.0}, 0
+        self.drawn: list[tuple[float, float, float]] = []  # of each pass
 
     def loss(self, model: Any, batch: Any) -> Any:
         self.calls += 1
+        self.drawn.append((np.random.random(), random.random(), torch.rand(()).item()))
         return {"size": (model(batch).square().sum(), len(batch))}
 
 
@@ -46,6 +50,7 @@ def test_the_additional_pass_of_terms_is_undone() -> None:
     parts = [MicroBatch(torch.randn(2, 2), [0, 1]), MicroBatch(torch.randn(2, 2), [2, 3])]
     Replica(recipe, torch.optim.SGD(model.parameters(), 0.1)).forward_backward(StepBatch(parts, 4, 0.0))
     assert (model.seen.item(), model.calls, objective.calls) == (2, 2, 2)
+    assert objective.drawn[:2] == objective.drawn[2:]
     expected = torch.Generator().manual_seed(0)
     for _ in parts:
         torch.rand((), generator=expected)

@@ -28,9 +28,8 @@ UNSEEN_FACTOR = 10  # the timeout is this many times longer if rank 0's progress
 class Checkpointing(Callback):
     """Saves checkpoints. All ranks must have it: each writes its part, and rank 0 completes the checkpoint.
 
-    Args:
-        flush: Called on the writing rank before each checkpoint, so that no metric before it is lost.
-        check: Called with the step on all ranks before each checkpoint; raises an exception if it must not be saved.
+    Before each checkpoint, the writing rank calls `flush`, so that no earlier metric is lost, and all ranks call
+    `check` with the step, which raises an exception if the checkpoint must not be saved.
     """
 
     def __init__(

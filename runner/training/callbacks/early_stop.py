@@ -15,34 +15,28 @@ class EarlyStop(Callback):
 
     def __init__(self, monitor: Monitor, patience: int, min_delta: float):
         self._monitor, self._patience, self._min_delta = monitor, patience, min_delta
-        self._best, self._best_step, self._num_without = math.nan, 0, 0
-        self._counted: int | None = None  # the step of the last evaluation
+        self._values: dict[int, float] = {}  # of the monitor, by step, because a resumed run repeats an evaluation
 
     def on_start(self, run: RunInfo) -> None:
         """Count the earlier evaluations, so that resuming a run that stopped early stops it again."""
-        for step in sorted(run.evaluations):
-            self._count(step, run.evaluations[step])
+        self._values = dict(run.evaluations)
         self._decide()
 
     def after_evaluation(self, now: Progress) -> None:
-        self._count(now.step, now.metrics.get(self._monitor.name, math.nan))
+        self._values[now.step] = now.metrics.get(self._monitor.name, math.nan)
         self._decide()
 
-    def _count(self, step: int, value: float) -> None:
-        if step == self._counted:  # a resumed run repeats the evaluation of its first step
-            return
-        self._counted = step
-        if self._monitor.improves(value, self._best, self._min_delta):
-            self._best, self._best_step, self._num_without = value, step, 0
-        else:
-            self._num_without += 1
-
     def _decide(self) -> None:
-        self.wants_to_stop = self._num_without >= self._patience
+        best, best_step, num_without = math.nan, 0, 0
+        for step, value in sorted(self._values.items()):
+            if self._monitor.improves(value, best, self._min_delta):
+                best, best_step, num_without = value, step, 0
+            else:
+                num_without += 1
+        self.wants_to_stop = num_without >= self._patience
         by = f" by {self._min_delta:g}" if self._min_delta else ""
         self.stop_reason = (
-            f"{self._monitor.name} has not improved{by} for {self._num_without} evaluations, since step "
-            f"{self._best_step}"
+            f"{self._monitor.name} has not improved{by} for {num_without} evaluations, since step {best_step}"
         )
 
 

@@ -87,10 +87,7 @@ class EMA(Callback):
         return LocalState(chunks, {"averaged_steps": self._num_updates})
 
     def load_state(self, saved: SavedState) -> None:
-        """Load the averages of a checkpoint of any mode, after the model has its weights. All ranks must call it.
-
-        If the checkpoint has no averages, start with its weights.
-        """
+        """Load the averages of a checkpoint, or else start with the model's weights. All ranks must call it."""
         self._reset()
         if not saved.average():
             log.info("ema.decay=%g: the checkpoint has no average; it starts with the weights", self._decay)

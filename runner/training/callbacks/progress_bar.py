@@ -22,7 +22,7 @@ MAX_METRICS = 6  # in the line of an evaluation
 class ProgressBar(Callback):
     """Draws a bar over the steps if the console is a terminal, and logs each evaluation with the monitor."""
 
-    def __init__(self, console: Console | None, meter: ThroughputMeter, monitor: Monitor | None = None):
+    def __init__(self, console: Console | None, meter: ThroughputMeter, monitor: Monitor):
         self._console, self._meter, self._monitor = console, meter, monitor
         self._bar: Bar | None = None
         self._stack = ExitStack()
@@ -46,7 +46,7 @@ class ProgressBar(Callback):
             self._bar.update(self._task, completed=now.step, description=text)
 
     def after_evaluation(self, now: Progress) -> None:
-        monitored = main_metrics([self._monitor] if self._monitor else [], now.metrics)
+        monitored = main_metrics([self._monitor], now.metrics)
         others = [name for name in evaluation_metrics(now.metrics) if name not in monitored]
         first = others[: MAX_METRICS - len(monitored)]
         known = self._train_loss | {name: now.metrics[name] for name in now.metrics if name in (*monitored, *first)}

@@ -12,13 +12,13 @@ from torch.utils import checkpoint
 
 from runner.config.schema import Config
 from runner.errors import calling_line, first_line, quantity
-from runner.input.batch import MicroBatch, cast_floating
-from runner.input.pytree import map_tensors
+from runner.input.batch import MicroBatch
 from runner.input.rng import isolated, seed_all
 from runner.input.source import Source
 from runner.objectives.objective import Objective
 from runner.training.draws.following import Draws, without
 from runner.training.draws.functions import DrawMode
+from runner.training.dry_run import read_float32
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
@@ -80,9 +80,8 @@ def record_draws(
     others: list[object] = []  # the next numbers of NumPy and `random`
 
     def record(count: int) -> None:
-        read = source.read([0] * count, seed=config.seed)
-        data = map_tensors(lambda tensor: cast_floating(tensor, torch.float32), read)
-        with restoring_state(module, objective), isolated():
+        data = read_float32(config, source, [0] * count)
+        with restoring_state(module, objective):
             seed_all(0)
             recording = Recording()
             found.append(recording.draws)
@@ -99,9 +98,6 @@ def record_draws(
         record(3)
     except Exception as raised:  # training reports an error with two samples, if it occurs there
         error = raised
-    finally:
-        module.train()
-        objective.take_logged(torch.device("cpu"))
     problem = f"the dry run of random numbers fails ({first_line(error)})" if error else _compare(draws, *found)
     if not problem and others[0] != others[1]:
         problem = f"model={choices['model']} or the objective draws numbers of NumPy or `random` for each sample"
@@ -121,6 +117,7 @@ def _run(
             objective.measure(model, name, micro_batch)
         model.eval()
         objective.evaluate(model, micro_batch)
+    model.train()  # also modules that the passes have added
     return [name for name, tensor in model.named_parameters() if parameters.get(name, tensor) is not tensor]
 
 

@@ -66,10 +66,7 @@ class Auto:
     """Placeholder for the metrics that fit outputs and targets; runner.training.components replaces it."""
 
     def choose(self, outputs: Any, targets: Any, **of_loss: Any) -> dict[str, Metric]:
-        """Return accuracy for integer classes, one per sample or per position, and else nothing.
-
-        `of_loss` are Accuracy's options, with the values that the loss has.
-        """
+        """Return accuracy, with options of the loss, for integer classes per sample or position; else nothing."""
         if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
             return {}
         kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

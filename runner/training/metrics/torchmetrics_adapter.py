@@ -38,20 +38,17 @@ class TorchMetric:
                 self._metric._defaults[name] = default.clone()  # counts stay integers
         self._metric.sync_on_compute = self._metric._to_sync = False  # MetricSums has summed already
         self._metric.compute_with_cache = False
-        kinds = {dim_zero_sum: "sum", dim_zero_max: "amax", dim_zero_min: "amin"}
+        of_lists = {None: "list", dim_zero_cat: "cat"}
+        of_tensors = {None: "stack", dim_zero_sum: "sum", dim_zero_max: "amax", dim_zero_min: "amin"}
         self._kinds: dict[str, str] = {}  # by state
         for name, reduction in metric._reductions.items():
-            is_list = isinstance(metric._defaults[name], list)
-            if reduction is None:
-                kind: str | None = "list" if is_list else "stack"
-            else:
-                kind = {dim_zero_cat: "cat"}.get(reduction) if is_list else kinds.get(reduction)
-            if kind is None:
+            kinds = of_lists if isinstance(metric._defaults[name], list) else of_tensors
+            if reduction not in kinds:
                 raise InputError(
                     f"{key}: its state {name} with dist_reduce_fx={reduction} cannot be computed over ranks; a state "
                     "must be reduced by sum, max, min or None, or be a list reduced by cat"
                 )
-            self._kinds[name] = kind
+            self._kinds[name] = kinds[reduction]
 
     def update(self, outputs: Any, targets: Any) -> Sums:
         """Return the states after `update(preds, target)` with only this batch."""
@@ -77,16 +74,16 @@ class TorchMetric:
         for name, kind in self._kinds.items():
             default, state = self._metric._defaults[name], sums[name]
             if kind == "cat":
-                setattr(self._metric, name, [state])
-                continue
-            if kind == "list":
-                setattr(self._metric, name, _unpack(*state))
-                continue
-            if kind == "stack":
-                state = state if len(state) else default[None]
-            elif kind != "sum":  # without samples, the default remains
-                state = getattr(state, kind)(0) if len(state) else default
-            setattr(self._metric, name, state.to(default.dtype))
+                value: Any = [state]
+            elif kind == "list":
+                value = _unpack(*state)
+            elif kind == "sum":
+                value = state.to(default.dtype)
+            elif len(state) == 0:
+                value = default[None] if kind == "stack" else default
+            else:
+                value = (state if kind == "stack" else getattr(state, kind)(0)).to(default.dtype)
+            setattr(self._metric, name, value)
         self._metric._update_count = 1  # otherwise it warns that `update` was not called
         value = self._metric.compute()
         if isinstance(value, torch.Tensor) and value.dim() == 1:

@@ -77,9 +77,9 @@ class _Recomputing(AbstractContextManager[None]):
         self._block, self._before = block, ForwardState(block)
 
     def __enter__(self) -> None:
-        self._present = ForwardState(self._block)
-        self._before.restore()
         self._entered = ExitStack()
+        self._entered.callback(ForwardState(self._block).restore)
+        self._before.restore()
         active = _get_current_function_mode_stack()
         for mode in self._modes:
             if mode not in active:
@@ -87,4 +87,3 @@ class _Recomputing(AbstractContextManager[None]):
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.close()
-        self._present.restore()

@@ -72,10 +72,7 @@ class Deferred(TorchDispatchMode):
                     self._origins[part, key] = _alias(tensor)
 
     def materialize(self, submodules: Iterable[nn.Module], device: torch.device) -> None:
-        """Allocate the submodules' tensors on the device with their initial values.
-
-        Tensors that submodules share remain shared within one call.
-        """
+        """Allocate the submodules' tensors on the device with their initial values; shared tensors remain shared."""
         slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # container, key, tensor, origin
         for module in {module: None for submodule in submodules for module in submodule.modules()}:
             containers: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -154,8 +151,7 @@ class _Mask(TorchFunctionMode):
 def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: torch.device | None = None) -> Any:
     """Call a function of the model and these arguments, with a placeholder for weights that are not initialized.
 
-    The placeholder of a parameter is an expanded view of one number. `device` is that of the arguments, by default the
-    CPU.
+    The placeholder of a parameter is an expanded view of one number, on the device of the arguments.
     """
     where = device or torch.device("cpu")
     placeholders = {

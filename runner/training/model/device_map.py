@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, as_input_error
 from runner.training.model.submodules import offered
 
 
@@ -38,8 +38,6 @@ def place_submodules(module: nn.Module, choices: Mapping[str, str], spans_device
             f"{key} must begin with the device {world.device} of the samples, and be the devices of a single rank; "
             f"try model.devices=null backend.devices_per_rank={len(chosen)}"
         )
-    try:
+    with as_input_error(f"{key}: "):
         place(devices)
-    except ValueError as error:
-        raise InputError(f"{key}: {error}") from None
     return [] if uses_gpus else [f"{name}: all submodules are on the CPU"]

@@ -1,11 +1,15 @@
-"""What a forward pass changes besides the logged values, to undo a pass or to repeat one."""
+"""What a forward pass changes, to undo a pass or to repeat one."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+
+from runner.objectives.objective import Objective
 
 
 class ForwardState:
@@ -38,13 +42,20 @@ class ForwardState:
 
 
 @contextmanager
-def restoring_state(*objects: Any) -> Iterator[None]:
-    """Restore the ForwardState of the objects on exit."""
-    state = ForwardState(*objects)
-    try:
-        yield
-    finally:
-        state.restore()
+def restoring_state(model: nn.Module, objective: Objective) -> Iterator[None]:
+    """Restore on exit what passes of a model and an objective change, also random generators and logged values."""
+    gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    state, of_python, of_numpy = ForwardState(model, objective), random.getstate(), np.random.get_state()
+    logged = objective._sums, objective.observed
+    objective._sums = objective.observed = None
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            state.restore()
+            objective._sums, objective.observed = logged
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 @contextmanager

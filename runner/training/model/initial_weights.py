@@ -14,8 +14,8 @@ from runner.checkpoints.weights_file import Header, WeightsFile, open_weights
 from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config, InitFrom
 from runner.distributed.world import World
-from runner.errors import InputError, near_hint
-from runner.optimization.parameter_patterns import counted, near
+from runner.errors import InputError, as_input_error, near_hint
+from runner.optimization.parameter_patterns import counted, names_of, near
 from runner.records.run_directory import CHECKPOINTS
 
 ARROW = "->"  # between a pattern and its replacement
@@ -30,10 +30,8 @@ def find_initial_weights(config: Config, directory: str | None, world: World) ->
     def find() -> str:
         return str(locate_initial_weights(config, directory or world.consensus.before_restart("directory")) or "")
 
-    try:
+    with as_input_error():
         found = world.consensus.broadcast("init_from", find)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     return Path(found) if found else None
 
 
@@ -46,10 +44,8 @@ def locate_initial_weights(config: Config, directory: str | None) -> Path | None
         return None
     if directory is not None and list_checkpoints(Path(directory) / CHECKPOINTS):
         return None
-    try:
+    with as_input_error(f"init_from.path={config.init_from.path}: "):
         return _resolve(Path(config.init_from.path)).absolute()
-    except ValueError as error:
-        raise InputError(f"init_from.path={config.init_from.path}: {error}") from None
 
 
 def _resolve(path: Path) -> Path:
@@ -75,24 +71,20 @@ class InitialWeights:
     def __init__(self, options: InitFrom, path: Path, module: nn.Module):
         self._option = f"init_from.path={options.path}"
         self._path = path
-        try:
+        with as_input_error(f"{self._option}: "):
             self._file: WeightsFile | None = open_weights(path)
-        except ValueError as error:
-            raise InputError(f"{self._option}: {error}") from None
         in_file = self._file.headers
         self._renamed = _rename(options.map, in_file)
         state = module.state_dict()
         tensors = {name: tensor for name, tensor in _named_tensors(module) if name in state}
         self._in_model = {name: Header(tuple(t.shape), t.is_floating_point()) for name, t in tensors.items()}
-        aliases: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            aliases.setdefault(id(tensor), []).append(name)
+        aliases = names_of(tensors.items())
         # Names in the file by the model's; the file may contain a shared tensor once, under any of its names.
         sources: dict[str, str] = {}
         for name, tensor in tensors.items():
-            if found := [alias for alias in (name, *aliases[id(tensor)]) if alias in self._renamed]:
+            if found := [alias for alias in (name, *aliases[tensor]) if alias in self._renamed]:
                 sources[name] = self._renamed[found[0]]
-        used = {alias for name in sources for alias in aliases[id(tensors[name])]}
+        used = {alias for name in sources for alias in aliases[tensors[name]]}
         self._unused = [source for name, source in self._renamed.items() if name not in used]
         self._absent = [name for name in self._in_model if name not in sources]
         misfits = [name for name, source in sources.items() if in_file[source] != self._in_model[name]]
