@@ -45,6 +45,9 @@ FILES = {
             def text(self, tag, text):
                 self.write(tag)
 
+            def flush(self):
+                self.write("flush")
+
             def close(self, outcome):
                 self.write(f"close {bool(outcome)} {outcome.state}")
 
@@ -110,7 +113,7 @@ def test_the_csv_table_is_exact_after_a_kill(mine: Path) -> None:
 @pytest.mark.parametrize("word", ["logger=[csv,lines]", "~logger"])
 def test_chosen_loggers_are_called(word: str, mine: Path, here: Callable[..., int]) -> None:
     assert here("--config-dir", "mine", *SMALL, "max_steps=2", word) == 0
-    expected = ["open 0", "configuration", "1 ", "2 ", "2 val/loss", "close True finished"]
+    expected = ["open 0", "configuration", "1 ", "2 ", "2 val/loss", "flush", "close True finished"]
     if "lines" in word:
         lines = (mine / "lines").read_text().splitlines()
         assert [line[:2] if "train/loss" in line else line for line in lines] == expected

@@ -25,9 +25,6 @@ class Csv(Logger):
             self._file.close()
             self._rebuild()
 
-    def flush(self) -> None:
-        self._file.flush()
-
     def close(self, outcome: RunOutcome) -> None:
         self._file.close()
 
