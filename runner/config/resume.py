@@ -38,26 +38,15 @@ _FLAG = "--config-dir="
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments to compose, and those that a new run records.
+    """The arguments to compose, and those that a new run records. `Request` describes the other fields."""
 
-    Attributes:
-        overrides: the overrides to compose.
-        recorded: the overrides that the run records.
-        config_dirs: absolute paths in the order of the command line.
-        directory: the run or sweep directory to resume; None for a new one.
-        launch_overrides: as `Request.launch_overrides`.
-        code_of: as `Request.code_of`.
-        resume_force: True if a sweep is resumed even if its code has changed.
-        untrusted: as `Request.untrusted`.
-    """
-
-    overrides: list[str]
+    overrides: list[str]  # to compose
     recorded: list[str]
-    config_dirs: list[str]
-    directory: str | None = None
+    config_dirs: list[str]  # absolute paths in the order of the command line
+    directory: str | None = None  # the run or sweep directory to resume; None for a new one
     launch_overrides: list[str] = field(default_factory=list)
     code_of: str | None = None
-    resume_force: bool = False
+    resume_force: bool = False  # resume a sweep even if its code has changed
     untrusted: str | None = None
 
 

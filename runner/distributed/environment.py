@@ -51,11 +51,8 @@ class RankInfo:
 def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return which rank this process is, from torchrun's variables, the same set by hand, or else srun's.
 
-    Raises InputError if only some of the variables are set, or if a value is invalid.
-
-    Args:
-        init: as in Backend; other than env, it names the rendezvous, so that MASTER_ADDR is not needed.
-        environ: the environment variables.
+    Raises InputError if only some of the variables are set, or if a value is invalid. init: as in Backend; other than
+    env, it names the rendezvous, so that MASTER_ADDR is not needed.
     """
     needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if init == "env" else ()))
     missing = [key for key in needed if not environ.get(key)]

@@ -14,16 +14,11 @@ from runner.distributed.collectives import gather_over, sum_over
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """The rows of all ranks, (sum of n, ...), in the order of the ranks; unpacks as (rows, first).
-
-    Attributes:
-        first: The index of this rank's first row.
-        counted: The number of rows of all ranks. On a rank without samples, rows that do not count follow them.
-    """
+    """The rows of all ranks, (sum of n, ...), in the order of the ranks; unpacks as (rows, first)."""
 
     rows: Tensor
-    first: int
-    counted: int
+    first: int  # the index of this rank's first row
+    counted: int  # the number of rows of all ranks; on a rank without samples, rows that do not count follow them
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.rows, self.first))

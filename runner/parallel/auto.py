@@ -5,14 +5,7 @@ from runner.training.mode import Parallel, ParallelModel, Recipe
 
 
 class Auto(Parallel):
-    """parallel=auto: the job replaces it by the fastest mode that fits, see runner.jobs.mode_choice.
-
-    Args:
-        candidates: The number of modes that are measured.
-        memory_gib: The memory of a rank in GiB, used as it is; None for 90% of the free memory of its GPU or, on a CPU,
-            of its part of the machine.
-        device: The data sheet by which times are planned; None for that of the ranks' device.
-    """
+    """parallel=auto: the job replaces it by the fastest mode that fits, see runner.jobs.mode_choice."""
 
     def __init__(self, candidates: int = 3, memory_gib: float | None = None, device: str | None = None):
         if candidates < 1:

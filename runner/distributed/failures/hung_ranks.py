@@ -21,17 +21,11 @@ _INTERNAL = ("/torch/", "<frozen", *_EXCHANGES)  # files that describe a rank's 
 
 
 class Finding(NamedTuple):
-    """The result of an examination.
+    """The result of an examination."""
 
-    Attributes:
-        line: names the rank, its position and how it was terminated.
-        stacks: the stack of the main thread, as shown to the user.
-        is_waiting: the rank waits for others, and so is not the cause.
-    """
-
-    line: str
-    stacks: str = ""
-    is_waiting: bool = False
+    line: str  # names the rank, its position and how it was terminated
+    stacks: str = ""  # the stack of the main thread, as shown to the user
+    is_waiting: bool = False  # the rank waits for others, and so is not the cause
 
 
 def examine(process: RankProcess, timeout_s: float, stacks_dir: Path | None) -> Finding:

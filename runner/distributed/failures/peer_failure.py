@@ -47,8 +47,6 @@ class FirstFailure:
     Keys of the job's store: `failure` is the text of the first failure and the ranks that are missing, `failed/RANK`
     the position of a rank that has failed, `silent` the ranks that do not respond, `examiner/RANK` the rank that
     examines one of these, and `finding/RANK` the result.
-
-    stacks_dir: for the stacks of hung ranks; None before the run directory exists.
     """
 
     rank: int
@@ -56,7 +54,7 @@ class FirstFailure:
     store: dist.Store
     local_ranks: LocalRanks
     timeout_s: float
-    stacks_dir: Path | None
+    stacks_dir: Path | None  # for the stacks of hung ranks; None before the run directory exists
 
     def record(self, text: str, position: str, is_peer_failure: bool) -> tuple[str, list[int]]:
         """Record this rank's failure unless another rank was first.

@@ -47,10 +47,7 @@ class LocalExchange:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def gather(self, tensor: torch.Tensor, kind: str = "all_gather") -> torch.Tensor:
-        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)
-
-        kind: the collective as which it is counted and profiled, all_gather or all_reduce.
-        """
+        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)  kind: all_gather or all_reduce."""
         count(kind, tensor.nbytes * (len(self._ranks) if kind == "all_gather" else 1))
         with _profiled(kind):
             gathered = self._gather(_bytes(tensor.detach().contiguous()))
@@ -126,16 +123,13 @@ class LocalExchange:
 
 
 class LocalExchanges:
-    """The exchanges of all groups whose ranks this rank's sockets reach, while the process group exists.
-
-    on_machine: the exchange of all ranks on this machine; None if this rank is the only one.
-    """
+    """The exchanges of all groups whose ranks this rank's sockets reach, while the process group exists."""
 
     def __init__(self, rank: int, sockets: LocalSockets):
         self._rank, self._sockets = rank, sockets
         self._reached = {rank, *sockets.ranks}
         self._of_group: dict[str, LocalExchange | None] = {}
-        is_alone = self._reached == {rank}
+        is_alone = self._reached == {rank}  # on this machine
         self.on_machine = None if is_alone else LocalExchange(rank, sorted(self._reached), "machine", sockets)
 
     def of(self, group: dist.ProcessGroup | None) -> LocalExchange | None:
