@@ -97,12 +97,7 @@ def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet 
 
     The methods of a writer raise JobFailed if the format cannot store the samples.
     """
-    writers: dict[str, type[Csv] | type[Parquet] | type[Arrays] | type[JsonLines]] = {
-        "csv": Csv,
-        "parquet": Parquet,
-        "npy": Arrays,
-        "jsonl": JsonLines,
-    }
+    writers: dict[str, Any] = {"csv": Csv, "parquet": Parquet, "npy": Arrays, "jsonl": JsonLines}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
         partial = Path(directory) / path.name
