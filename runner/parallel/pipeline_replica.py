@@ -55,18 +55,10 @@ class PipelineReplica(Replica):
         self._tied = tied
         self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
         self._micro_batches: list[MicroBatch] = []  # of the current call of the schedule
-        self._stages = {
-            number: StageModule(
-                chain,
-                number,
-                self._micro_batches,
-                recipe.precision,
-                recipe.draws,
-                outputs[number] if number < len(outputs) else None,
-                self._compute_loss,
-            )
-            for number, chain in layers.items()
-        }
+        self._stages: dict[int, StageModule] = {}
+        for number, chain in layers.items():
+            output = outputs[number] if number < self._last else None
+            self._stages[number] = StageModule(chain, number, self._micro_batches, recipe, output, self._compute_loss)
         if (loss := attached_loss(recipe.module)) is not None and self._last in self._stages:
             self._stages[self._last].loss = loss  # trained with the last stage
         options = data_options(mesh, data_group, self._shard)

@@ -12,8 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from runner.checkpoints.saved_state import local_part
 from runner.input.batch import MicroBatch
 from runner.objectives.supervised import call_model
-from runner.optimization.precision import Precision
-from runner.training.draws.following import Draws
+from runner.training.mode import Recipe
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,14 @@ class StageModule(nn.Module):
         layers: nn.Module,
         number: int,
         micro_batches: list[MicroBatch],
-        precision: Precision,
-        draws: Draws,
+        recipe: Recipe,
         output: StageOutput | None,
         compute_loss: Callable[[Any, MicroBatch], torch.Tensor],
     ):
         """micro_batches: those of the current call of the schedule. output: None for the last stage."""
         super().__init__()
         self.layers, self.output, self.number, self.compute_loss = layers, output, number, compute_loss
-        self.micro_batches, self.precision, self.draws = micro_batches, precision, draws
+        self.micro_batches, self.precision, self.draws = micro_batches, recipe.precision, recipe.draws
         self.num_samples = 0  # after padding
         self.position = 0  # of the next micro-batch: all schedules run their forwards in order
 
