@@ -30,10 +30,7 @@ from runner.records.run_directory import Request
 
 @contextmanager
 def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> Iterator[Arguments]:
-    """Prepare Hydra to compose the arguments, and Python to import from the custom directories.
-
-    `config_dirs` are absolute paths. Raise InputError for overrides that cannot be composed.
-    """
+    """Prepare Hydra to compose the arguments, and Python to import from `config_dirs`, absolute paths."""
     if messages := refuse_overrides(overrides):
         raise InputError(*messages)
     arguments = add_recorded(overrides, config_dirs, multirun)
@@ -61,17 +58,14 @@ def prepare(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -
 
 @contextmanager
 def prepared_hydra(config_dirs: Sequence[str]) -> Iterator[None]:
-    """Prepare Hydra to compose configurations with the options of these custom directories, absolute paths.
-
-    The plugins are registered, because in an editable install Hydra cannot find them in their namespace package.
-    """
+    """Prepare Hydra to compose configurations with the options of these custom directories, absolute paths."""
     plugins = Plugins.instance()
     # Hydra's scan executes its own plugins a second time, so classes that derive from them are imported after it.
     from hydra_plugins.runner.search_path import CustomDirs, CustomDirSource
     from hydra_plugins.runner.sweeps import GridSweeper, OptunaSweeper, SlotsLauncher
 
     for plugin in (CustomDirSource, CustomDirs, GridSweeper, OptunaSweeper, SlotsLauncher):
-        plugins.register(plugin)
+        plugins.register(plugin)  # in an editable install Hydra cannot find them in their namespace package
     with (
         _isolated_hydra(),
         on_search_path(config_dirs),

@@ -51,10 +51,7 @@ class Arguments:
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
-    """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded.
-
-    Raise InputError if there is no such run, or if an untrusted run has recorded overrides that are refused.
-    """
+    """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded."""
     overrides, config_dirs = [_with_full_key(override) for override in overrides], list(config_dirs)
     unchanged = Arguments(overrides, overrides, config_dirs)
     try:
@@ -130,10 +127,7 @@ def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str],
 
 
 def _merge(recorded: list[str], given: list[Override]) -> list[str]:
-    """Return the recorded overrides that the given ones do not replace, and then the given ones.
-
-    Another option of a group also replaces the recorded keys of the group.
-    """
+    """Return the recorded overrides that the given ones do not replace, by key or by group, and then the given ones."""
 
     def dotted_key(override: Override) -> str:
         return f"{override.key_or_group}.".replace("/", ".")

@@ -84,10 +84,7 @@ class Collectives:
         return gathered
 
     def any_async(self, flag: bool) -> Callable[[], bool]:
-        """Return a function that returns True if the flag is set on any rank.
-
-        The exchange runs on the CPU in the background, so that no rank waits for its device.
-        """
+        """Return a function that returns True if the flag is set on any rank. No rank waits for its device."""
         results = self.any_of_async(flag)
         return lambda: results()[0]
 

@@ -75,10 +75,7 @@ def check_interface(requested: str | None) -> list[str]:
 
 
 def address_towards(host: str, key: str = "MASTER_ADDR") -> str:
-    """Return this machine's own address on the route to a host, without sending anything.
-
-    Raises InputError, which names the key, if the name does not resolve or there is no route.
-    """
+    """Return this machine's address on the route to a host, without sending. Raise InputError if there is none."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -16,10 +16,7 @@ from runner.distributed.world_store import WorldStore
 
 
 class World:
-    """The world of this process, which joins it once. Each job of a sweep forms its own process group.
-
-    connection: to the store; None in a world of one rank.
-    """
+    """The world of this process, which joins it once. Each job of a sweep forms its own process group."""
 
     def __init__(self, rank_info: RankInfo, connection: dist.Store | None, backend: Backend):
         self.rank_info, self.backend = rank_info, backend

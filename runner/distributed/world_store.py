@@ -21,18 +21,14 @@ STOPPED = "stopped"  # the key of the reason why a rank stops, for the ranks tha
 
 
 class WorldStore:
-    """The store of a world.
-
-    `root` has the keys of the world as a whole, and `job` those of the current job. Both are None in a world of one
-    rank, or if the store does not respond.
-    """
+    """The store of a world: the keys of the whole world, and of the current job; None in a world of one rank."""
 
     def __init__(self, rank_info: RankInfo, connection: dist.Store | None):
         """connection: to the store of the ranks' rendezvous; None in a world of one rank."""
         self._rank_info, self._connection = rank_info, connection
         # A restarted world must not read keys that the one before it left in an agent's store (pytorch issue 135712).
         self.root = None if connection is None else below(f"attempt{rank_info.restart}", connection)
-        self.job: dist.Store | None = self.root
+        self.job: dist.Store | None = self.root  # both are None as well if the store does not respond
         self._num_jobs = 0
 
     def begin_job(self) -> None:

@@ -14,11 +14,7 @@ from runner.errors import InputError
 
 
 class ImaginedBuckets(nn.Module):
-    """Fills and sums the buckets that DistributedDataParallel would, whose reducer in C++ needs tensors with values.
-
-    broadcasts_buffers: each forward in training broadcasts the buffers. The other options are
-    DistributedDataParallel's.
-    """
+    """Fills and sums the buckets that DistributedDataParallel would, whose reducer in C++ needs tensors with values."""
 
     def __init__(
         self,

@@ -19,10 +19,7 @@ from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_di
 
 
 class Mesh(Parallel):
-    """parallel=mesh: the axes of allreduce, fsdp, pipeline and tp, combined in one mesh.
-
-    One of the four axes may be None; it is computed from the number of ranks.
-    """
+    """parallel=mesh: the axes of allreduce, fsdp, pipeline and tp, combined in one mesh."""
 
     needs_group = True
     fails_at_once = False

@@ -154,10 +154,7 @@ def request(function: Callable[..., Any], *args: Any) -> Any:
 
 @rpc.functions.async_execution
 def push(rank: int, gradient: torch.Tensor | int | None) -> torch.futures.Future[Reply]:
-    """Send a trainer's gradient, or the distributed autograd context in which the server has it, or None.
-
-    The future completes when the gradient is applied.
-    """
+    """Send a trainer's gradient, or the autograd context that has it. The future completes when it is applied."""
     count_tensors(RPC, gradient)
     if isinstance(gradient, int):
         gradient = _servers[0].gradients(gradient)

@@ -37,8 +37,7 @@ class StageOutput:
 class Stage(PipelineStage):
     """A stage that initializes connections only with other ranks.
 
-    If two neighbors are on one rank, as in the middle of a V, torch 2.11 lets the rank send to itself, which gloo does
-    not support. Newer versions initialize no connections in this way.
+    torch 2.11 lets a rank send to itself if it has two neighbors, as in the middle of a V, which gloo does not support.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

@@ -109,10 +109,7 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 class Collectives(JobTask):
-    """Checks and times `operations` on data of `sizes` bytes, with the backend and world of the configuration.
-
-    After `warmup` calls, each operation is timed `repeats` times. The result is the median of the slowest rank's times.
-    """
+    """Checks and times `operations`. A time is the median, over the calls, of the slowest rank's time."""
 
     needs_experiment = False
     min_world_size = 2

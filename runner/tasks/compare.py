@@ -77,10 +77,7 @@ class Compare(LaunchingTask):
     section = "compare"
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Measure every cell, log and save the table, and return each cell's samples per second.
-
-        All ranks must call it. Raises InputError for an unknown mode or an invalid world size.
-        """
+        """Measure every cell, save the table, and return each cell's samples per second. All ranks must call it."""
         cells = _cells(config, request, rank_info)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))

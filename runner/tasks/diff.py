@@ -33,10 +33,7 @@ class Diff(LaunchingTask):
     reads_run = True
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Print the comparison, and return its numbers. Nothing is written, except in a temporary directory.
-
-        Raises InputError for runs that cannot be compared, and JobFailed if the runs differ.
-        """
+        """Print the comparison, and return its numbers. Raise JobFailed if the runs differ."""
         if config.diff.trace and rank_info.world_size > 1:
             raise InputError("diff.trace=true starts the ranks of both runs itself; run task=diff in one process")
         runs = Path(str(config.run)), Path(str(config.diff.other))

@@ -44,10 +44,7 @@ class Export(LaunchingTask):
     reads_run = reads_checkpoint = True
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Write the file and print its path. All ranks must call it.
-
-        Raises InputError, and leaves no file, if the model cannot be exported or the file differs from the model.
-        """
+        """Write the file and print its path; leave no file if that fails. All ranks must call it."""
         backend = as_backend(config.backend)
         world = join(rank_info, backend)
         world.begin_job(backend)

@@ -83,8 +83,8 @@ def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
 def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
     """Write the tensors of the state dict. Of tied tensors, which share their memory, only the first is written.
 
-    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if safetensors does
-    not support a tensor, or if the file read back differs from the tensors.
+    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if the file that is
+    read back differs.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
@@ -162,10 +162,7 @@ PROGRAM_WRITERS = {"torch_export": write_program, "onnx": write_onnx}
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest absolute difference, relative to the largest expected value; NaN if an output is NaN.
-
-    Raises ValueError if the shapes differ.
-    """
+    """Return the largest absolute difference, relative to the largest expected value; NaN if an output is NaN."""
     shapes = [[list(tensor.shape) for tensor in found] for found in (outputs, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the program's outputs have the shapes {shapes[0]}, the model's have {shapes[1]}")

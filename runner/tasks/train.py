@@ -121,9 +121,8 @@ class Train(JobTask):
 def _in_epochs_of(state: TrainState, config: Config, steps_per_epoch: int) -> TrainState:
     """Return the state of a resumed run, with its step in the epoch converted to the batch size of this configuration.
 
-    With another batch size, the run continues at the first step that has unread samples. If the epoch has no such step,
-    the run continues at the next epoch. Raises ValueError if the batch size changes within an epoch, without
-    `resume_force`.
+    The run continues at the first step that has unread samples, possibly in the next epoch. Raises ValueError if the
+    batch size changes within an epoch, without `resume_force`.
     """
     if state.batch_size != config.batch_size:
         if state.step_in_epoch and not config.resume_force:

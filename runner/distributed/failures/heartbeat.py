@@ -81,10 +81,7 @@ def read_position(process: RankProcess) -> tuple[str, float]:
 
 
 def read_stacks(process: RankProcess, timeout_s: float) -> str:
-    """Return the stacks of all threads of a process on this machine; "" if it does not write them in time.
-
-    A process that a signal has stopped continues.
-    """
+    """Return a process's stacks, of all threads; "" if it does not write them in time. A stopped process continues."""
     deadline = time.monotonic() + timeout_s
     try:
         with open(f"/proc/{process.pid}/fd/{process.file}", "rb") as file:

@@ -48,10 +48,7 @@ class Shutdown:
         return FirstFailure(info.rank, info.world_size, store, self._local_ranks, self.timeout_s, self.stacks_dir)
 
     def report_failure(self, text: str, is_peer_failure: bool = False, raised_at: str = "") -> str:
-        """Record why this rank fails. Return the text of the first failure of all ranks, which caused the others.
-
-        raised_at: where in the code this rank failed.
-        """
+        """Record why this rank fails. Return the text of the first failure of all ranks, which caused the others."""
         self.failed = True
         if self._rank_info.world_size == 1:
             return text
@@ -69,8 +66,7 @@ class Shutdown:
     def takes_over_report(self) -> bool:
         """Return True if this rank must report the failure because the reporting rank has exited or hangs.
 
-        Call it after leaving the process group, which ends the waits of other ranks. A rank that is being killed loses
-        its connections a moment before its process exits.
+        Call it after leaving the process group: a rank that is being killed loses its connections before it has exited.
         """
         if self.is_reporter:
             self._store.call(lambda store: store.set("reported", ""))

@@ -109,13 +109,10 @@ class LocalSockets:
 
 
 class Listener:
-    """The socket to which the other ranks of the machine connect; closed by `close` or `join`.
-
-    ready: this process listens, which needs Linux.
-    """
+    """The socket to which the other ranks of the machine connect; closed by `close` or `join`."""
 
     def __init__(self, own: RankProcess):
-        self._own, self.ready = own, False
+        self._own, self.ready = own, False  # ready: this process listens, which needs Linux
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):  # not Linux, or another process has the address
             self._socket = _new()
