@@ -44,7 +44,8 @@ def columns_of(outputs: Any, targets: Any, indices: Sequence[int], by_sample: Co
     columns |= {PROBABILITY + path: probability for path, (_, probability) in predicted.items()}
     columns |= {OUTPUT + path: tensor for path, tensor in found.items()}
     return {name: _as_array(tensor) for name, tensor in columns.items()} | {
-        name: _as_objects([map_tensors(_as_numbers, sample) for sample in tree]) for name, tree in listed.items()
+        name: _as_objects([map_tensors(lambda tensor: _as_array(tensor).tolist(), sample) for sample in tree])
+        for name, tree in listed.items()
     }
 
 
@@ -72,10 +73,6 @@ def _classify(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
     wide = output.double() if output.dtype == torch.float64 else output.float()
     probability, classes = wide.softmax(dim).max(dim)
     return classes, probability
-
-
-def _as_numbers(tensor: Tensor) -> Any:
-    return _as_array(tensor).tolist()
 
 
 def _as_objects(samples: list[Any]) -> np.ndarray[Any, Any]:
