@@ -105,7 +105,6 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def options_of(group: str) -> list[str]:
-    """Return the options of a group."""
     return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
 
 

@@ -41,7 +41,6 @@ class ParameterUpdate:
             group["lr"] = lr * factor
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
         self.set_learning_rate(lr_factor)
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)

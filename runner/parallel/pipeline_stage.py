@@ -26,7 +26,6 @@ class StageOutput:
         return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
 
     def check(self, features: torch.Tensor) -> None:
-        """Raise ValueError for a shape that the next stage does not expect."""
         if features.shape[1:] != self.shape:
             raise ValueError(
                 f"a pipeline sends tensors of one shape, but outputs have shape {list(features.shape[1:])} here "

@@ -164,7 +164,6 @@ class Replica:
         return self.update.learning_rate
 
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
-        """Compute losses and outputs in evaluation mode, without gradients."""
         self.module.eval()
         try:
             with torch.no_grad(), self.precision.autocast(), self._draws.following(micro_batch):
@@ -177,7 +176,6 @@ class Replica:
         return function(self.module, *args)
 
     def state(self) -> LocalState:
-        """Return everything this rank writes of a checkpoint."""
         state = self.model_state()  # first, because it drops gathered parameters
         if self._local_optimizer is None:
             state |= optimizer_state(self.module, self.optimizer)
@@ -209,7 +207,6 @@ class Replica:
             self.precision.scaler.load_state_dict(dict(scaler))
 
     def load_weights(self, saved: SavedState) -> None:
-        """Load only the model of a checkpoint: whole tensors, or this rank's shards."""
         self._after_write()
         tensors: dict[str, Any] = get_model_state_dict(self.module)
         read_weights(saved, tensors)

@@ -37,7 +37,6 @@ class CollectiveCall:
     expected: list[float]  # the value of each of the result's equal parts after the first call
 
     def differences(self) -> list[str]:
-        """Return a message for each value of the result that is not the expected one."""
         parts = [] if self.result is None else self.result.view(len(self.expected), -1).tolist()
         pairs = [(value, expected) for part, expected in zip(parts, self.expected, strict=False) for value in part]
         return [f"returned {value:g} instead of {expected:g}" for value, expected in pairs if value != expected]

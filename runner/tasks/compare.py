@@ -46,11 +46,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name of the cell's directory."""
         return f"{self.mode}-{self.world_size}" + (f"-{self.micro_batches}" if self.micro_batches else "")
 
     def row(self) -> list[str]:
-        """Return the cell's row of the table, in the order of HEADER."""
         if not self.metrics:
             return [self.mode, str(self.world_size), "", "", "", "", "", self.remark]
         memory = [value for name, value in self.metrics.items() if name.startswith("memory_mib/")]

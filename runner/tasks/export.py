@@ -163,7 +163,6 @@ def _write_program(
 
 
 def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]:
-    """Return the description of the file, for use without the runner."""
     assert config.run is not None
     run = Path(config.run)
     recorded, step = read_result(run) or {}, trained.progress.step

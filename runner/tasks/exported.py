@@ -35,7 +35,6 @@ class Example:
     ragged: bool  # the sizes of dims other than the first may vary between batches
 
     def run(self, model: Callable[..., Any]) -> Any:
-        """Call the model, or an exported program, and return its outputs."""
         with torch.no_grad():
             return model(*self.args, **self.kwargs)
 

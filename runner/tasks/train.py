@@ -185,7 +185,6 @@ def make_all_callbacks(
 
 
 def describe(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:
-    """Return the log lines at the start of a run."""
     result, train, val = directory.result, experiment.train_loader, experiment.val_loader
     num_steps = count_steps(config, train.sampler.steps_per_epoch)
     device = " + ".join(map(str, dict.fromkeys(world.devices))) + (" each" if world.device.type != "cpu" else "")
