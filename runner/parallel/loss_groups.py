@@ -63,13 +63,11 @@ class AlternatingModel:
         together = LocalState()
         for name, model in self.steppers.items():
             state = model.state()
-            common, of_group = LocalState(), LocalState()
-            for key, piece in state.chunks.items():
-                (common if key.startswith(MODEL) else of_group).chunks[key] = piece
-            for key, fact in state.facts.items():
-                (common if key == "scaler" else of_group).facts[key] = fact
-            together = together | common | of_group.under(f"turns.{name}")
-        return together
+            chunks = {key: chunk for key, chunk in state.chunks.items() if not key.startswith(MODEL)}
+            facts = {key: fact for key, fact in state.facts.items() if key != "scaler"}
+            together |= LocalState(chunks, facts).under(f"turns.{name}")
+        module = {key: chunk for key, chunk in state.chunks.items() if key.startswith(MODEL)}
+        return together | LocalState(module, {"scaler": state.facts["scaler"]}, state.replica_hashes)
 
     def load_state(self, saved: SavedState) -> None:
         common = {key: tensor for key, tensor in saved.tensors.items() if not key.startswith("turns.")}
