@@ -12,10 +12,7 @@ from runner.distributed.failures.heartbeat import RankProcess, read_position, re
 STACKS_S = 2.0  # for a hung rank to write its stacks
 KILLED, STOPPED = "it was killed with SIGKILL", ", stopped by a signal"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
-_EXCHANGES = tuple(
-    f"/runner/distributed/{name}.py"
-    for name in ("collectives", "local/exchange", "local/sockets", "local/shared_memory")
-)
+_EXCHANGES = ("/runner/distributed/collectives.py", "/runner/distributed/local/")
 _WAITING = ("/torch/distributed/", *_EXCHANGES)  # files in which a rank waits for others
 _INTERNAL = ("/torch/", "<frozen", *_EXCHANGES)  # files that describe a rank's position less well than their callers
 
