@@ -14,7 +14,8 @@ from typing import NoReturn
 from hydra._internal.utils import get_args_parser  # the flags of the installed version of Hydra
 from hydra.core.global_hydra import GlobalHydra
 
-from runner.config.compose import composing, explained, prepare
+from runner.config.command import composing, prepare
+from runner.config.compose import explained
 from runner.config.custom_dirs import absolute_dirs, add_to_path
 from runner.config.help.topics import render_help
 from runner.config.resume import Arguments

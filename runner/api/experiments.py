@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.api.runs import Run, open_run, runs
-from runner.config.compose import composing, prepare
+from runner.config.command import composing, prepare
 from runner.config.custom_dirs import absolute_dirs, fresh_imports
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, find_rank_info, is_run_in_progress

@@ -1,4 +1,4 @@
-"""Composition of a command's arguments into a configuration that is resolved, typed and checked."""
+"""Composition of the overrides into one configuration, which is resolved, typed and checked."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,58 +14,25 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.custom_dirs import add_to_path, on_search_path
+from runner.config.custom_dirs import on_search_path
 from runner.config.diagnostics.keys import value_problem
-from runner.config.diagnostics.overrides import explain, refuse_overrides
+from runner.config.diagnostics.overrides import explain
 from runner.config.recorded import check_resumable
-from runner.config.recorded_code import importing_code_of
-from runner.config.resume import Arguments, add_recorded
 from runner.config.schema import Config, apply_debug, as_config
 from runner.config.validate import check_input, check_types
-from runner.distributed.environment import RankInfo, run_in_progress
 from runner.errors import InputError
 from runner.paths import CONF
-from runner.records.run_directory import Request
-
-
-@contextmanager
-def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> Iterator[Arguments]:
-    """Prepare Hydra to compose the arguments, and Python to import from `config_dirs`, absolute paths."""
-    if messages := refuse_overrides(overrides):
-        raise InputError(*messages)
-    arguments = add_recorded(overrides, config_dirs, multirun)
-    add_to_path(arguments.config_dirs)
-    with run_in_progress(), prepared_hydra(arguments.config_dirs), importing_code_of(arguments.code_of):
-        yield arguments
-
-
-def prepare(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -> tuple[Config, Request]:
-    """Return the checked configuration of one run, and its request. Raise InputError with every wrong value."""
-    cfg = compose(arguments.overrides)
-    config = checked(cfg, arguments.overrides)
-    request = Request(
-        overrides=tuple(arguments.recorded),
-        launch_overrides=tuple(arguments.launch_overrides),
-        config_dirs=tuple(arguments.config_dirs),
-        command=tuple(command),
-        directory=arguments.directory or rank_info.directory,
-        choices=dict(cfg.hydra.runtime.choices),
-        code_of=arguments.code_of,
-        untrusted=arguments.untrusted,
-    )
-    return config, request
 
 
 @contextmanager
 def prepared_hydra(config_dirs: Sequence[str]) -> Iterator[None]:
     """Prepare Hydra to compose configurations with the options of these custom directories, absolute paths."""
     plugins = Plugins.instance()
-    # Hydra's scan executes its own plugins a second time, so classes that derive from them are imported after it.
+    # As in runner.config.command; the import comes after Hydra's scan.
     from hydra_plugins.runner.search_path import CustomDirs, CustomDirSource
-    from hydra_plugins.runner.sweeps import GridSweeper, OptunaSweeper, SlotsLauncher
 
-    for plugin in (CustomDirSource, CustomDirs, GridSweeper, OptunaSweeper, SlotsLauncher):
-        plugins.register(plugin)  # in an editable install Hydra cannot find them in their namespace package
+    for plugin in (CustomDirSource, CustomDirs):
+        plugins.register(plugin)
     with (
         _isolated_hydra(),
         on_search_path(config_dirs),

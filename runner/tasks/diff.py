@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.checkpoints.layout import list_checkpoints, step_of
-from runner.config.compose import composing, prepare
+from runner.config.command import composing, prepare
 from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to, quote
 from runner.config.recorded import read_config

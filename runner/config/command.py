@@ -1,0 +1,55 @@
+"""Composition of a command's arguments into a checked configuration, for the command line and calls from Python."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hydra.core.plugins import Plugins
+
+from runner.config.compose import checked, compose, prepared_hydra
+from runner.config.custom_dirs import add_to_path
+from runner.config.diagnostics.overrides import refuse_overrides
+from runner.config.recorded_code import importing_code_of
+from runner.config.resume import Arguments, add_recorded
+from runner.config.schema import Config
+from runner.distributed.environment import RankInfo, run_in_progress
+from runner.errors import InputError
+from runner.records.run_directory import Request
+
+
+@contextmanager
+def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> Iterator[Arguments]:
+    """Prepare Hydra to compose the arguments, and Python to import from `config_dirs`, absolute paths."""
+    if messages := refuse_overrides(overrides):
+        raise InputError(*messages)
+    arguments = add_recorded(overrides, config_dirs, multirun)
+    add_to_path(arguments.config_dirs)
+    _register_sweepers()
+    with run_in_progress(), prepared_hydra(arguments.config_dirs), importing_code_of(arguments.code_of):
+        yield arguments
+
+
+def prepare(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -> tuple[Config, Request]:
+    """Return the checked configuration of one run, and its request. Raise InputError with every wrong value."""
+    cfg = compose(arguments.overrides)
+    config = checked(cfg, arguments.overrides)
+    request = Request(
+        overrides=tuple(arguments.recorded),
+        launch_overrides=tuple(arguments.launch_overrides),
+        config_dirs=tuple(arguments.config_dirs),
+        command=tuple(command),
+        directory=arguments.directory or rank_info.directory,
+        choices=dict(cfg.hydra.runtime.choices),
+        code_of=arguments.code_of,
+        untrusted=arguments.untrusted,
+    )
+    return config, request
+
+
+def _register_sweepers() -> None:
+    """Register the plugins: in an editable install Hydra cannot find them in their namespace package."""
+    plugins = Plugins.instance()
+    # Hydra's scan executes its own plugins a second time, so classes that derive from them are imported after it.
+    from hydra_plugins.runner.sweeps import GridSweeper, OptunaSweeper, SlotsLauncher
+
+    for plugin in (GridSweeper, OptunaSweeper, SlotsLauncher):
+        plugins.register(plugin)
