@@ -109,7 +109,7 @@ class LocalSockets:
 
 
 class Listener:
-    """The socket to which the other ranks of the machine connect."""
+    """The socket to which the other ranks of the machine connect; closed by `close` or `join`."""
 
     def __init__(self, own: RankProcess):
         self._own, self.ready = own, False  # ready: this process listens, which needs Linux
@@ -143,6 +143,8 @@ class Listener:
                 late = ", ".join(map(str, sorted(expected.values())))
                 raise PeerMissing(f"ranks {late} of this machine have not connected to this one") from None
             raise
+        finally:
+            self.close()
         return LocalSockets(joined, timeout_s)
 
     def close(self) -> None:
