@@ -1,14 +1,13 @@
 """A rank dies or hangs: the others exit in time, and the first failure is reported once."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from commands import wait_until
 from mode_cases import tier
+from ranks import exit_statuses
 from worlds import MODES, configure
 
 from runner.distributed.backend import as_backend
@@ -48,25 +48,6 @@ def kill() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def exit_statuses(
-    rank_of: Callable[[int], None], world_size: int, awaited: Collection[int], timeout_s: float
-) -> list[int | None]:
-    """Run the ranks in forked processes. Return the statuses of those that are awaited; None if one still runs."""
-    fork = multiprocessing.get_context("fork").Process
-    ranks = [fork(target=rank_of, args=(rank,)) for rank in range(world_size)]
-    try:
-        for rank in ranks:
-            rank.start()
-        deadline = time.monotonic() + timeout_s
-        for number in awaited:
-            ranks[number].join(max(0.0, deadline - time.monotonic()))
-        return [ranks[number].exitcode for number in awaited]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
 
 
 def read_result(folder: Path) -> tuple[Path, dict[str, Any]]:
