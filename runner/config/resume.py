@@ -115,11 +115,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
-    """Return the overrides and the custom directories that a run recorded.
-
-    Raise InputError if the file is damaged, or if another user's directory is not trusted and `check_overrides` refuses
-    an override. `named` is how the command names the run, as run=DIR.
-    """
+    """Return the overrides and the custom directories that a run recorded. Raise InputError as `check_overrides`."""
     recorded = read_string_list(run / OVERRIDES)
     directories = [word.removeprefix(_FLAG) for word in recorded if word.startswith(_FLAG)]
     overrides = [word for word in recorded if not word.startswith("--")]

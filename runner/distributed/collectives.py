@@ -113,10 +113,7 @@ class Collectives:
         return tensor
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, in their order: (n, ...) on each -> (sum of n, ...).
-
-        All dims but the first, and the dtype, must be equal on all ranks.
-        """
+        """Return the rows of all ranks, in order: (n, ...) -> (sum of n, ...). Other dims and dtypes must be equal."""
         if self._world_size == 1:
             return rows
         gathered: list[torch.Tensor] = [rows] * self._world_size

@@ -44,10 +44,7 @@ class Server:
         self.is_imagined = False  # in a plan, in which gradients of the right size arrive at once
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Wait for a gradient of each trainer. Apply their sum, or under asynchronous updates each one as it arrives.
-
-        Return the norm of the last one, if requested.
-        """
+        """Apply the sum of the trainers' gradients, or, if asynchronous, each as it arrives. Return the last norm."""
         norm = 0.0 if want_norm else None
         missing = [*self.trainers]
         if self.is_imagined:

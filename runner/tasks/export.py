@@ -35,10 +35,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # for outputs, relative
 
 
 class Export(LaunchingTask):
-    """Exports the model of `config.run` with the weights of `config.checkpoint.load`, according to `config.export`.
-
-    The task starts no process and forms no process group: in a world of several ranks, only rank 0 exports.
-    """
+    """Exports the model of `config.run` with the weights of `config.checkpoint.load`, according to `config.export`."""
 
     section = "export"
     reads_run = reads_checkpoint = True

@@ -134,10 +134,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> Callable
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> Callable[[Example], list[Tensor]]:
-    """Write an ONNX file, and for weights of more than 1 GiB a second file with the suffix .data.
-
-    Return a function that runs the file with onnxruntime.
-    """
+    """Write an ONNX file, and a second one for more than 1 GiB. Return a function that runs it with onnxruntime."""
     import onnxruntime
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())

@@ -80,15 +80,12 @@ class FirstFailure:
         return first, sorted({*missing, *self._exited()})
 
     def examine(self, rank: int) -> None:
-        """Record the result of the examination of a rank on this machine, and kill it, unless another rank does so.
-
-        The ranks that wait for it continue only when it exits.
-        """
+        """Record the result of the examination of a rank on this machine, and kill it, unless another rank does so."""
         process, own = self.local_ranks.all[rank], str(self.rank)
         if self.store.compare_set(f"examiner/{rank}", "", own).decode() == own:
             finding = examine(process, self.timeout_s, self.stacks_dir)
             self.store.set(f"finding/{rank}", json.dumps(finding))
-            send_signal(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)  # the ranks that wait for it continue only now
 
     def _is_cause_known(self) -> bool:
         """Return True if a rank has exited, which is the cause, or if there is no reason to wait for more failures."""
