@@ -5,7 +5,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,11 +182,9 @@ def first_host(nodes: str) -> str:
 
 def address_of(node: str) -> str:
     """Return the node's name if it resolves; otherwise the address by which Slurm itself reaches it."""
-    try:
+    with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
-    except OSError:
-        pass
     try:
         command = ("scontrol", "show", "node", node)
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

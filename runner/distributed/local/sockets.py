@@ -61,9 +61,6 @@ class LocalSockets:
                 self._check_deadline(rank, "received", deadline)
             except ConnectionError:
                 raise self._lost(rank) from None
-            except OSError:
-                self.shut_down()
-                raise
 
     def receive(self, rank: int, tag: Tag, deadline: float) -> bytearray:
         """Return the data that the rank sends with the tag."""
@@ -77,9 +74,6 @@ class LocalSockets:
                 continue
             except ConnectionError:  # the other end was closed with unread messages
                 size = 0
-            except OSError:
-                self.shut_down()
-                raise
             if not size:
                 raise self._lost(rank)
             found = _HEADER.unpack_from(self._buffer)
