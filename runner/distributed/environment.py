@@ -38,11 +38,6 @@ class RankInfo:
     is_embedded: bool = False  # the process is a script or notebook, which continues after the run
 
     @property
-    def is_imagined(self) -> bool:
-        """Return True if this process only plans what the rank would do: there are no other ranks, and no values."""
-        return self.source == IMAGINED
-
-    @property
     def may_start_processes(self) -> bool:
         """Return True unless a launcher has started this process as a part of its world."""
         return self.source.startswith(ALONE)

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,14 @@ class ProcessGroup:
         self._choose_interface(backend)
         self._local_ranks.discover()
         store = dist.PrefixStore("torch", self._store.namespace("group"))  # whose values are not signed
-        store.set_timeout(backend.timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
+        timeout = timedelta(seconds=backend.timeout_s)
+        store.set_timeout(timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
         dist.init_process_group(
             backend.process_group_backend(),
             store=store,
             rank=self._rank_info.rank,
             world_size=self._rank_info.world_size,
-            timeout=backend.timeout,
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         if self._local_ranks.own is None:
