@@ -84,6 +84,11 @@ def near_hint(word: str, choices: Collection[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
+def quantity(count: int, noun: str) -> str:
+    """Return the count and the noun, which is in the plural unless the count is 1."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def did_you_mean(word: str, choices: Collection[str]) -> str:
     """Return the end of a message: `; did you mean convnet? (convnet, mlp)`, or only the choices."""
     if not choices:

@@ -233,6 +233,10 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
         if values.get("diff.other") is None:
             raise InputError("task=diff needs the run to compare with run=; add diff.with=RUN_DIR")
         paths["diff.other"] = find_directory("diff.with", {**values, "diff.with": values["diff.other"]})
+        if paths["run"].resolve() == paths["diff.other"].resolve():
+            raise InputError(
+                f"diff.with={values['diff.other']} is the same run as run={values['run']}; name two different runs"
+            )
         check_comparable((paths["run"], paths["diff.other"]))
     kept = [override for override in given if override.key_or_group not in paths]
     overrides = [*_merge([], kept), *(pointer_to(path, key) for key, path in paths.items())]

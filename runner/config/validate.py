@@ -177,9 +177,9 @@ def check_values(config: Config) -> list[str]:
         return [f"micro_batches={show(config.micro_batches)} must be int | auto; for example 1"]
     values = {key: attrgetter(key)(config) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
     messages = [
-        f"{key}={value} must be at least {least}"
+        f"{key}={value} must be {'finite' if value == math.inf else f'at least {least}'}"
         for key, value in values.items()
-        if value not in (None, AUTO) and not value >= (least := int(key in _AT_LEAST_1))
+        if value not in (None, AUTO) and not (least := int(key in _AT_LEAST_1)) <= value < math.inf
     ]
     for key, choices in _CHOICES.items():
         value, names = attrgetter(key)(config), list(map(show, choices))

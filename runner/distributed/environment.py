@@ -12,7 +12,7 @@ from pathlib import Path
 from runner.errors import InputError
 
 ALONE = "one process"
-IMAGINED = "a plan"  # whose process computes with fake tensors what one rank of a larger world would
+IMAGINED = "a plan"  # the source of a rank whose code a plan runs with fake tensors, without the other ranks
 PORTS = range(10_000, 30_000)  # below the ephemeral ports
 _runs_in_progress: list[None] = []
 

@@ -1,4 +1,4 @@
-"""What fits into the memory of this world's ranks, according to a plan."""
+"""Plans of modes for the ranks of this world, and the number of micro-batches that fit into their memory."""
 
 import json
 import math
@@ -21,11 +21,11 @@ from runner.planning.costs import THIS, Device, data_sheets, load_device
 from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, plan_modes
 
-SAFETY = 0.9  # of the memory is planned, because allocators fragment it, and plans are up to a tenth too low
+SAFETY = 0.9  # the usable fraction of the memory: allocators fragment it, and plans are up to a tenth too low
 
 
 def from_rank_0(world: World, backend: Backend, plan: Callable[[], Any]) -> Any:
-    """Return what `plan`, which rank 0 calls, returns: a value for JSON. All ranks must call it before a job.
+    """Call `plan` on rank 0, and return its result, a JSON value, on all ranks. All ranks must call it before a job.
 
     Raises InputError on every rank if `plan` fails, and Preempted after a signal to any rank.
     """
@@ -35,7 +35,7 @@ def from_rank_0(world: World, backend: Backend, plan: Callable[[], Any]) -> Any:
             return json.dumps(plan())
         except InputError:
             raise
-        except Exception as error:  # of the user's data, which the other ranks do not read
+        except Exception as error:  # raised by the user's data, which the other ranks do not read
             raise InputError(f"the plan failed: {first_line(error)}") from error
 
     world.begin_job(backend)
@@ -58,15 +58,10 @@ def plan_for(
     memory_gib: float | None = None,
     device: str | None = None,
 ) -> list[Cell]:
-    """Plan the modes in this world. With micro_batches=auto, a micro-batch has all samples.
+    """Plan the modes for the ranks of this world, whose devices have been chosen.
 
-    Args:
-        world: The ranks, whose devices have been chosen.
-        modes: The configuration of each mode by name, or why it is refused.
-        config_dirs: Directories with more data sheets.
-        world_size: The number of ranks; None for that of this world.
-        memory_gib: The memory of a rank, used as it is; None for 90% of what is free now.
-        device: The name of a data sheet; None for that of this rank's device.
+    micro_batches=auto is planned as micro_batches=1. `config_dirs` may contain data sheets. By default, the number of
+    ranks is that of this world, a rank may use 90% of its free memory, and `device` is the data sheet of its device.
     """
     limit = SAFETY * _memory(world) if memory_gib is None else memory_gib * GIB
     whole = {
@@ -79,10 +74,7 @@ def plan_for(
 
 
 def count_that_fits(cell: Cell, batch_size: int) -> int | None:
-    """Return the smallest power of two of micro-batches that fit, from a plan with a single one.
-
-    None if the plan does not say it, or if no number fits.
-    """
+    """Return the smallest power of two of micro-batches that fits, from a plan with one; None if none is known."""
     if not cell.ranks or not cell.most_rows:
         return None
     rows = max(rank.rows for rank in cell.ranks)
@@ -98,9 +90,9 @@ def _memory(world: World) -> float:
 
 
 def _device(world: World, name: str | None, config_dirs: Sequence[str]) -> Device:
-    """Return the data sheet of that name, or of this rank's device; for an unknown GPU, that of an a100."""
-    folders = [CONF, *map(Path, config_dirs)]
+    """Return the data sheet of that name, by default of this rank's device; a100 for an unknown GPU."""
+    directories = [CONF, *map(Path, config_dirs)]
     if name is None and world.device.type == "cuda":
         words = torch.cuda.get_device_name(world.device).lower().replace("-", " ").split()
-        name = next((sheet for sheet in data_sheets(folders) if sheet in words), "a100")
-    return load_device(name or THIS, folders)
+        name = next((sheet for sheet in data_sheets(directories) if sheet in words), "a100")
+    return load_device(name or THIS, directories, key="parallel.device")

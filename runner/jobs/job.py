@@ -42,7 +42,7 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     """
     with run_in_progress(), handling_signals():
         if request.choices.get("parallel") == AUTO:
-            from runner.jobs.mode_choice import choose_mode  # composes configurations, which other jobs do not
+            from runner.jobs.mode_choice import choose_mode  # imported late, because other jobs do not need it
 
             config, request = choose_mode(_run_once, config, request, world)
         if config.micro_batches != AUTO:

@@ -1,4 +1,4 @@
-"""micro_batches=auto: as many as fit by a plan; a job that runs out of memory all the same is repeated with more."""
+"""micro_batches=auto: a plan determines the number; a job that still runs out of memory is repeated with more."""
 
 import gc
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from runner.records.run_directory import Request
 from runner.training.build import Experiment
 from runner.training.components import make_parallel
 
-RAN_OUT = "ran out of memory:"  # in the first line of a rank's failure report, which all ranks receive
+RAN_OUT = "ran out of memory:"  # part of the first line of a rank's failure report, which all ranks receive
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in the RuntimeError that torch raises on the CPU
 
 
@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:
-    """Return True if the job is repeated with twice as many micro-batches; the same on all ranks."""
+    """Return True if the job may be repeated with twice as many micro-batches. All ranks return the same value."""
     if RAN_OUT not in text.partition("\n")[0]:
         return False
     axes = experiment.axes
@@ -39,18 +39,18 @@ def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:
 def run_until_it_fits(
     run_once: Callable[[Config, Request, World, bool], dict[str, float]], config: Config, request: Request, world: World
 ) -> dict[str, float]:
-    """Run the job with as many micro-batches as it needs by a plan, and repeat it with more if memory runs out.
+    """Run the job with the planned number of micro-batches, and repeat it with more if a rank runs out of memory.
 
-    It is repeated in its run directory, from its last checkpoint if it has one. The run records the number that fits
-    instead of auto. All ranks must call it. Raises InputError for a mode that can neither be planned nor repeated.
+    The job is repeated in its run directory, from its last checkpoint if it has one. The run records the number that
+    fits instead of auto. All ranks must call it. Raises InputError for a mode that can neither be planned nor repeated.
     """
     mode = request.choices["parallel"]
     is_repeatable = world.world_size == 1 or make_parallel(config, request.choices).fails_at_once
     planned = _planned_count(config, request, world)
     if planned is None and not is_repeatable:
         raise InputError(
-            f"micro_batches=auto: the model cannot be planned, and ranks of parallel={mode} would wait for one that is "
-            "out of memory; try a number, or parallel=ddp"
+            f"micro_batches=auto: the model cannot be planned, and with parallel={mode} the other ranks would wait for "
+            "a rank that runs out of memory; try a number, or parallel=ddp"
         )
     count = planned or 1
     while True:
@@ -65,8 +65,8 @@ def run_until_it_fits(
 
 
 def _planned_count(config: Config, request: Request, world: World) -> int | None:
-    """Return the number of micro-batches that fit by rank 0's plan, None without one. All ranks must call it."""
-    from runner.jobs.fit import count_that_fits, from_rank_0, plan_for  # other jobs do not need to load them
+    """Return the number of micro-batches according to rank 0's plan; None without a plan. All ranks must call it."""
+    from runner.jobs.fit import count_that_fits, from_rank_0, plan_for  # imported late, because few jobs need them
     from runner.planning.modes import ModeConfig
 
     def plan() -> int | None:

@@ -12,11 +12,11 @@ from runner.config.schema import Config
 from runner.config.validate import AUTO
 from runner.distributed.backend import as_backend
 from runner.distributed.world import World
-from runner.errors import InputError, JobFailed
+from runner.errors import InputError, JobFailed, quantity
 from runner.jobs.continuation import agree_on_directory
 from runner.jobs.fit import count_that_fits, from_rank_0, plan_for
 from runner.parallel.auto import Auto
-from runner.planning.cell import Cell, counted_ranks
+from runner.planning.cell import Cell
 from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, compose_modes
 from runner.records.attempts import last_line
@@ -28,7 +28,7 @@ from runner.training.components import make_parallel
 
 log = logging.getLogger(__name__)
 
-LARGEST_WORLD = 1024  # up to which a world is sought in which the model would fit
+LARGEST_WORLD = 1024  # the largest world size that an error suggests for a model that does not fit
 MEASURE = ("task=measure", "task.compared_steps=0", "task.timed_steps=10", "logger=none", "launcher=env")
 DROPPED = (
     *("task", "launcher", "logger", "callbacks", "metrics", "monitor", "fork", "init_from", "checkpoint", "profile"),
@@ -40,9 +40,9 @@ RunOnce = Callable[[Config, Request, World], dict[str, float]]
 
 
 def choose_mode(run_once: RunOnce, config: Config, request: Request, world: World) -> tuple[Config, Request]:
-    """Return the job with the fastest mode that fits instead of parallel=auto. All ranks must call it.
+    """Return the configuration and the request of the job with the fastest mode that fits. All ranks must call it.
 
-    The choice is recorded in the run directory, in the file CHOICE. A job that continues there in a world of the same
+    The choice is recorded in the run directory, in the file CHOICE. A job that resumes the run in a world of the same
     size uses the recorded mode. Raises InputError if no mode fits, and Preempted as `run_once` does.
     """
     overrides, chosen = request.overrides, request.choices["parallel"]
@@ -61,7 +61,7 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
     choice = from_rank_0(world, as_backend(config.backend), candidates)
     path = agree_on_directory(config, request, world)
     if "mode" in choice:
-        for _ in range(choice["jobs"]):  # a restarted world gives the same numbers to its jobs
+        for _ in range(choice["jobs"]):  # so that a restarted world numbers its jobs identically
             world.begin_job(as_backend(config.backend))
     else:
         with logging_to(world.rank, path):
@@ -83,8 +83,8 @@ def _read(directory: Path) -> dict[str, Any]:
 def _candidates(modes: Modes, config: Config, request: Request, world: World, options: Auto) -> dict[str, Any]:
     """Return the modes to measure, the fastest according to the plan first, each with its number of micro-batches.
 
-    Modes whose numbers differ from those of parallel=none are left out. A mode that cannot be planned, because the
-    model needs values, comes last. Raises InputError if no mode fits.
+    Modes that are not equal to parallel=none are left out. Modes that cannot be planned, because the model reads values
+    of tensors, come last. Raises InputError if no mode fits.
     """
     print(f"auto     planning {', '.join(modes)}", flush=True)
     cells = plan_for(world, modes, request.config_dirs, memory_gib=options.memory_gib, device=options.device)
@@ -99,7 +99,7 @@ def _candidates(modes: Modes, config: Config, request: Request, world: World, op
 
 
 def _micro_batches(cell: Cell, config: Config) -> int | None:
-    """Return the number of micro-batches with which a cell fits, or None."""
+    """Return the number of micro-batches with which the mode of the cell fits; None if it does not fit."""
     if not cell.ranks:
         return 1 if config.micro_batches == AUTO else int(config.micro_batches)
     if config.micro_batches == AUTO:
@@ -110,15 +110,15 @@ def _micro_batches(cell: Cell, config: Config) -> int | None:
 def _describe_need(
     cells: list[Cell], modes: Modes, config: Config, request: Request, world: World, options: Auto
 ) -> str:
+    """Return the error for a model that fits in no mode, with the smallest world size in which it would fit."""
     exact = [cell for cell in cells if cell.ranks and cell.is_exact]
     if not exact:
-        return "parallel=auto: no mode has the numbers of parallel=none; choose a mode"
+        return "parallel=auto: no supported mode is equal to parallel=none; choose a mode"
     least = min(exact, key=lambda cell: cell.peak)
-    is_auto = config.micro_batches == AUTO
+    is_auto, ranks = config.micro_batches == AUTO, quantity(world.world_size, "rank")
     text = (
-        f"parallel=auto: the model does not fit into {least.limit / GIB:.3g} GiB per rank on "
-        f"{counted_ranks(world.world_size)}: the smallest need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}"
-        f"{' with one micro-batch' if is_auto else ''}"
+        f"parallel=auto: the model does not fit into {least.limit / GIB:.3g} GiB per rank on {ranks}: the smallest "
+        f"need is {least.peak / GIB:.3g} GiB, of parallel={least.mode}{' with one micro-batch' if is_auto else ''}"
     )
     size = 2 * world.world_size
     while size <= LARGEST_WORLD:
@@ -130,13 +130,14 @@ def _describe_need(
 
 
 def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: Request, world: World) -> dict[str, Any]:
-    """Run task=measure in each candidate, and return the choice, which rank 0 records. All ranks must call it.
+    """Run task=measure in each candidate mode, and return the choice, which rank 0 records. All ranks must call it.
 
-    Each is measured twice, in turn, and the faster time counts: the first job of a process is slower than later ones.
+    Each mode is measured twice, and the higher speed is used, because the first job of a process is slower than later
+    ones.
     """
     log.info("auto     measuring %s", ", ".join(counts))
     path, rates, failed = Path(str(request.directory)), dict[str, float](), dict[str, str]()
-    num_jobs = 1  # with that of the choice
+    num_jobs = 1  # the one that broadcasts the choice
     for name, count in [*counts.items()] * 2:
         mode = modes[name]
         if name in failed or isinstance(mode, InputError):

@@ -1,4 +1,4 @@
-"""The mode that stands for one that is not chosen yet."""
+"""A placeholder for the mode that parallel=auto chooses."""
 
 from runner.distributed.world import World
 from runner.training.mode import Parallel, ParallelModel, Recipe

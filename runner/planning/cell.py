@@ -1,4 +1,4 @@
-"""The plan of a mode at a world size, from those of its distinct ranks."""
+"""The plan of a mode at one world size, combined from the plans of its distinct ranks."""
 
 import math
 from collections.abc import Mapping
@@ -14,22 +14,24 @@ from runner.planning.costs import Costs
 from runner.planning.imagined_rank import RankPlan, plan_rank
 from runner.planning.simulation import simulate
 from runner.planning.timeline import Message
+from runner.training.components import make_parallel
 from runner.training.mode import Axes
 
-FEW = 4  # ranks, each of which is planned
+MAX_PLANNED = 4  # the largest number of ranks, or of stages, that are all planned
 
 
 @dataclass
 class Cell:
-    """One mode at one world size.
+    """The plan of one mode at one world size: a row of the tables of task=plan.
 
     Attributes:
-        reason: Why it cannot be planned; then it has no ranks.
-        is_refused: A run of the mode would be refused, too.
+        reason: Why the mode cannot be planned. `ranks` is then empty.
+        is_refused: True if a run would be refused for the same reason.
         ranks: The plans of the distinct ranks, without their events.
+        round_steps: `Parallel.round_steps` of the mode.
         limit: The memory of a rank, in bytes.
-        step_s: The time of a step.
-        bubble: The fraction of it in which a rank waits for others.
+        step_s: The time of a step, in seconds.
+        bubble: The fraction of a step in which a rank waits for others, averaged over the ranks.
         samples_per_s: Samples per second over all ranks.
     """
 
@@ -38,6 +40,7 @@ class Cell:
     reason: str = ""
     is_refused: bool = False
     ranks: list[RankPlan] = field(default_factory=list)
+    round_steps: int = 1
     limit: float = math.inf
     step_s: float = 0.0
     bubble: float = 0.0
@@ -58,8 +61,8 @@ class Cell:
 
     @property
     def is_exact(self) -> bool:
-        """True if the ranks combine their gradients in each step, as all modes with the numbers of parallel=none do."""
-        return all(rank.steps == 1 for rank in self.ranks)
+        """True if the ranks combine their gradients in each step, as in every mode that is equal to parallel=none."""
+        return self.round_steps == 1
 
     @property
     def most_rows(self) -> int | None:
@@ -70,13 +73,13 @@ class Cell:
 
     @property
     def bytes_per_step(self) -> dict[str, float]:
-        """The bytes by collective, each of the rank that exchanges the most of a kind."""
+        """The bytes per step by collective, for each collective those of the rank that exchanges the most."""
         kinds = sorted({kind for rank in self.ranks for kind in rank.bytes_per_step})
         return {kind: max(rank.bytes_per_step.get(kind, 0.0) for rank in self.ranks) for kind in kinds}
 
     @property
     def mesh(self) -> str:
-        """The axes of the mesh that have several ranks."""
+        """The axes of the mesh that have several ranks, for example "shard 4 x tensor 2"; "1" if none has."""
         axes = {name: size for name, size in asdict(self.ranks[0].axes).items() if name != "micro_batches" and size > 1}
         return " x ".join(f"{name} {size}" for name, size in axes.items()) or "1"
 
@@ -97,10 +100,6 @@ class Cell:
         }
 
 
-def counted_ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
 def plan_cell(
     config: Config,
     choices: Mapping[str, str],
@@ -110,14 +109,15 @@ def plan_cell(
     limit: float,
     costs: Costs,
 ) -> Cell:
-    """Plan a mode, whose configuration is given. What cannot be planned is a cell with a reason."""
+    """Plan a mode, whose configuration is given. If it cannot be planned, return a cell with the reason."""
     cell = Cell(mode, world_size, limit=limit)
     try:
+        cell.round_steps = make_parallel(config, choices).round_steps
         first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
-        others = [rank for rank in distinct_ranks(first.axes, world_size, config.batch_size) if rank > 0]
+        others = [rank for rank in distinct_ranks(first.axes, world_size, first.num_samples) if rank > 0]
         ranks = [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
-    except Exception as error:  # of the model, or of torch with tensors without values
-        cause = _that_needs_values(error)
+    except Exception as error:  # raised by the model, or by torch for tensors without values
+        cause = _find_value_error(error)
         if cause is None and isinstance(error, InputError):
             cell.reason, cell.is_refused = error.messages[0], True
             return cell
@@ -125,43 +125,44 @@ def plan_cell(
         cell.reason = first_line(cause or error) + (f" (at {line})" if line else "")
         if cause is not None:
             cell.reason = (
-                "the model or the loss needs values, which a plan does not have; task=compare and parallel=auto "
-                f"measure it: {cell.reason}"
+                "the model or the loss reads values of tensors, which a plan does not have; measure it with "
+                f"task=compare or parallel=auto: {cell.reason}"
             )
         return cell
     cell.ranks = [replace(rank, events=()) for rank in ranks]
     round_s, cell.bubble = simulate(_with_other_stages(ranks, first.axes), costs)
-    cell.step_s = costs.step_s + round_s / first.steps
-    cell.samples_per_s = config.batch_size / cell.step_s
+    cell.step_s = costs.step_s + round_s / cell.round_steps
+    cell.samples_per_s = first.num_samples / cell.step_s
     return cell
 
 
-def _that_needs_values(error: BaseException | None) -> BaseException | None:
-    """Return the error, or the one during which it was raised, by which torch refuses a tensor without values."""
+def _find_value_error(error: BaseException | None) -> BaseException | None:
+    """Return the error with which torch refuses to read a fake tensor, among the error and its contexts; else None."""
     while error is not None and type(error).__module__ != FakeTensor.__module__:
         error = error.__context__
     return error
 
 
-def distinct_ranks(axes: Axes, world_size: int, batch_size: int) -> list[int]:
-    """Return the ranks that are planned, the first of which keeps the most.
+def distinct_ranks(axes: Axes, world_size: int, num_samples: int) -> list[int]:
+    """Return the ranks to plan, whose memory and work represent those of all ranks, for steps of so many samples.
 
-    Of more than FEW ranks they are the first one, the server and a trainer, the last one if it has more samples than
-    the first, and the stages. Of more than FEW stages they are the first two, the middle and the last one.
+    In a world of more than MAX_PLANNED ranks, these are the first rank, a trainer if the first one is a parameter
+    server, the last rank if the samples are split unevenly, and one rank of each stage. Of more than MAX_PLANNED
+    stages, the first two, the middle and the last one are planned.
     """
-    if world_size <= FEW:
+    if world_size <= MAX_PLANNED:
         return [*range(world_size)]
-    stages = [*range(axes.stage)] if axes.stage <= FEW else [0, 1, axes.stage // 2, axes.stage - 1]
-    is_uneven = batch_size % axes.data_ranks > 0
+    stages = [*range(axes.stage)] if axes.stage <= MAX_PLANNED else [0, 1, axes.stage // 2, axes.stage - 1]
+    is_uneven = num_samples % axes.data_ranks > 0
     first_of_stages = {axes.servers + stage * axes.tensor for stage in stages}
     return sorted({0, *first_of_stages, *([world_size - 1] if is_uneven else [])})
 
 
 def _with_other_stages(ranks: list[RankPlan], axes: Axes) -> dict[int, Any]:
-    """Return the events of the ranks, and those of the stages that are not planned: as those of the middle stage."""
+    """Return the events by rank. A stage that was not planned has the events of the middle stage."""
     events = {rank.rank: rank.events for rank in ranks}
     middle = axes.stage // 2
-    for stage in range(axes.stage if axes.stage > FEW else 0):
+    for stage in range(axes.stage if axes.stage > MAX_PLANNED else 0):
         shift = (stage - middle) * axes.tensor
         if stage * axes.tensor not in events:
             events[stage * axes.tensor] = [_shifted(event, shift) for event in events[middle * axes.tensor]]
@@ -169,5 +170,5 @@ def _with_other_stages(ranks: list[RankPlan], axes: Axes) -> dict[int, Any]:
 
 
 def _shifted(event: Any, shift: int) -> Any:
-    """Return the event of a rank that has its peers at the same distance."""
+    """Return the event with the rank of its peer increased by `shift`."""
     return replace(event, peer=event.peer + shift) if isinstance(event, Message) and event.peer is not None else event

@@ -1,4 +1,4 @@
-"""How long operators and messages take: measured on this machine, or by the data sheet of another device."""
+"""The times of operators and messages: measured on this machine, or estimated from the data sheet of another device."""
 
 import time
 from collections import Counter
@@ -16,9 +16,9 @@ from runner.errors import InputError, did_you_mean
 from runner.planning.timeline import Message, Operator, Shape
 from runner.records.result import read_result
 
-THIS = "this"
-MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is repeated for so long, or so often
-KERNEL_S = 2e-6  # of an operator on a GPU, at least
+THIS = "this"  # the data sheet of this machine
+MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
+KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -34,14 +34,14 @@ class Device:
     """A data sheet: a file of conf/device.
 
     Attributes:
-        memory_gib: The memory of a rank; None for that of this machine, which its ranks divide.
-        ranks_per_machine: The number of ranks that are connected by `link`; others are connected by `network`.
-        operator_s: The time in which the processor starts an operator, while the device may compute earlier ones.
-        step_s: The time of a step besides its operators and messages.
-        link: Between ranks of a machine.
-        network: Between machines.
-        flops: The peak operations per second, by precision. Empty if operators are measured.
-        memory_bandwidth: Bytes per second.
+        memory_gib: The memory of a rank; None if the ranks divide the memory of this machine.
+        ranks_per_machine: The number of ranks on a machine; None if all ranks are on one machine.
+        operator_s: The time in which the CPU launches an operator. A GPU computes earlier operators meanwhile.
+        step_s: The time of a step in addition to its operators and messages.
+        link: The connection between ranks on the same machine.
+        network: The connection between ranks on different machines.
+        flops: The peak rate in operations per second, by precision. Empty if operators are measured.
+        memory_bandwidth: The memory bandwidth in bytes per second.
     """
 
     name: str
@@ -60,17 +60,17 @@ class Device:
 
 
 def data_sheets(directories: list[Path]) -> dict[str, Path]:
-    """Return the data sheet of each device; that of a later directory takes precedence."""
-    return {path.stem: path for folder in directories for path in sorted((folder / "device").glob("*.yaml"))}
+    """Return the file of each device's data sheet, by name; a later directory takes precedence."""
+    return {path.stem: path for parent in directories for path in sorted((parent / "device").glob("*.yaml"))}
 
 
-def load_device(name: str, directories: list[Path]) -> Device:
-    """Read the data sheet of a device. Raise InputError if no directory has a valid one."""
+def load_device(name: str, directories: list[Path], key: str = "plan.device") -> Device:
+    """Read the data sheet of a device, which `key` names. Raise InputError if no directory has a valid one."""
     files = data_sheets(directories)
     if name not in files:
         raise InputError(
-            f"device={name}: no such data sheet{did_you_mean(name, files)}; there are {', '.join(sorted(files))}; "
-            f"to add it, write device/{name}.yaml into a --config-dir, with the keys of conf/device/h100.yaml"
+            f"{key}={name}: no such data sheet{did_you_mean(name, sorted(files))}; to add it, write "
+            f"device/{name}.yaml into a --config-dir, with the keys of conf/device/h100.yaml"
         )
     try:
         sheet = dict(yaml.safe_load(files[name].read_text()))
@@ -79,13 +79,14 @@ def load_device(name: str, directories: list[Path]) -> Device:
         numbers = {key: None if value is None else float(value) for key, value in sheet.items()}
         return Device(name=name, **links, flops=flops, **numbers)  # type: ignore[arg-type]
     except (TypeError, ValueError, KeyError, yaml.YAMLError) as error:
-        raise InputError(f"device={name}: {files[name]} is no data sheet: {error}") from None
+        raise InputError(f"{key}={name}: {files[name]} is not a valid data sheet: {error}") from None
 
 
 def with_measured_link(device: Device, run: Path) -> Device:
-    """Return the data sheet with the link that a run of task=collectives has measured, by its all_reduce.
+    """Return the data sheet with the bandwidth and latency of all_reduce that a run of task=collectives has measured.
 
-    It is the network if the run had more ranks than a machine of the device. Raises InputError if it is no such run.
+    They replace `network` if the run had more ranks than a machine of the device, otherwise `link`. Raises InputError
+    if the run has not measured them.
     """
     result = read_result(run) or {}
     seconds, rates = (_by_size(result, f"all_reduce/{name}/") for name in ("seconds", "bus_gb_s"))
@@ -98,20 +99,23 @@ def with_measured_link(device: Device, run: Path) -> Device:
 
 
 def _by_size(result: Mapping[str, Any], prefix: str) -> dict[int, float]:
-    """Return the metrics whose names are the prefix and a number of bytes."""
+    """Return the metrics with this prefix, by the number of bytes with which their names end."""
     named = result.get("metrics", {}).items()
     return {int(name.removeprefix(prefix)): value for name, value in named if name.startswith(prefix)}
 
 
 def _rounds(kind: str, num_ranks: int) -> int:
-    """Return the number of messages that follow each other in a collective: one for each doubling of the ranks."""
+    """Return the number of successive messages in a collective: one per doubling of the ranks, two in all_reduce."""
     return max(1, (num_ranks - 1).bit_length()) * (2 if kind == "all_reduce" else 1)
 
 
 class Costs:
-    """The time of operators and messages in a world of ranks on a device, in seconds.
+    """The times of operators and messages of a rank, in seconds.
 
-    threads: The threads of a rank; None for an equal part of this machine's.
+    Args:
+        device: The device of all ranks.
+        world_size: The number of ranks. If operators are measured, the ranks divide the cores of this machine.
+        threads: The number of threads of a rank; None for its part of the cores of this machine.
     """
 
     def __init__(self, device: Device, world_size: int, threads: int | None = None):
@@ -130,7 +134,7 @@ class Costs:
         return self._device.step_s * self._contention
 
     def operators(self, counts: Counter[Operator]) -> float:
-        """Return the time of operators that follow each other."""
+        """Return the time of successive operators, given the number of calls of each."""
         seconds = sum(self.operator(operator) * count for operator, count in counts.items())
         start_s = counts.total() * self._device.operator_s
         return seconds + start_s * self._contention if self._device.is_measured else max(seconds, start_s)
@@ -142,9 +146,9 @@ class Costs:
         return self._known[operator]
 
     def message(self, message: Message) -> float:
-        """Return the time from the start of a message, or of a collective on the slowest rank, to its end.
+        """Return the time of a message, or of a collective from the moment at which all its ranks have started it.
 
-        A collective moves its bytes over the busiest link as in a ring, and takes a latency for each doubling of ranks.
+        A collective takes the time that the bytes of a ring algorithm take on the link, and a latency per round.
         """
         size, n = self._device.ranks_per_machine, message.ranks
         is_near = size is None or message.span[0] // size == message.span[1] // size
@@ -155,11 +159,11 @@ class Costs:
         return _rounds(message.kind, n) * link.latency_s + moved / link.bandwidth
 
     def _measure(self, operator: Operator) -> float:
-        """Return the time of a call with as many threads as a rank has, or the estimate if it cannot be called."""
+        """Return the measured time of a call with the threads of a rank, or the estimate if the call fails."""
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            args, kwargs = operator.arguments(_make)
+            args, kwargs = operator.arguments(_create_tensor)
             times = list[float]()
             with torch.no_grad():
                 operator.function(*args, **kwargs)
@@ -174,7 +178,7 @@ class Costs:
             torch.set_num_threads(num_threads)
 
     def _estimate(self, operator: Operator) -> float:
-        """Return the time by the data sheet: that of the computation, or that of reading and writing the memory."""
+        """Return the time according to the data sheet: the larger of the times of computation and memory accesses."""
         if _is_view(operator.function):
             return 0.0
         seconds = sum(shape.num_bytes for shape in operator.shapes) / self._device.memory_bandwidth
@@ -187,8 +191,8 @@ class Costs:
         return max(seconds, KERNEL_S)
 
 
-def _make(shape: Shape) -> torch.Tensor:
-    """Return a tensor whose values most operators accept: positive numbers, or the indices 0."""
+def _create_tensor(shape: Shape) -> torch.Tensor:
+    """Return a tensor whose values most operators accept: positive floats; zeros if integers or expanded."""
     tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
     if 0 in shape.stride or not shape.dtype.is_floating_point:
         return tensor.zero_() if 0 not in shape.stride else torch.zeros((), dtype=shape.dtype).expand(shape.size)

@@ -1,58 +1,62 @@
 """The plan of one rank: its memory, its messages and its operators, from real steps on fake tensors."""
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
+from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors, tensors
 from runner.input.source import Source
 from runner.planning.imagined_world import imagined_world
-from runner.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
+from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
 from runner.planning.timeline import Message, Operator, Timeline
 from runner.training.build import Experiment, build
 from runner.training.callbacks.contract import Callbacks
 from runner.training.callbacks.ema import EMA
-from runner.training.mode import Axes
+from runner.training.mode import Axes, ParallelModel
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer
 
-MANY = 10**9  # steps; no step of a plan is the last one, or is logged
-MANY_ROWS = 64  # times as many samples in a micro-batch
+MANY = 10**9  # a number of steps that a plan never reaches: no step is logged or the last one
+MANY_ROWS = 64  # factor of the samples in a micro-batch
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank needs and does.
+    """The memory and the events of one rank.
 
     Attributes:
         axes: The mesh of the mode.
         memory: The bytes at the peak of a step, by kind (runner.planning.memory.KINDS).
+        num_samples: The number of samples in a step, over all ranks.
         rows: The number of samples in its largest local micro-batch.
-        bytes_per_row: How much the memory of a large micro-batch grows with each sample; None without samples.
-        bytes_between: The bytes that exist between two steps.
-        bytes_per_step: The bytes that it exchanges, by collective, on average over the steps of a round.
-        steps: The steps of a round.
-        events: What it does in a round, in order.
+        bytes_per_row: The memory per sample of a large micro-batch, in bytes; None for a rank without samples.
+        bytes_between: The memory between two steps, in bytes.
+        bytes_per_step: The exchanged bytes by collective, averaged over the steps of a round.
+        steps: The number of steps of a round, after which the events repeat.
+        events: The operators and messages of a round, in order.
     """
 
     rank: int
     axes: Axes
     memory: Mapping[str, int]
+    num_samples: int
     rows: int
     bytes_per_row: float | None
     bytes_between: int
     bytes_per_step: Mapping[str, float]
-    steps: int
     events: Sequence[Counter[Operator] | Message] = field(repr=False)
 
     @property
@@ -68,7 +72,7 @@ def plan_rank(
     world_size: int,
     on_gpu: bool = False,
 ) -> RankPlan:
-    """Plan one rank. Raises InputError as `build` does, and what model or objective raise without values.
+    """Plan one rank. Raises InputError as `build` does, and any exception of model and objective.
 
     data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
     """
@@ -76,34 +80,54 @@ def plan_rank(
     with imagined_world(rank, world_size, as_backend(config.backend), on_gpu) as world, MemoryTracker() as tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = build(config, choices, world, data=(train_data, val_data))
-        parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         module, callbacks = experiment.recipe.module, Callbacks([])
+        parallel_model = _prepare(experiment, world, tracker)
         if config.ema.decay is not None:
             callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         trainer = Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
-        batch = _batch(experiment, train_data)
+        batch, bytes_per_row = _batch(experiment, train_data), None
+        rows = max(micro_batch.num_samples for micro_batch in batch.micro_batches)
         tracker.mark([*module.parameters(), *module.buffers()], PARAMETERS)
+
+        def step_with_many_rows() -> float:
+            """Return the bytes per sample: with many samples, activations determine the peak."""
+            before = tracker.reset_peak()
+            trainer.step(_batch(experiment, train_data, MANY_ROWS))
+            return (sum(tracker.peak().values()) - before) / (MANY_ROWS * rows)
+
         with _marking(tracker), contextlib.closing(experiment.train_loader), contextlib.closing(experiment.val_loader):
-            trainer.step(batch)  # creates the state of the optimizer
-            tracker.reset_peak()
+            has_rows, is_pipeline = rows and experiment.axes.data_rank(rank) is not None, experiment.axes.stage > 1
+            if has_rows and not is_pipeline:  # a pipeline would keep buffers for as many samples
+                bytes_per_row = step_with_many_rows()
+            else:
+                trainer.step(batch)
+            tracker.reset_peak()  # the first step has created the state of the optimizer
             with Timeline() as timeline:
                 for _ in range(experiment.parallel.round_steps):
                     trainer.step(batch)
             memory = tracker.peak()
+            if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
+                memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
             between = tracker.reset_peak()
-            rows, bytes_per_row = max(micro_batch.rows for micro_batch in batch.micro_batches), None
-            if rows and experiment.axes.data_rank(rank) is not None:
-                # With many samples, activations determine the peak.
-                trainer.step(_batch(experiment, train_data, MANY_ROWS))
-                bytes_per_row = (sum(tracker.peak().values()) - between) / (MANY_ROWS * rows)
+            if has_rows and is_pipeline:
+                bytes_per_row = step_with_many_rows()
     steps = experiment.parallel.round_steps
-    bytes_per_step = {kind: count / steps for kind, count in timeline.bytes.items()}
-    return RankPlan(rank, experiment.axes, memory, rows, bytes_per_row, between, bytes_per_step, steps, timeline.events)
+    return RankPlan(
+        rank,
+        experiment.axes,
+        memory,
+        batch.num_samples,
+        rows,
+        bytes_per_row,
+        between,
+        {kind: count / steps for kind, count in timeline.bytes.items()},
+        timeline.events,
+    )
 
 
 class ImaginedSource(Source):
-    """A source that reads samples with values, and returns batches without."""
+    """A source that reads real samples, and returns batches of fake tensors."""
 
     @classmethod
     def of_source(cls, source: Source) -> "ImaginedSource":
@@ -116,9 +140,10 @@ class ImaginedSource(Source):
 
 
 def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
-    """Return this rank's data of a step, of which each local micro-batch has several times as many samples.
+    """Return this rank's batch of a step, with `times` as many samples in each local micro-batch.
 
-    All samples have the shapes of the first ones. A dim that is larger for two samples than for one grows with them.
+    All samples have the shapes of the first two. A dim that is larger for two samples than for one grows with their
+    number.
     """
     loader, seed = experiment.train_loader, experiment.train_loader.seed
     one, two = tensors(source.read([0], seed=seed)), tensors(source.read([0, min(1, len(source) - 1)], seed=seed))
@@ -140,9 +165,33 @@ def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
     return StepBatch(micro_batches, loader.sampler.step_size(0), 0.0)
 
 
+def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker) -> ParallelModel:
+    """Let the mode prepare the model, of which the rank creates its own part if a real rank does."""
+    recipe = experiment.recipe
+    if experiment.parallel.meta_init:
+        tracker.leave_out([*recipe.module.parameters(), *recipe.module.buffers()])
+        recipe = replace(recipe, materialize=functools.partial(_materialize, done=set[nn.Module]()))
+    return experiment.parallel.prepare(recipe, world)
+
+
+def _materialize(submodules: Iterable[nn.Module], done: set[nn.Module]) -> None:
+    """Create the tensors of the submodules that are not done, as runner.training.model.deferred_init does."""
+    created: dict[int, torch.Tensor] = {}
+    for part in {part: None for submodule in submodules for part in submodule.modules() if part not in done}:
+        done.add(part)
+        containers: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]
+        for container in containers:
+            for key, tensor in container.items():
+                if tensor is not None and id(tensor) not in created:
+                    new = torch.empty_like(tensor, requires_grad=False)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    created[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                container[key] = None if tensor is None else created[id(tensor)]
+
+
 @contextlib.contextmanager
 def _marking(tracker: MemoryTracker) -> Iterator[None]:
-    """Tell the tracker what optimizers update, from which gradients, and which state they keep."""
+    """Mark the parameters, the gradients and the state of each optimizer that steps in this context."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,6 +1,7 @@
-"""A world whose other ranks are imagined: one process computes, with fake tensors, what one rank of it would."""
+"""A world of imagined ranks: one process runs the code of one of them, with fake tensors and a fake process group."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import IMAGINED, RankInfo
@@ -21,34 +25,39 @@ from runner.distributed.world import World
 
 @contextmanager
 def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -> Iterator[World]:
-    """Create the world and its process group. Tensors that are created within have no values, and take no memory.
+    """Create the world and its process group. Tensors that are created in this context are fake.
 
     They are CPU tensors also with `on_gpu`, because torch creates no streams without a GPU.
     """
     logging.disable()  # each rank of each mode would log its warnings
-    apply, has_tiles = nn.Module._apply, torch.cpu._is_amx_tile_supported
+    apply, make_mesh, has_tiles = nn.Module._apply, DeviceMesh.__init__, torch.cpu._is_amx_tile_supported
     world = World(
         RankInfo(rank, rank, world_size=world_size, local_world_size=world_size, source=IMAGINED), None, backend
     )
+    chunk_with_empty = _fsdp_param._chunk_with_empty
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     exchange.use(_Exchanges())  # type: ignore[arg-type]
     nn.Module._apply = _convert  # type: ignore[method-assign]
+    DeviceMesh.__init__ = _with_values(make_mesh)  # type: ignore[method-assign]
+    _fsdp_param._chunk_with_empty = _chunk_with_empty
     if on_gpu:
-        torch.cpu._is_amx_tile_supported = lambda: True  # attention in bfloat16 is as fast as on such a CPU
+        torch.cpu._is_amx_tile_supported = lambda: True  # so that bfloat16 attention runs in bfloat16, as on a GPU
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield world
     finally:
         logging.disable(logging.NOTSET)
         nn.Module._apply = apply  # type: ignore[method-assign]
+        DeviceMesh.__init__ = make_mesh  # type: ignore[method-assign]
+        _fsdp_param._chunk_with_empty = chunk_with_empty
         torch.cpu._is_amx_tile_supported = has_tiles
         exchange.use(None)
-        _clear_sharding_prop_cache()  # its meshes have the groups of this rank, and equal those of other ranks
+        _clear_sharding_prop_cache()  # its meshes contain the groups of this rank, but equal those of other ranks
         world.group.leave(went_well=True)
 
 
 class _Exchanges:
-    """Exchanges as between the ranks of one machine, in which the other ranks send what this rank sends."""
+    """A replacement of the exchanges between ranks of one machine. All other ranks send the same as this rank."""
 
     on_machine = None
 
@@ -58,7 +67,7 @@ class _Exchanges:
 
 
 class _Exchange:
-    """See runner.distributed.local.exchange.LocalExchange."""
+    """A replacement of runner.distributed.local.exchange.LocalExchange."""
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
@@ -71,13 +80,36 @@ class _Exchange:
         return tensor.detach().new_empty(self._num_ranks, *tensor.shape)
 
     def any_of_async(self, flags: Iterable[bool]) -> Callable[[], list[bool]]:
-        own = [*flags]
-        count("all_reduce", len(own))
-        return lambda: own
+        given = [*flags]
+        count("all_reduce", len(given))
+        return lambda: given
+
+
+def _chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+    """Split a tensor as torch's function of the same name, with one tensor in place of all chunks of the same shape.
+
+    A thousand fake tensors take a quarter of a second, for each parameter.
+    """
+    size = tensor.size(dim)
+    length = math.ceil(size / num_chunks)
+    num_whole, rest = divmod(size, max(1, length))
+    chunks = [tensor.narrow(dim, 0, length)] * num_whole
+    chunks += [tensor.narrow(dim, size - rest, rest)] if rest else []
+    return chunks + [tensor.new_empty(0)] * (num_chunks - len(chunks))
+
+
+def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, called outside of the modes that create fake tensors: a mesh needs the values of its own."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return call
 
 
 def _convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Convert a module as nn.Module._apply does, which fails for fake tensors that torch refers to weakly."""
+    """Convert a module as nn.Module._apply does, which fails for fake tensors to which weak references exist."""
     converted: dict[torch.Tensor, torch.Tensor] = {}
     for part in module.modules() if recurse else [module]:
         both: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]

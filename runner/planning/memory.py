@@ -1,4 +1,4 @@
-"""The memory of tensors while a rank's steps run, real or imagined, by what it is used for."""
+"""The memory of the tensors of a rank during real or imagined steps, by purpose."""
 
 import weakref
 from collections.abc import Iterable
@@ -20,14 +20,14 @@ KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, REST)
 class _Storage:
     size: int  # bytes
     kind: str
-    reference: Any  # removes it when torch frees the storage
+    reference: Any  # a weak reference, whose callback removes the entry when torch frees the storage
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks the storages of all tensors that operators create while it is entered, also on the meta device.
+    """A context that tracks the storages of all tensors that operators create, also on the meta device.
 
-    Tensors that operators use internally are not included. The parts of a peak are known when the step has ended,
-    because only then it is known which tensors became gradients or optimizer state.
+    Tensors that operators use internally are not included. The kinds of the memory at a peak are determined at the end
+    of the step, because only then is it known which tensors became gradients or optimizer state.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> "MemoryTracker":
         self._resize = resize = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees gathered parameters by it
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # with it, FSDP frees gathered parameters
             result = resize(storage, size)
             if (known := self._live.get(storage._cdata)) is not None:
                 self._change(size - known.size)
@@ -68,7 +68,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def mark(self, tensors: Iterable[Any], kind: str, instead_of: Iterable[str] = KINDS) -> None:
-        """Set the kind of these tensors' storages, if they are of one of the kinds `instead_of`."""
+        """Set the kind of these tensors' storages to `kind`, if it is one of `instead_of`."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if isinstance(local, torch.Tensor):
@@ -76,8 +76,15 @@ class MemoryTracker(TorchDispatchMode):
                 if storage is not None and storage.kind in instead_of:
                     storage.kind = kind
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these tensors' storages as empty."""
+        for tensor in tensors:
+            if (storage := self._add(tensor, REST)) is not None:
+                self._change(-storage.size)
+                storage.size = 0
+
     def reset_peak(self) -> int:
-        """Start to look for another peak. Return the bytes that exist now."""
+        """Reset the peak to the current memory. Return the current memory in bytes."""
         self._peak, self._is_higher = self._total, True
         return self._total
 
@@ -110,7 +117,7 @@ class MemoryTracker(TorchDispatchMode):
             self._peak, self._is_higher = self._total, True
 
     def _snapshot(self) -> None:
-        """Remember what exists at the peak, before anything of it is freed."""
+        """Record the storages that exist at the peak, before one of them is freed."""
         if self._is_higher:
             self._is_higher = False
             self._at_peak = [(storage, storage.size) for storage in self._live.values()]

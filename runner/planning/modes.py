@@ -1,7 +1,14 @@
-"""The plans of several modes, each with the configuration that a command has in that mode."""
+"""The plans of several modes, each with the configuration that the command would have in that mode."""
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+
+import torch
 
 from runner.config.compose import checked, compose, for_mode
 from runner.config.schema import Config
@@ -14,6 +21,8 @@ from runner.input.source import Source
 from runner.planning.cell import Cell, plan_cell
 from runner.planning.costs import Costs, Device
 from runner.records.run_directory import Request
+
+PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/pr_set_pdeathsig.2const.html
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class ModeConfig:
 def compose_modes(request: Request, modes: Sequence[str], dropped: Sequence[str]) -> dict[str, ModeConfig | InputError]:
     """Return the configuration of each mode, or the error with which the command line would refuse it.
 
-    dropped: top-level keys that are left out.
+    dropped: The top-level keys whose overrides are left out.
     """
     found: dict[str, ModeConfig | InputError] = {}
     for mode in modes:
@@ -41,29 +50,53 @@ def compose_modes(request: Request, modes: Sequence[str], dropped: Sequence[str]
     return found
 
 
-def plan_modes(modes: Mapping[str, ModeConfig | InputError], limits: Mapping[int, float], device: Device) -> list[Cell]:
+def plan_modes(
+    modes: Mapping[str, ModeConfig | InputError],
+    limits: Mapping[int, float],
+    device: Device,
+    num_processes: int = 1,
+) -> list[Cell]:
     """Plan each mode at each world size.
 
     Args:
-        modes: What compose_modes returns. A refused mode becomes cells with the reason.
+        modes: The result of compose_modes. A refused mode results in cells with the reason.
         limits: The memory of a rank in bytes, by world size.
-        device: By which times are planned.
+        device: The data sheet from which times are estimated.
+        num_processes: The processes that plan. Only one measures operators, because others would slow it down.
     """
     costs = dict[int, Costs]()
     data: list[tuple[Source, Source]] = []
-    cells: list[Cell] = []
+    plans: list[Callable[[], Cell]] = []
     for mode, composed in modes.items():
         try:
             if isinstance(composed, InputError):
                 raise composed
-            alone = World(RankInfo(), None, as_backend(composed.config.backend))
-            data = data or [load_data(composed.config, composed.choices, alone)]
+            world = World(RankInfo(), None, as_backend(composed.config.backend))
+            data = data or [load_data(composed.config, composed.choices, world)]
             costs = costs or {size: Costs(device, size, composed.config.threads) for size in limits}
         except InputError as error:
-            cells += [Cell(mode, size, error.messages[0], is_refused=True) for size in limits]
+            plans += [partial(Cell, mode, size, error.messages[0], is_refused=True) for size in limits]
             continue
-        cells += [
-            plan_cell(composed.config, composed.choices, data[0], mode, size, limit, costs[size])
+        plans += [
+            partial(plan_cell, composed.config, composed.choices, data[0], mode, size, limit, costs[size])
             for size, limit in limits.items()
         ]
-    return cells
+    if num_processes == 1 or device.is_measured:
+        return [plan() for plan in plans]
+    _plans[:] = plans
+    with ProcessPoolExecutor(min(num_processes, len(plans)), get_context("fork"), _begin_worker) as pool:
+        return [*pool.map(_plan, range(len(plans)))]
+
+
+_plans: list[Callable[[], Cell]] = []  # of this process and of the workers that it forks, because data has no pickles
+
+
+def _plan(number: int) -> Cell:
+    return _plans[number]()
+
+
+def _begin_worker() -> None:
+    """Use one thread, and end with the parent."""
+    torch.set_num_threads(1)
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

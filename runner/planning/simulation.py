@@ -1,4 +1,4 @@
-"""The time of a step, from what each distinct rank does: a rank waits for the messages that it receives."""
+"""The time of a step, simulated from the events of its distinct ranks: a rank waits for each message to arrive."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,27 @@ from runner.planning.timeline import Message, Operator
 
 @dataclass
 class _Rank:
+    """The state of a simulated rank. Times are in seconds."""
+
     events: Sequence[Counter[Operator] | Message]
-    position: int = 0
+    position: int = 0  # of the next event
     now: float = 0.0
     busy: float = 0.0  # computing or communicating, not waiting
     received: Counter[int] = field(default_factory=Counter)  # messages, by sender
 
 
 def simulate(timelines: Mapping[int, Sequence[Counter[Operator] | Message]], costs: Costs) -> tuple[float, float]:
-    """Return the seconds of a step, and the fraction of it in which a rank waits for others on average.
+    """Return the time of a step in seconds, and the fraction of it in which a rank waits for others on average.
 
-    timelines: of the distinct ranks, by rank. Collectives start on all ranks at once. The server of RPC and a trainer
-    take turns, because each waits for the other.
+    Before a collective, a rank does not wait for the others: all ranks are assumed to start it at the same time. A
+    parameter server and its trainers wait for each other, so the times of the server and the slowest trainer are added.
+
+    Args:
+        timelines: The events of the distinct ranks, by rank.
+        costs: The times of operators and messages.
     """
     ranks = {rank: _Rank(events) for rank, events in timelines.items()}
-    arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)  # of messages, by sender and receiver
+    arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)  # times of messages, by sender and receiver
     has_moved = True
     while has_moved:
         has_moved = False
@@ -49,14 +55,14 @@ def _advance(
     arrivals: dict[tuple[int, int], list[float]],
     costs: Costs,
 ) -> bool:
-    """Let a rank do its next event. Return False if it has to wait for a message that is not sent yet."""
+    """Simulate the next event of a rank. Return False if it receives a message that has not been sent yet."""
     event = rank.events[rank.position]
     if isinstance(event, Counter):
         duration = costs.operators(event)
     elif event.peer is None:
         duration = costs.message(event)
     elif event.kind == "send":
-        duration = 0.0  # sent in the background
+        duration = 0.0  # the rank does not wait for the end of the transfer
         arrivals[number, event.peer].append(rank.now + costs.message(event))
     elif event.peer in ranks:
         sent, count = arrivals[event.peer, number], rank.received[event.peer]

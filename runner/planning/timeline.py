@@ -1,4 +1,4 @@
-"""What a rank does in a step, in order: operators, with the shapes of their arguments, and messages."""
+"""The events of a rank in a step, in order: operators with the shapes of their arguments, and messages."""
 
 import functools
 from collections import Counter
@@ -55,8 +55,8 @@ class Message:
     Attributes:
         kind: One of runner.distributed.traffic.KINDS, or `receive`.
         num_bytes: The larger of input and output.
-        ranks: The number of ranks that take part.
-        span: The lowest and the highest of them.
+        ranks: The number of participating ranks.
+        span: The lowest and the highest participating rank.
         peer: The other rank of a send or receive.
     """
 
@@ -68,7 +68,7 @@ class Message:
 
 
 class Timeline(CommunicationCounter):
-    """Records what this rank does while it is entered, and counts the bytes that it exchanges."""
+    """A context that records the operators and messages of this rank, and counts the bytes that it exchanges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Timeline(CommunicationCounter):
         super().add(kind, num_bytes, group, peer)
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
-        elif isinstance(group, str):  # of a functional collective, before torch 2.14
+        elif isinstance(group, str):  # the group's name in a functional collective, before torch 2.14
             group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         self._append(kind, num_bytes, group, peer)
 

@@ -11,7 +11,7 @@ from runner.records.record_files import read_metrics
 from runner.records.result import read_result
 
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}  # torch.finfo(...).eps
-# In training, differences by rounding start with some EPS and grow, in runs of ConvNets by up to 7 times per step.
+# In training, differences by rounding start at a few EPS and grow, in runs of ConvNets by up to 7 times per step.
 FACTOR, MAX_TOLERANCE = 100, 0.005
 GROWTH, MAX_STEPS = 10, 4
 
@@ -39,13 +39,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class NumberComparison:
-    """The comparison of two runs in the steps that both have logged, up to the first one at which they differ."""
+    """The comparison of two runs in the steps that both have logged, up to the first step at which they differ."""
 
     num_steps: int
     largest: Difference
-    parting: Difference | None = None  # the first difference that rounding does not explain; None if the runs agree
+    first_unexplained: Difference | None = None  # by rounding; None if the runs agree
     allowed: float = 0.0  # the relative difference that rounding explains at that step
-    agreed: int = 0  # the compared step before it; 0 if there is none
+    agreed: int = 0  # the last compared step before it; 0 if none exists
 
 
 def default_tolerance(precisions: Sequence[str]) -> float:
@@ -56,10 +56,10 @@ def default_tolerance(precisions: Sequence[str]) -> float:
 def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = True) -> NumberComparison:
     """Compare the losses, the gradient norms and the learning rates of two runs.
 
-    The relative difference that rounding explains is `tolerance`, or if it grows, GROWTH times the larger of
-    `tolerance` and the largest difference so far, for each step since the last compared one. For evaluations it is then
-    at least the square root of `tolerance`: they depend on values that the loss of a step does not depend on, such as
-    the statistics of BatchNorm.
+    Without `grows`, rounding explains a relative difference of `tolerance`. With `grows`, it explains the larger of
+    `tolerance` and the largest difference so far, multiplied by GROWTH for each step since the last compared one, but
+    for at most MAX_STEPS steps. For evaluations it then explains at least the square root of `tolerance`, because they
+    depend on values that the loss of a step does not depend on, such as the statistics of BatchNorm.
     """
 
     def explained(difference: Difference) -> float:
@@ -107,9 +107,10 @@ def _counts(samples: object) -> str:
 
 
 def _logged(run: Path) -> dict[int, dict[str, float]]:
-    """Return the compared values by step and name. If a restart has repeated a step, the last value counts.
+    """Return the compared values by step and name. If a restart has repeated a step, the last value is used.
 
-    Metrics of the group `metrics`, such as accuracy, are left out: one sample near a limit changes them by 1 / samples.
+    Metrics of the group `metrics`, such as accuracy, are left out, because a single sample near a decision boundary
+    changes them by 1 / samples.
     """
     rows: dict[int, dict[str, float]] = {}
     for line in read_metrics(run):

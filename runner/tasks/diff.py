@@ -1,4 +1,4 @@
-"""task=diff: whether two runs agree up to rounding, and otherwise where they part."""
+"""task=diff: whether two runs agree up to rounding, and otherwise the first step at which they differ."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ from runner.config.recorded import read_config
 from runner.config.recorded_code import RECORDED
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed
+from runner.errors import InputError, JobFailed, quantity
 from runner.jobs.task import LaunchingTask
 from runner.launchers.launch import launch
 from runner.optimization.parameter_patterns import counted
@@ -23,11 +23,11 @@ from runner.tasks.trace import TRACE
 from runner.tasks.trace_comparison import find_difference
 
 NO_CHECKPOINTS = ("checkpoint.every_epochs=1000000", "checkpoint.every_steps=null", "checkpoint.every_seconds=null")
-LARGE = 0.01  # a relative difference that needs a remark even if rounding explains it
+LARGE = 0.01  # a relative difference that is remarked upon even if rounding explains it
 
 
 class Diff(LaunchingTask):
-    """Compares config.run, here A, with config.diff.other, B: configuration, code, versions and logged numbers."""
+    """Compares the runs `run=` (A) and `diff.with=` (B): configuration, code, versions and logged numbers."""
 
     section = "diff"
     reads_run = True
@@ -54,9 +54,9 @@ class Diff(LaunchingTask):
             for line in differences(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
                 print(f"differs  {line}")
             print(f"numbers  {describe(numbers)}", flush=True)
-            if config.diff.trace and numbers.parting is None:
-                print("trace    nothing to trace")
-        if numbers.parting is not None:
+            if config.diff.trace and numbers.first_unexplained is None:
+                print("trace    not needed, because the logged numbers agree")
+        if numbers.first_unexplained is not None:
             for line in trace(config, request, runs, numbers, rank_info) if config.diff.trace else ():
                 print(f"trace    {line}", flush=True)
             raise JobFailed("the runs differ")
@@ -64,16 +64,16 @@ class Diff(LaunchingTask):
 
 
 def describe(numbers: NumberComparison) -> str:
-    """Return whether the logged numbers agree, and otherwise the step at which they part."""
-    if (parting := numbers.parting) is not None:
+    """Return whether the logged numbers agree, and otherwise the first step at which they differ."""
+    if (difference := numbers.first_unexplained) is not None:
         return (
-            f"part at {parting}: a relative difference of {parting.relative:.1e}, of which rounding explains "
+            f"differ at {difference}: a relative difference of {difference.relative:.1e}, of which rounding explains "
             f"{numbers.allowed:.1e}"
         )
-    largest = numbers.largest
+    largest, steps = numbers.largest, quantity(numbers.num_steps, "step")
     if largest.relative == 0.0:
-        return f"are equal in {numbers.num_steps} steps"
-    text = f"agree to {largest.relative:.1e} in {numbers.num_steps} steps"
+        return f"are equal in {steps}"
+    text = f"agree to {largest.relative:.1e} in {steps}"
     if largest.relative < LARGE:
         return text
     return (
@@ -87,10 +87,11 @@ def trace(
 ) -> list[str]:
     """Repeat both runs in worlds of their sizes, and return lines about the first tensor that differs.
 
-    The steps are those from the last one at which the logged numbers agree to the one at which they part.
+    The recorded steps begin with the last one at which the logged numbers agree, and end with the first one at which
+    they differ.
     """
-    assert numbers.parting is not None
-    first, last = max(numbers.agreed, 1), numbers.parting.step
+    assert numbers.first_unexplained is not None
+    first, last = max(numbers.agreed, 1), numbers.first_unexplained.step
     saved = [{step_of(path) for path in list_checkpoints(run / CHECKPOINTS)} for run in runs]
     checkpoint = max((step for step in saved[0] & saved[1] if step < first), default=0)
     start = f"the checkpoints step_{checkpoint}" if checkpoint else "the start"
@@ -101,7 +102,7 @@ def trace(
         for name, run in zip("AB", runs, strict=True):
             task = ("task=trace", f"task.first={first}", f"task.last={last}", f"task.checkpoint={checkpoint}")
             world = ("launcher=spawn", f"launcher.nproc_per_node={(read_result(run) or {}).get('world_size', 1)}")
-            # With compile=true, hooks would not see the modules; a replay would record a step twice.
+            # compile=true would not call the hooks of modules, and a replay would record a step twice.
             without = ("compile=false", "logger=none", "replay_every_steps=null", "profile=false", *NO_CHECKPOINTS)
             where = (pointer_to(run, "run"), f"outputs={quote(folder)}", f"name={name}", f"trust={show(config.trust)}")
             overrides = [*task, f"code={config.code or RECORDED}", *world, *without, *where]

@@ -1,4 +1,4 @@
-"""task=plan: what each mode needs and how fast it is at each world size, from the steps of imagined ranks."""
+"""task=plan: the memory, communication and time of each mode at each world size, from the steps of imagined ranks."""
 
 import json
 import logging
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
-from runner.distributed.machine import available_memory
-from runner.errors import InputError, did_you_mean
+from runner.distributed.machine import allowed_cores, available_memory
+from runner.errors import InputError, did_you_mean, quantity
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
-from runner.planning.cell import Cell, counted_ranks
+from runner.planning.cell import Cell
 from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
@@ -38,7 +38,10 @@ class Plan(LaunchingTask):
         fits into the memory.
         """
         if rank_info.world_size > 1:
-            raise InputError(f"task=plan runs in one process, but the world has {rank_info.world_size}")
+            raise InputError(
+                f"task=plan must run in one process, but the world has {rank_info.world_size}; start it with "
+                "`python -m runner`"
+            )
         device = load_device(config.plan.device, [CONF, *map(Path, request.config_dirs)])
         if config.plan.collectives:
             device = with_measured_link(device, Path(config.plan.collectives))
@@ -61,7 +64,7 @@ class Plan(LaunchingTask):
 
 
 def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
-    # The command line imports tasks before it composes.
+    # Imported here, because the command line imports tasks before it composes the configuration.
     from runner.config.compose import modes_to_compare, options_of
     from runner.planning.modes import compose_modes, plan_modes
 
@@ -71,13 +74,13 @@ def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
             raise InputError(f"plan.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
     sizes = config.plan.world_sizes
     if not sizes or min(sizes) < 1:
-        raise InputError(f"plan.world_sizes={sizes} must be numbers of ranks of at least 1; try [1,8]")
+        raise InputError(f"plan.world_sizes={sizes} must list numbers of ranks of at least 1; try [1,8]")
     memory = config.plan.memory_gib
     if memory is not None and memory <= 0:
         raise InputError(f"plan.memory_gib={memory} must be positive, or null for that of the device")
     memory = device.memory_gib if memory is None else memory
     limits = {size: available_memory() / size if memory is None else memory * GIB for size in sizes}
-    return plan_modes(compose_modes(request, modes, DROPPED), limits, device)
+    return plan_modes(compose_modes(request, modes, DROPPED), limits, device, len(allowed_cores()))
 
 
 def _check(cells: Sequence[Cell], config: Config) -> None:
@@ -90,30 +93,30 @@ def _check(cells: Sequence[Cell], config: Config) -> None:
         least = min(planned, key=lambda cell: cell.peak)
         key = "" if config.plan.memory_gib is None else f"plan.memory_gib={config.plan.memory_gib}: "
         raise InputError(
-            f"{key}nothing fits into {least.limit / GIB:.3g} GiB per rank: the smallest need is "
-            f"{least.peak / GIB:.3g} GiB, of parallel={least.mode} on {counted_ranks(least.world_size)}; "
+            f"{key}no mode fits into {least.limit / GIB:.3g} GiB per rank: the smallest need is "
+            f"{least.peak / GIB:.3g} GiB, of parallel={least.mode} on {quantity(least.world_size, 'rank')}; "
             "try larger plan.world_sizes, a larger micro_batches, or activation_checkpointing=full"
         )
 
 
 def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) -> None:
-    """Log the tables, and write them and the plot."""
+    """Log the tables, and write them and the plot to the directory `path`."""
     planned = [cell for cell in cells if cell.ranks]
     unit, tables = _tables(cells, planned)
-    times = "operators as measured on this machine" if device.is_measured else f"by the data sheet of {device.name}"
+    times = "measured operators of this machine" if device.is_measured else f"the data sheet of {device.name}"
     notes = [
-        f"{unit}: the memory of a step on the rank that needs the most, without that of the process and of the loader; "
-        "samples that fit: of a local micro-batch",
-        "exchanged per step: as task=compare counts it. efficiency: samples per second and rank, relative to the best "
+        f"{unit}: peak memory of the tensors of a step, on the rank that needs the most. samples that fit: the largest "
+        "local micro-batch",
+        "exchanged per step: counted as in task=compare. efficiency: samples per second and rank, relative to the best "
         "mode at the smallest world size",
-        f"times: {times}, not calibrated",
+        f"times: estimated from {times}, not calibrated",
     ]
     log.info("\n%s\n\n%s", "\n\n".join(text_table(table, for_log=True) for table in tables), "\n".join(notes))
     fitting = [cell for cell in planned if cell.fits]
-    same_numbers = [cell for cell in fitting if cell.is_exact]  # as parallel=none
-    fastest = max(same_numbers or fitting, key=lambda cell: cell.samples_per_s)
+    exact = [cell for cell in fitting if cell.is_exact]
+    fastest = max(exact or fitting, key=lambda cell: cell.samples_per_s)
     command = _command(fastest, request, device)
-    log.info("fastest that fits: parallel=%s on %s\n%s", fastest.mode, counted_ranks(fastest.world_size), command)
+    log.info("fastest that fits: parallel=%s on %s\n%s", fastest.mode, quantity(fastest.world_size, "rank"), command)
     text = "\n\n".join([*map(markdown_table, tables), *notes, f"fastest that fits: `{command}`"])
     write_atomically(path / "plan.md", text + "\n")
     content = {"device": device.name, "command": command, "cells": [cell.as_record() for cell in cells]}
@@ -122,13 +125,13 @@ def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) 
 
 
 def _tables(cells: Sequence[Cell], planned: Sequence[Cell]) -> tuple[str, list[list[list[str]]]]:
-    """Return the unit of memory, and the tables of needs, of speeds, and of the reasons of what is not planned."""
+    """Return the unit of memory, and the tables: memory, speeds, and the reasons why modes cannot be planned."""
     smallest = min(cell.world_size for cell in planned)
     best_of_smallest = max(cell.samples_per_s / smallest for cell in planned if cell.world_size == smallest)
     unit, scale = ("GiB", GIB) if min(cell.peak for cell in planned) >= GIB else ("MiB", 2**20)
     needs = [["mode", "ranks", "mesh", "fits", unit, "on rank", *KINDS, "samples that fit"]]
     speeds = [["mode", "ranks", "exchanged per step", "bubble", "step ms", "samples/s", "efficiency"]]
-    reasons = [["mode", "ranks", "not planned, because"]]
+    reasons = [["mode", "ranks", "reason why it cannot be planned"]]
     for cell in cells:
         name = [cell.mode, str(cell.world_size)]
         if not cell.ranks:
@@ -149,16 +152,16 @@ def _tables(cells: Sequence[Cell], planned: Sequence[Cell]) -> tuple[str, list[l
 
 
 def _command(cell: Cell, request: Request, device: Device) -> str:
-    """Return the command that trains as a cell was planned."""
+    """Return the command that trains in the mode and world size of a cell."""
     from runner.config.compose import for_mode
 
     overrides = for_mode(request.overrides, request.choices["parallel"], cell.mode, ("task", "plan", "launcher"))
-    folders = [f"--config-dir={folder}" for folder in request.config_dirs]
-    return f"{start_command(cell.world_size, device)} {shlex.join([*folders, *overrides])}"
+    config_dirs = [f"--config-dir={directory}" for directory in request.config_dirs]
+    return f"{start_command(cell.world_size, device)} {shlex.join([*config_dirs, *overrides])}"
 
 
 def start_command(num_ranks: int, device: Device) -> str:
-    """Return the command that starts the ranks, the same number on each machine."""
+    """Return the beginning of the command that starts the ranks, the same number on each machine."""
     if num_ranks == 1:
         return "python -m runner"
     most = int(device.ranks_per_machine or num_ranks)

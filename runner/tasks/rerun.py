@@ -11,7 +11,7 @@ from runner.checkpoints.layout import list_checkpoints, read_train_state
 from runner.config.recorded import differences as config_differences
 from runner.config.schema import OF_TASKS, Config
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, quantity
 from runner.jobs.task import JobTask
 from runner.records.custom_code import read_code
 from runner.records.logged_numbers import compare_numbers
@@ -44,9 +44,10 @@ class Rerun(JobTask):
         if result["state"] != "finished" or not result.get("weights_sha256"):
             return [f"run={path} is {result['state']} and has no final weights to compare with; try resume={path}"]
         if (size := result.get("world_size", 1)) != world_size:
+            ranks = quantity(size, "rank")
             return [
-                f"run={path} had {size} ranks and cannot be repeated to the bit on {world_size}, because sums are "
-                f"rounded differently; start {size} ranks, or add launcher=spawn launcher.nproc_per_node={size}"
+                f"run={path} had {ranks} and cannot be repeated to the bit on {world_size}, because sums are rounded "
+                f"differently; start {ranks}, or add launcher=spawn launcher.nproc_per_node={size}"
             ]
         return []
 
@@ -55,7 +56,7 @@ class Rerun(JobTask):
     ) -> dict[str, float]:
         then = Path(str(config.run))
         if directory.writes:
-            if config.fork:  # its record, with which the differences are found, is otherwise written by the training
+            if config.fork:  # `differences` reads this record, which the training would write later
                 directory.commit(read_train_state(list_checkpoints(directory.checkpoints)[-1]).step)
             lines = differences(then, directory.path)
             log.info("rerun   %s", then)
@@ -67,9 +68,9 @@ class Rerun(JobTask):
         was, now = (read_result(then) or {}).get("weights_sha256"), directory.result.weights_sha256
         log.info("same weights: %s" if now == was else f"other weights: they were {was} and are %s", now)
         if now != was:
-            parting = compare_numbers((then, directory.path), tolerance=0.0, grows=False).parting
-            where = f"parts from the record at {parting}" if parting else "the logged numbers are equal to the record"
-            log.info("%s", where)
+            numbers = compare_numbers((then, directory.path), tolerance=0.0, grows=False)
+            difference = numbers.first_unexplained
+            log.info("the logged numbers %s", f"differ at {difference}" if difference else "are equal")
         return metrics | {"rerun/same_weights": float(now == was)}
 
 
@@ -84,7 +85,7 @@ def differences(then: Path, now: Path) -> list[str]:
     changes = config_differences(old, new)
     lines = [f"{key}: was {before}, is {after}" for key, (before, after) in changes.items()]
     lines = [line for line in lines if not line.startswith("code.submitted")]
-    with suppress(InputError):  # a copy has been removed
+    with suppress(InputError):  # raised if a copy of the code has been removed
         before, after = (read_code(path) if "code.hash" in changes else None for path in (then, now))
         if before is not None and after is not None:
             names = [name for name in before.modules if before.sources[name] != after.sources.get(name)]

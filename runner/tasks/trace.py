@@ -1,4 +1,4 @@
-"""task=trace: steps of an earlier run, repeated to record the outputs of its modules, and the gradients."""
+"""task=trace: repeats steps of an earlier run, and records the outputs of its modules and the gradients."""
 
 import logging
 from pathlib import Path
@@ -23,7 +23,7 @@ from runner.tasks.train import Train
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callback, Progress, RunInfo, Update
 
-TRACE = "trace"  # the directory of the records
+TRACE = "trace"  # the directory of the records, in the run directory
 ROOT = "the model"  # the name of the outermost module
 
 
@@ -55,15 +55,15 @@ class Trace(JobTask):
         logging.disable(logging.INFO)
         try:
             Train().run(config, experiment, world, directory, Console(quiet=True))
-        except Traced:
+        except TraceComplete:
             return {}
         finally:
             logging.disable(logging.NOTSET)
         raise JobFailed(f"run={config.run} has no step {self.steps[-1]}")
 
 
-class Traced(Exception):
-    """Ends the training after the last recorded step, on all ranks."""
+class TraceComplete(Exception):
+    """Raised on all ranks after the last recorded step, to end the training."""
 
 
 class Tracer(Callback):
@@ -73,7 +73,7 @@ class Tracer(Callback):
         self._experiment, self._rank, self._directory, self._steps = experiment, rank, directory, steps
         self._step = 0
         self._record: dict[str, Any] = {}
-        self._calls: dict[str, list[dict[str, torch.Tensor]]] = {}  # by module, the outputs of each call
+        self._calls: dict[str, list[dict[str, torch.Tensor]]] = {}  # the outputs of each call, by module
 
     def on_start(self, run: RunInfo) -> None:
         module = self._experiment.recipe.module
@@ -91,7 +91,7 @@ class Tracer(Callback):
         if self._step not in self._steps:
             return True
         batches = update.batch.micro_batches
-        rows: dict[str, list[tuple[int, torch.Tensor]]] = {}  # by name, the numbers of micro-batches with their rows
+        rows: dict[str, list[tuple[int, torch.Tensor]]] = {}  # by name: pairs of a micro-batch's number and its rows
 
         def add(name: str, number: int, tensor: torch.Tensor) -> None:
             if tensor.dim() and len(tensor) == batches[number].rows:
@@ -99,7 +99,7 @@ class Tracer(Callback):
 
         for number, batch in enumerate(batches):
             for name, tensor in named_tensors(batch.data).items():
-                add(f"the data{name}", number, tensor)
+                add(f"tensor {name} of the batch" if name else "the batch", number, tensor)
         for module, calls in self._calls.items():
             if batches and len(calls) % len(batches) == 0:  # the same number of calls for each micro-batch
                 for position, outputs in enumerate(calls):
@@ -124,11 +124,11 @@ class Tracer(Callback):
             self._record = {}
         self._step = now.step + 1
         if self._step == self._steps.stop:
-            raise Traced
+            raise TraceComplete
 
     def _make_hook(self, name: str) -> Any:
         def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            # Neither a pass without gradients nor a block that is computed again in backward.
+            # Ignore a forward without gradients, and a block that activation checkpointing recomputes in backward.
             is_forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
             if is_forward and self._step in self._steps:
                 # Integers may be positions in the micro-batch, as in a PackedSequence.

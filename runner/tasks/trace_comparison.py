@@ -1,4 +1,4 @@
-"""Comparison of the records that task=trace has written for two runs: the first tensor that differs, by name."""
+"""Comparison of the records that task=trace has written for two runs: the name of the first tensor that differs."""
 
 import itertools
 import math
@@ -13,13 +13,20 @@ from runner.optimization.parameter_patterns import counted
 from runner.tasks.trace import ROOT
 
 SMALL = 0.1  # a gradient below this fraction of the largest one of the step may consist only of rounding errors
-LISTED = 8  # samples in a line
+LISTED = 8  # samples or ranks in a line
 Records = Mapping[int, Mapping[str, Any]]  # of a step and a loss, by rank
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between two tensors, or between their rows of a sample, and the values and ranks there."""
+    """The largest difference between two tensors, or between their rows of a sample.
+
+    Attributes:
+        difference: The absolute difference.
+        values: The two values.
+        sample: The dataset's index of the sample.
+        ranks: The ranks of both runs that computed the rows.
+    """
 
     difference: float
     values: tuple[float, float]
@@ -55,16 +62,17 @@ def _differences(runs: Sequence[Records], tolerance: float, skipped: dict[str, N
     """Yield a line for each difference, in the order in which a step computes the tensors."""
     read = [{sample for record in run.values() for part in record["samples"] for sample in part} for run in runs]
     if read[0] != read[1]:
-        only = [_listed(samples) or "none" for samples in (read[0] - read[1], read[1] - read[0])]
-        yield f"the runs read other samples: only A has {only[0]}, and only B has {only[1]}"
+        only = [_listed("sample", samples) for samples in (read[0] - read[1], read[1] - read[0])]
+        yield f"the runs read different samples: only A has {only[0]}, and only B has {only[1]}"
     # A record has the names in the order of the forward. Each rank of a pipeline has only the modules of its stages.
     records = [record for run in sorted(runs, key=len) for record in run.values()]
     for name in dict.fromkeys(name for record in records for name in record["rows"]):
         found, is_compared = _compare_rows(name, runs, tolerance)
         if found:
-            ranks = [counted(sorted({str(each.ranks[i]) for each in found})) for i in (0, 1)]
-            where = f"sample {_listed(each.sample for each in found)}, on rank {ranks[0]} in A and rank {ranks[1]} in B"
-            yield f"{name} differs for {where}; {max(found, key=lambda each: each.difference)}"
+            samples = _listed("sample", (each.sample for each in found))
+            ranks = [_listed("rank", (each.ranks[i] for each in found)) for i in (0, 1)]
+            worst = max(found, key=lambda each: each.difference)
+            yield f"{name} differs for {samples}, on {ranks[0]} in A and {ranks[1]} in B; {worst}"
         elif not is_compared:
             skipped[name] = None
     gradients = [{n: g for record in run.values() for n, g in record["gradients"].items()} for run in runs]
@@ -78,7 +86,7 @@ def _differences(runs: Sequence[Records], tolerance: float, skipped: dict[str, N
         worst = _worst(one, other)
         if worst.difference > tolerance * max(_largest([one, other]), SMALL * largest):
             computed_by = counted(modules[position : last + 1])
-            yield f"the gradient of {name} differs, which is computed in the backward of {computed_by}; {worst}"
+            yield f"the gradient of {name} differs; it is computed in the backward of {computed_by}; {worst}"
         last = position
 
 
@@ -131,5 +139,7 @@ def _worst(one: torch.Tensor, other: torch.Tensor, sample: int = 0, ranks: tuple
     return Difference(0.0 if where is None else float(distances[where]), (values[0], values[1]), sample, ranks)
 
 
-def _listed(samples: Iterable[int]) -> str:
-    return counted([*map(str, sorted(set(samples)))], LISTED)
+def _listed(noun: str, numbers: Iterable[int]) -> str:
+    """Return the noun and the distinct numbers, for example "samples 3, 5"; "none" without a number."""
+    distinct = [*map(str, sorted(set(numbers)))]
+    return f"{noun}{'s' * (len(distinct) > 1)} {counted(distinct, LISTED)}" if distinct else "none"

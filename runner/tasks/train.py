@@ -14,6 +14,7 @@ from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.config.diagnostics.type_hints import show
 from runner.config.schema import DEBUG_BATCHES, Config
 from runner.distributed.world import World
+from runner.errors import quantity
 from runner.input.loader import Loader
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.jobs.continuation import read_past_evaluations
@@ -189,10 +190,11 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
     num_steps = count_steps(config, train.sampler.steps_per_epoch)
     device = " + ".join(map(str, dict.fromkeys(world.devices))) + (" each" if world.device.type != "cpu" else "")
     ranks = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
-    batch = f"{config.batch_size} samples per step"
+    batch = f"{quantity(config.batch_size, 'sample')} per step"
     num_micro_batches = config.micro_batches * experiment.axes.micro_batches
     if experiment.axes.data_ranks > 1 or num_micro_batches > 1:
-        batch += f" over {experiment.axes.data_ranks} ranks x {num_micro_batches} micro-batches"
+        ending = "es" if num_micro_batches != 1 else ""
+        batch += f" over {quantity(experiment.axes.data_ranks, 'rank')} x {num_micro_batches} micro-batch{ending}"
     num_trained = sum(experiment.parameter_groups.values())
     trained = f"{num_trained:,} of them trained, " if num_trained < experiment.num_parameters else ""
     groups = [f"{name} {size:,}" for name, size in experiment.parameter_groups.items()]
@@ -208,7 +210,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         *([_describe_stream(train)] if train.is_stream else []),
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",
         *([_describe_choice(directory)] if (directory.path / CHOICE).exists() else []),
-        f"batch    {batch}, {num_steps:,} steps",
+        f"batch    {batch}, {quantity(num_steps, 'step')}",
         *([f"replay   every {every} steps, costs about {100 / every:.3g}% of a step's gradients"] if every else []),
         *([average] if config.ema.decay is not None else []),
         *([f"fork     of {config.fork}"] if config.fork else []),

@@ -25,7 +25,7 @@ def test_the_session_prints_what_the_page_shows(commands: Commands) -> None:
         done = finish(line, commands, "threads=1")
         if "task=diff" in shlex.split(line):
             assert without_values(done.stdout) == without_values(expected), done.stdout + done.stderr
-            assert done.returncode == ("numbers  part" in expected)
+            assert done.returncode == ("numbers  differ" in expected)
         else:
             assert done.returncode == 0, done.stderr
     assert len(parts) >= 5

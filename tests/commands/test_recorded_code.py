@@ -85,7 +85,7 @@ def test_tasks_import_the_copy_and_name_the_changed_files(
 
     done = commands.forked("task=rerun", f"run={trained}", "name=again")
     assert f"differs code: {changed}: compare {copy} with {tmp_path}/outputs/again/" in done.stdout, done.stderr
-    assert "parts from the record at step 1: train/" in done.stdout
+    assert "the logged numbers differ at step 1: train/" in done.stdout
     assert metrics_of(tmp_path, "again")["rerun/same_weights"] == 0.0
     done = commands.forked("task=rerun", f"run={trained}", "name=exact", "code=recorded")
     assert "differs code" not in done.stdout and metrics_of(tmp_path, "exact")["rerun/same_weights"] == 1.0

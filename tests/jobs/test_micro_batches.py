@@ -62,7 +62,7 @@ def test_a_job_that_fails_has_one_directory(words: tuple[str, ...], message: str
 
 
 def test_a_mode_whose_ranks_would_wait_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="cannot be planned, and ranks of parallel=fsdp would wait"):
+    with pytest.raises(RankError, match="cannot be planned, and with parallel=fsdp the other ranks would wait"):
         run(tmp_path, 2, *HUNGRY, "parallel=fsdp", "micro_batches=auto")
     assert not list(tmp_path.glob("run/*"))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
+from commands import Commands, wait_until
 from torch import nn
 
 from runner.checkpoints.layout import TrainState
@@ -62,17 +63,32 @@ def bytes_of(metrics: dict[str, float]) -> dict[str, float]:
 def test_it_exchanges_what_real_ranks_exchange(
     model: tuple[str, ...], num_ranks: int, mode: str, tmp_path: Path
 ) -> None:
-    options = (
-        *model,
-        f"parallel={mode}",
-        "task=measure",
-        "task.timed_steps=1",
-        "task.compared_steps=1",
-        "log_every=1000",
-    )
-    measured = worlds.run(tmp_path, num_ranks, *options, "logger=none").result["metrics"]
-    ranks = [plan(rank, num_ranks, *model, f"parallel={mode}") for rank in range(num_ranks)]
-    assert Cell(mode, num_ranks, ranks=ranks).bytes_per_step == bytes_of(measured)
+    check_bytes(tmp_path, num_ranks, *model, f"parallel={mode}")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "mesh", [("fsdp", "replicate=2"), ("mesh", "shard=2", "tensor=2"), ("mesh", "shard=2", "stage=2")]
+)
+def test_meshes_exchange_what_real_ranks_exchange(mesh: tuple[str, ...], tmp_path: Path) -> None:
+    check_bytes(tmp_path, 4, *GPT, f"parallel={mesh[0]}", *(f"parallel.{size}" for size in mesh[1:]))
+
+
+def check_bytes(path: Path, num_ranks: int, *overrides: str) -> None:
+    options = ("task=measure", "task.timed_steps=1", "task.compared_steps=1", "log_every=1000", "logger=none")
+    measured = worlds.run(path, num_ranks, *overrides, *options).result["metrics"]
+    ranks = [plan(rank, num_ranks, *overrides) for rank in range(num_ranks)]
+    assert Cell("", num_ranks, ranks=ranks).bytes_per_step == bytes_of(measured)
+
+
+def test_a_stage_or_a_server_has_the_memory_of_its_own_tensors() -> None:
+    whole, *stages = (plan(rank, size, *MLP, "parallel=pipeline") for rank, size in ((0, 1), (0, 2), (1, 2)))
+    for kind in ("parameters", "optimizer state"):
+        assert sum(stage.memory[kind] for stage in stages) == whole.memory[kind]
+    server = plan(0, 3, *MLP, "parallel=ps").memory
+    assert server["activations"] == 0
+    # Of each trainer and of their sum, besides the gradients that the optimizer reads.
+    assert server["communication buffers"] >= 2 * server["gradients"] > 0
 
 
 def test_it_needs_the_memory_of_real_steps() -> None:
@@ -216,14 +232,14 @@ def test_the_command_to_copy_starts_all_ranks(num_ranks: int, start: str) -> Non
     ("overrides", "message"),
     [
         (("plan.device=h10",), "no such data sheet; did you mean h100"),
-        (("plan.device=odd",), "odd.yaml is no data sheet"),
+        (("plan.device=odd",), "odd.yaml is not a valid data sheet"),
         (("plan.collectives=custom",), "plan.collectives=custom has not measured all_reduce"),
         (("plan.modes=[dpp]",), "unknown mode dpp; did you mean d"),
-        (("plan.world_sizes=[0]",), "must be numbers of ranks of at least 1"),
+        (("plan.world_sizes=[0]",), "must list numbers of ranks of at least 1"),
         (("plan.modes=[none]", "plan.world_sizes=[2]"), "none: parallel=none is for one process"),
         (
             ("plan.modes=[ddp]", "plan.memory_gib=1e-6"),
-            "=1e-06: nothing fits into 1e-06 GiB per rank: the",
+            "=1e-06: no mode fits into 1e-06 GiB per rank: the",
         ),
         (("plan.memory_gib=0",), "plan.memory_gib=0.0 must be positive, or null for that of the device"),
         (("plan.modes=[ddp]", "model=reading"), "odd_models.py:12"),
@@ -261,3 +277,24 @@ class Reading(nn.Module):
     assert here(f"--config-dir={custom}", "task=plan", *model, *MLP[2:], *overrides) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_step_has_no_more_samples_than_the_data() -> None:
+    few = ("model=mlp", "data=random", "data.num_train=6", "batch_size=16", "parallel=allreduce")
+    config, request = worlds.configure(*few)
+    data = load_data(config, request.choices, worlds.unconnected())
+    cell = plan_cell(config, request.choices, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
+    assert [rank.rank for rank in cell.ranks] == [0, 4]  # the last one has two samples
+    assert cell.ranks[0].num_samples == 6 and cell.samples_per_s == 6 / cell.step_s
+
+
+@pytest.mark.thorough
+def test_no_process_is_left_if_a_plan_is_killed(commands: Commands) -> None:
+    words = ("task=plan", "model=gpt", "data=text", "plan.modes=[ddp,fsdp]", "plan.device=h100", "plan.world_sizes=[8]")
+    process = commands.start("-m", "runner", *words)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: bool(children.read_text()), process)
+    workers = [Path("/proc", pid) for pid in children.read_text().split()]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(worker.exists() for worker in workers))

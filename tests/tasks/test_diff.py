@@ -1,4 +1,4 @@
-"""task=diff: whether two runs agree up to rounding, and where they part."""
+"""task=diff: whether two runs agree up to rounding, and the first step at which they differ."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def write(path: Path, rows: Sequence[Mapping[str, float | None]], first: int = 1
 
 
 @pytest.mark.parametrize(
-    ("differences", "parts_at"),
+    ("differences", "differ_at"),
     [
         ([0, 0, 0], None),
         ([1e-6, 8e-6, 6e-5, 5e-4, 4e-3], None),  # grows as rounding errors do
@@ -32,13 +32,13 @@ def write(path: Path, rows: Sequence[Mapping[str, float | None]], first: int = 1
         ([0, 0, math.inf], 3),
     ],
 )
-def test_a_sudden_difference_parts_two_runs(tmp_path: Path, differences: list[float], parts_at: int | None) -> None:
+def test_a_sudden_difference_is_found(tmp_path: Path, differences: list[float], differ_at: int | None) -> None:
     one = write(tmp_path / "one", [{"train/loss": 0.5, "perf/step_time_s": 1.0}] * len(differences))
     changed = [{"train/loss": 0.5 * (1 + d) if d < 1 else None, "perf/step_time_s": 2.0} for d in differences]
     found = compare_numbers((one, write(tmp_path / "other", changed)), FP32)
-    assert (found.parting.step if found.parting else None) == parts_at
-    assert found.num_steps == (parts_at or len(differences))
-    exact = compare_numbers((one, tmp_path / "other"), tolerance=0.0, grows=False).parting
+    assert (found.first_unexplained.step if found.first_unexplained else None) == differ_at
+    assert found.num_steps == (differ_at or len(differences))
+    exact = compare_numbers((one, tmp_path / "other"), tolerance=0.0, grows=False).first_unexplained
     assert (exact.step if exact else None) == next((s for s, d in enumerate(differences, start=1) if d), None)
 
 
@@ -54,9 +54,12 @@ def test_the_command_names_what_differs(
     out = capsys.readouterr().out
     assert ", failed at step 3)\ndiffers" in out
     assert "differs  optimizer.lr: was 0.1, is 0.2\n" in out
-    assert "numbers  part at step 3: train/loss was 0.25, is 0.5: a relative difference of 5.0e-01, of" in out
-    assert here("task=diff", f"run={one}", f"diff.other={one}") == 0
-    assert "numbers  are equal in 3 steps\n" in capsys.readouterr().out
+    assert "numbers  differ at step 3: train/loss was 0.25, is 0.5: a relative difference of 5.0e-01, of" in out
+    for rows, text in (([1.0, 1.0, 0.25], "3 steps"), ([1.0], "1 step")):
+        equal = make_run(tmp_path / "runs" / f"{len(rows)}", "optimizer.lr=0.1", **facts)
+        write(equal, [{"train/loss": loss} for loss in rows])
+        assert here("task=diff", f"run={one}", f"diff.other={equal}") == 0
+        assert f"numbers  are equal in {text}\n" in capsys.readouterr().out
     assert here("task=diff", f"run={one}", f"diff.with={other}", "diff.tolerance=0.5") == 0
     assert "numbers  agree to 5.0e-01 in 3 steps" in capsys.readouterr().out
 
@@ -70,6 +73,8 @@ def test_the_command_names_what_differs(
         ((f"diff.with={evaluated}",), "is a run of task=evaluate; task=diff compares training runs"),
         ((f"diff.with={mnist}",), "was trained on data=mnist with 60 train samples, and "),
         ((f"diff.with={later}",), "has no logged step in common with run="),
+        ((f"diff.with={one}/../one",), f"diff.with={one}/../one is the same run as run={one}; name two different runs"),
+        ((f"diff.with={other}", "diff.tolerance=inf"), "diff.tolerance=inf must be finite"),
         ((f"diff.with={other}", "diff.tolerance=-1"), "diff.tolerance=-1.0 must be at least 0"),
         ((f"diff.with={other}", "diff.tolerance=nan"), "diff.tolerance=nan must be at least 0"),
     ):
@@ -83,8 +88,8 @@ def test_the_command_names_what_differs(
 
 def test_evaluations_may_differ_by_half_of_the_digits(tmp_path: Path) -> None:
     one, other, wrong = (write(tmp_path / str(loss), [{"val/loss": loss}]) for loss in (1.0, 1.003, 1.03))
-    assert compare_numbers((one, other), FP32).parting is None
-    assert compare_numbers((one, wrong), FP32).parting is not None
+    assert compare_numbers((one, other), FP32).first_unexplained is None
+    assert compare_numbers((one, wrong), FP32).first_unexplained is not None
 
 
 def test_a_module_that_only_the_second_run_imports_is_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_run_is_repeated_to_the_same_weights_in_another_environment(commands: 
     # Another learning rate makes it another run, which is reported.
     changed = commands.runner("task=rerun", f"run={one.path}", "optimizer.lr=0.2")  # two threads hang in a fork
     assert "differs optimizer.lr: was 0.3, is 0.2\n" in changed.stdout and "other weights: they were" in changed.stdout
-    assert "parts from the record at step 1: train/learning_rate was 0.3, is 0.2\n" in changed.stdout
+    assert "the logged numbers differ at step 1: train/learning_rate was 0.3, is 0.2\n" in changed.stdout
 
 
 @pytest.mark.thorough

@@ -129,7 +129,7 @@ def test_a_weight_that_differs_on_one_rank_is_named(
     out = traced(here, capsys, one, other, f"--config-dir={moved}", "code=current")
     assert "steps 6 to 7, repeated from the checkpoints step_4\n" in out, out
     line = out.splitlines()[-1]
-    assert line.startswith("trace    step 7: layers.1 differs for sample "), out
+    assert line.startswith("trace    step 7: layers.1 differs for samples "), out
     assert ", on rank 0 in A and rank 1 in B; the largest difference is " in line
 
 
@@ -147,8 +147,7 @@ def test_a_wrong_backward_is_named(
     out = traced(here, capsys, one, other)
     assert f"differs  code: {mine}/net.py: compare {one.path}" in out
     assert (
-        "trace    step 1: the gradient of layers.1.weight differs, which is computed in the backward of layers.1, "
-        in out
+        "trace    step 1: the gradient of layers.1.weight differs; it is computed in the backward of layers.1, " in out
     )
     assert "layers.2, layers.3; the largest difference is " in out
 
@@ -163,7 +162,7 @@ def test_a_changed_sample_is_named(
     one = run(tmp_path / "outputs", 1, f"--config-dir={mine}", *TINY)
     other = run(tmp_path / "outputs", 2, f"--config-dir={mine}", *TINY, f"parallel={mode}", "data.shift=1e-3")
     out = traced(here, capsys, one, other)
-    assert ": the data.0 differs for sample 31, on rank 0 in A and rank " in out
+    assert ": tensor .0 of the batch differs for sample 31, on rank 0 in A and rank " in out
 
 
 @pytest.mark.thorough
@@ -177,7 +176,7 @@ def test_runs_in_different_modes_agree(here: Callable[..., int], mine: Path, tmp
         directories.append(repeated.path / "trace")
     for other in directories[1:]:
         assert find_difference((directories[0], other), range(1, 3), default_tolerance(["fp64"])) == ("", [])
-        assert "differs for sample " in find_difference((directories[0], other), range(1, 3), -1.0)[0]
+        assert "differs for samples " in find_difference((directories[0], other), range(1, 3), -1.0)[0]
 
 
 def test_steps_before_the_start_of_a_fork_are_not_compared(tmp_path: Path) -> None:

@@ -159,11 +159,11 @@ PROBLEMS: dict[str, Callable[[Tensor], Tensor]] = {
     "rand_like in": lambda x: torch.rand_like(torch.complex(x, x)).real,
     "rrelu in": lambda x: F.rrelu(x, training=True),
     "multinomial in": lambda x: torch.multinomial(torch.ones(5), len(x), replacement=True),
-    "own generator": lambda x: torch.rand(8, generator=OWN),
+    "custom generator": lambda x: torch.rand(8, generator=OWN),
     "two samples together": lambda x: x[torch.randperm(len(x))],
-    "elsewhere along dim 0": lambda x: F.dropout(x) + F.dropout(x.transpose(0, 1)).transpose(0, 1),
-    "as many for": lambda x: torch.rand(len(x), 8) + torch.rand(1, 8).expand(len(x), -1),
-    "3 times for two": lambda x: sum(torch.rand(()) for _ in range(len(x) + 1)) * x,  # type: ignore[arg-type]
+    "another call along dim 0": lambda x: F.dropout(x) + F.dropout(x.transpose(0, 1)).transpose(0, 1),
+    "for 1 sample in another call": lambda x: torch.rand(len(x), 8) + torch.rand(1, 8).expand(len(x), -1),
+    "is 3 for two samples": lambda x: sum(torch.rand(()) for _ in range(len(x) + 1)) * x,  # type: ignore[arg-type]
 }
 
 

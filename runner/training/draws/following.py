@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass that follow the samples: seeds, and the mode in which functions of torch draw."""
+"""Random numbers of a forward pass that follow the samples: the seeds, and a mode that replaces torch's functions."""
 
 import functools
 import logging
@@ -23,16 +23,16 @@ Kind = tuple[str, int]  # the name of a function, and the number of dims that it
 
 @dataclass
 class Draws:
-    """What the model and the objective of a run draw, as the dry run has recorded it, and the seed of the step.
+    """The draws of the model and the objective of a run, which the dry run has recorded, and the seed of the step.
 
     Attributes:
-        follows: The random numbers follow the samples. False if nothing is drawn, or a draw cannot follow them: then
-            torch draws, with another seed for each data rank.
+        follows: True if the random numbers follow the samples. False if nothing is drawn, or if a draw cannot follow
+            them: torch then draws all numbers, with a different seed for each data rank.
         sample_dims: The dim of the samples, by kind of draw.
-        common: Functions and shapes of draws that all samples have in common.
-        of_samples: Functions and shapes, without the dim of the samples, of the other draws.
-        recomputes: The model itself calls torch.utils.checkpoint around a draw.
-        shard: While the features that a forward computes are sharded: the number of this rank's part, and of parts.
+        common: The functions and shapes of draws that all samples share.
+        of_samples: The functions and shapes, without the dim of the samples, of the other draws.
+        recomputes: True if the model itself calls torch.utils.checkpoint around a draw.
+        shard: The index of this rank's part and the number of parts, while a forward computes sharded features.
     """
 
     device: torch.device = field(default_factory=functools.partial(torch.device, "cpu"))
@@ -58,10 +58,13 @@ class Draws:
     def following(
         self, micro_batch: MicroBatch, part: int = 0, key: int | None = None, stage: int = 0
     ) -> Iterator[None]:
-        """Draw the random numbers of a micro-batch, which do not depend on the ranks and micro-batches.
+        """Let the random functions of torch draw the numbers of the samples of a micro-batch.
 
-        part: the number of the loss, each of which has other random numbers. key: by default that of the step.
-        stage: the number of the stage that a rank of a pipeline computes.
+        Args:
+            micro_batch: The samples.
+            part: The index of the loss. Each loss draws different numbers.
+            key: The seed; None for that of the step.
+            stage: The index of the stage that a rank of a pipeline computes.
         """
         if not self.follows:
             yield
@@ -83,7 +86,7 @@ class Draws:
         """Seed the generators again before each stage, so that a pipeline's ranks draw what one process draws.
 
         Return False, and do nothing, if a stage begins with a module that another stage calls as well, or if the model
-        calls torch.utils.checkpoint, which may begin to recompute in any stage.
+        calls torch.utils.checkpoint, whose recomputation may start in any stage.
         """
         called = [called_modules(model, stage) for stage in stages]
         entries = {number: modules[0] for number, modules in enumerate(called) if number and modules}
@@ -91,7 +94,7 @@ class Draws:
             return False
 
         def enter(number: int) -> None:
-            # Not in a dry run, nor if the stage calls the module again, or the objective the model.
+            # Do nothing in a dry run, or if the stage calls the module again, or the objective calls the model again.
             if self._is_following and number > self._stage:
                 self._seed(number)
 
@@ -112,10 +115,10 @@ class Draws:
 
 
 class Following(DrawMode):
-    """Replaces what random functions draw for the samples of a micro-batch.
+    """Replaces the numbers that random functions draw for the samples of a micro-batch.
 
-    The key of a call is drawn from torch's CPU generator, whose state torch.utils.checkpoint restores. So a
-    recomputation draws the same numbers.
+    The key of a call is drawn from torch's CPU generator. torch.utils.checkpoint restores the state of this generator,
+    so a recomputation draws the same numbers.
     """
 
     def __init__(self, draws: Draws, indices: Sequence[int]):
@@ -139,7 +142,7 @@ class Following(DrawMode):
         return Rows(self._keys + call, size, dim, self._sharded(name, size, dim))
 
     def _sharded(self, name: str, size: torch.Size, dim: int) -> tuple[int, int, int] | None:
-        """Return the sharded dim, the last one or that of the heads, and this rank's part of it."""
+        """Return the sharded dim (the last one, or that of the heads), and `shard`; None if no dim is sharded."""
         if (shard := self._draws.shard) is None:
             return None
         for sharded in (len(size) - 1, len(size) - 3):

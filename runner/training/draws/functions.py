@@ -1,4 +1,4 @@
-"""The random functions of torch whose draws can follow the samples, each with its replacement."""
+"""Replacements of the random functions of torch whose draws can follow the samples."""
 
 import functools
 import math
@@ -15,13 +15,13 @@ from runner.training.draws.generator import Rows
 
 
 class DrawMode(TorchFunctionMode):
-    """Calls `rows` for each random function with the shape of what it draws; None means that torch draws."""
+    """Calls `rows` for each random function, with the shape that it draws. If `rows` returns None, torch draws."""
 
     def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> Rows | None:
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # compiled code draws by torch's generator
+        if torch.compiler.is_compiling():  # compiled code uses torch's generator
             return func(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 
@@ -29,30 +29,30 @@ class DrawMode(TorchFunctionMode):
         if (replacement := REPLACEMENTS.get(func)) is not None:
             result = replacement(self, func, args, kwargs)
             return func(*args, **kwargs) if result is None else result
-        if isinstance(func, FunctionType) and (opened := _opened(func)) is not None:
+        if isinstance(func, FunctionType) and (unchecked := _unchecked(func)) is not None:
             with self:
-                return opened(*args, **kwargs)
+                return unchecked(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @functools.cache
-def _opened(function: FunctionType) -> Callable[..., Any] | None:
+def _unchecked(function: FunctionType) -> Callable[..., Any] | None:
     """Return a copy of a Python function of torch that calls random functions, such as F.dropout; None for others.
 
-    The original passes itself to the active mode, which is not active in what the function calls then. The copy does
-    not check for a mode.
+    The original function passes itself to the active mode, and torch deactivates the mode during that call. The copy
+    does not check for an active mode, so that the mode also handles the functions that the copy calls.
     """
-    unchecked = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
-    if not unchecked or _NAMES.isdisjoint(function.__code__.co_names):
+    checks = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    if not checks or _NAMES.isdisjoint(function.__code__.co_names):
         return None
-    scope = {**function.__globals__, **unchecked}
-    opened = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
+    scope = {**function.__globals__, **checks}
+    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _drop(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout of elements or of whole channels (feature_...), also so that mean and variance are kept (alpha_...)."""
+    """Drop elements, or whole channels (feature_...); alpha_... also preserves mean and variance."""
     named = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
     features, p, name = named["input"], named["p"], func.__name__
     if not named["train"] or p == 0:
@@ -63,7 +63,7 @@ def _drop(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
         return None
     kept = rows.bernoulli(1 - p).to(features)
     scale, shift = (1 / (1 - p) if p < 1 else 0.0), None
-    if "alpha" in name:  # the formula of torch: dropped elements get the lower limit of SELU
+    if "alpha" in name:  # torch's formula: dropped elements are set to the lower limit of SELU
         limit = 1.7580993408473766
         scale = 1 / math.sqrt((limit**2 * p + 1) * (1 - p)) if p < 1 else 0.0
         shift = (kept - 1 + p) * (limit * scale)
@@ -73,7 +73,7 @@ def _drop(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _attend(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Attention with dropout of its weights, by torch's implementation that returns them."""
+    """Compute attention with dropout of its weights, by the implementation of torch that returns the weights."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = dict(zip(names, args, strict=False)) | kwargs
     p, value = named.pop("dropout_p", 0.0), named["value"]
@@ -89,7 +89,7 @@ def _attend(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _create(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions of a shape or of a tensor of that shape, whose numbers are uniform or normal."""
+    """Create a tensor of uniform or normal numbers, of a given shape or of the shape of a tensor."""
     name, options = func.__name__, {key: kwargs[key] for key in kwargs if key not in ("generator", "requires_grad")}
     tensor = (torch.empty_like if name.endswith("like") else torch.empty)(*args, **options)
     rows = None if tensor.is_complex() else mode.rows(func, tensor.shape, kwargs)
@@ -100,7 +100,7 @@ def _create(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Methods that write uniform or normal numbers, or samples of one probability, to a tensor."""
+    """Fill a tensor with uniform or normal numbers, or with samples of a Bernoulli distribution."""
     tensor, name, defaults = args[0], func.__name__, _ARGUMENTS[func.__name__]
     values = {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
     first, *rest = (values[key] for key in defaults)
@@ -116,11 +116,11 @@ def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Other functions of tensors or of a size: called for one sample at a time, after seeding torch's generator."""
+    """Call any other function of tensors or of a size once per sample, after seeding torch's generator."""
     given = [*args, *kwargs.values()]
     shapes = [value.shape for value in given if isinstance(value, Tensor)]
     if func.__name__ == "multinomial" and len(shapes[0]) == 1:
-        return None  # its numbers, not its weights, may be those of samples
+        return None  # the drawn numbers, not the weights, may have a dim of the samples
     sizes: list[Any] = [value for value in given if isinstance(value, (tuple, list))]
     shape = torch.broadcast_shapes(*shapes) if shapes else [*sizes, given[:1]][0]
     rows = mode.rows(func, shape, kwargs)
@@ -159,5 +159,5 @@ REPLACEMENTS = {F.scaled_dot_product_attention: _attend} | {
     for owner in (torch, Tensor)
     if hasattr(owner, name)
 }
-# Backward calls a random function if torch.utils.checkpoint recomputes one there.
+# Backward is included, because torch.utils.checkpoint may recompute a random function there.
 _NAMES = {function.__name__ for function in REPLACEMENTS} | {"backward", "_engine_run_backward"}

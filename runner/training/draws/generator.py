@@ -11,7 +11,7 @@ from torch import Tensor
 _GAMMA, _FIRST, _SECOND = (
     constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-_DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # of a uniform number; otherwise 24
+_DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # of a uniform number; 24 in other dtypes
 
 
 def sample_keys(indices: Sequence[int], device: torch.device) -> Tensor:
@@ -39,19 +39,12 @@ def random_bits(keys: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a call of a random function draws for samples along a dim, which may have several entries per sample.
+    """The random numbers of one call of a random function, which differ for each sample."""
 
-    Attributes:
-        keys: Two of each sample in this call, (n, 2).
-        shape: That of the tensor to draw.
-        dim: The dim of the samples.
-        sharded: A dim of which this rank has one part, the number of the part, and the number of parts.
-    """
-
-    keys: Tensor
-    shape: torch.Size
-    dim: int
-    sharded: tuple[int, int, int] | None = None
+    keys: Tensor  # two keys per sample, for this call, (n, 2)
+    shape: torch.Size  # the shape of the tensor to draw
+    dim: int  # the dim of the samples, which may have several entries per sample
+    sharded: tuple[int, int, int] | None = None  # a dim that is split, this rank's part, and the number of parts
 
     def words(self, size: int) -> Tensor:
         """Return 32 or 64 random bits for each element, as integers."""
@@ -71,7 +64,7 @@ class Rows:
         return words.narrow(dim, number * self.shape[dim], self.shape[dim])
 
     def uniform(self, dtype: torch.dtype) -> Tensor:
-        """Return numbers of [0, 1): multiples of 2**-53 in float64, and of 2**-24 in float32."""
+        """Return uniform numbers in [0, 1): multiples of 2**-53 in float64, and of 2**-24 in float32."""
         size, digits = (64 if dtype == torch.float64 else 32), _DIGITS.get(dtype, 24)
         kept = (self.words(size) >> (size - digits)) & (2**digits - 1)
         return kept.to(dtype) * 2.0**-digits
@@ -83,7 +76,7 @@ class Rows:
         return ((-2 * units[0].log()).sqrt() * (units[1] * (2 * torch.pi)).cos()).to(dtype)
 
     def bernoulli(self, probability: float) -> Tensor:
-        """Return booleans that are True with this probability, to 2**-32."""
+        """Return booleans that are True with this probability, rounded to a multiple of 2**-32."""
         return self.words(32) < min(round(probability * 2**32) - 2**31, 2**31 - 1)
 
     def seeds(self) -> list[int]:

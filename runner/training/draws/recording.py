@@ -1,4 +1,4 @@
-"""The dry run of random functions: which dim of what they draw is that of the samples."""
+"""A dry run that records the random functions of a model, and finds the dim of the samples in their draws."""
 
 import random
 import traceback
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from runner.config.schema import Config
-from runner.errors import calling_line, first_line
+from runner.errors import calling_line, first_line, quantity
 from runner.input.batch import MicroBatch, cast_floating
 from runner.input.pytree import map_tensors
 from runner.input.rng import isolated, seed_all
@@ -29,8 +29,8 @@ class Draw(NamedTuple):
     name: str
     shape: tuple[int, ...]
     line: str
-    problem: str = ""  # why it cannot follow the samples
-    is_recomputed: bool = False  # by torch.utils.checkpoint
+    problem: str = ""  # why the draw cannot follow the samples
+    is_recomputed: bool = False  # True within torch.utils.checkpoint, which may recompute the draw
 
 
 class Recording(DrawMode):
@@ -42,10 +42,10 @@ class Recording(DrawMode):
         self._expected = torch.get_rng_state()
 
     def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> None:
-        problem = "uses its own generator" if kwargs.get("generator") is not None else ""
+        problem = "uses a custom generator" if kwargs.get("generator") is not None else ""
         is_recomputed = any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in traceback.walk_stack(None))
         self.draws.append(Draw(function.__name__, tuple(shape), calling_line(), problem, is_recomputed))
-        torch.default_generator.manual_seed(len(self.draws))  # what follows does not depend on the shape of this draw
+        torch.default_generator.manual_seed(len(self.draws))  # later draws do not depend on this shape
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.check("code before a function of torch")
@@ -57,7 +57,7 @@ class Recording(DrawMode):
         return result
 
     def check(self, name: str) -> None:
-        """Record a draw by anything else that has changed the state of torch's generator."""
+        """Record a draw if any other code has changed the state of torch's generator."""
         state = torch.get_rng_state()
         if not torch.equal(state, self._expected):
             self.draws.append(Draw(name, (), calling_line(), "changes the state of torch's generator"))
@@ -67,17 +67,17 @@ class Recording(DrawMode):
 def record_draws(
     config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source, draws: Draws
 ) -> tuple[list[str], list[str]]:
-    """Record in `draws` what model and objective draw, in training and in evaluation.
+    """Record in `draws` the draws of model and objective, in training and in evaluation.
+
+    Model and objective are called with two copies of the first sample, and if they draw random numbers, with three. The
+    dim of a draw that grows is that of the samples. If other samples cause other draws, training logs a warning.
 
     Return a warning if a draw cannot follow the samples, and the names of the trained parameters that forward replaces.
-
-    Model and objective are called with two copies of the first sample, and if that draws, with three: the dim that
-    grows is the samples'. If other samples cause other draws, training logs a warning.
     """
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     found: list[list[Draw]] = []
     replaced: list[str] = []
-    others: list[object] = []  # what NumPy and `random` draw next
+    others: list[object] = []  # the next numbers of NumPy and `random`
 
     def record(count: int) -> None:
         read = source.read([0] * count, seed=config.seed)
@@ -125,9 +125,9 @@ def _run(
 
 
 def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
-    """Fill in `draws` from the draws for two and three samples. Return the first one that cannot follow the samples."""
+    """Set `draws` from the draws for two and three samples. Return why a draw cannot follow the samples, or ""."""
     if [draw.name for draw in two] != [draw.name for draw in three]:
-        return f"model or objective draws {len(two)} times for two samples, and {len(three)} times for three"
+        return f"the number of random draws is {len(two)} for two samples and {len(three)} for three"
     for draw, larger in zip(two, three, strict=True):
         where = f"{draw.name} in {draw.line}"
         if draw.problem:
@@ -141,10 +141,11 @@ def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
         if len(grown) != 1 or 3 * pairs[grown[0]][0] != 2 * pairs[grown[0]][1] or draw.name == "randperm":
             return f"{where} draws {list(draw.shape)} numbers for two samples together"
         if draws.sample_dims.setdefault(kind, grown[0]) != grown[0]:
-            return f"{where} draws for samples along dim {grown[0]}, elsewhere along dim {draws.sample_dims[kind]}"
+            return f"{where} has the samples along dim {grown[0]}, another call along dim {draws.sample_dims[kind]}"
         draws.of_samples.add((draw.name, without(draw.shape, grown[0])))
     for name, shape in draws.common:
         dim = draws.sample_dims.get((name, len(shape)))
         if dim is not None and (name, without(shape, dim)) in draws.of_samples:
-            return f"{name} draws {list(shape)} numbers for all samples, and as many for {shape[dim]} separate samples"
+            same = quantity(shape[dim], "sample")
+            return f"{name} draws {list(shape)} numbers for all samples, and the same shape for {same} in another call"
     return ""

@@ -1,0 +1,114 @@
+"""How accurate task=plan is on this machine: bytes, memory, and the order of modes by speed.
+
+usage: python benchmarks/plan_accuracy.py [--models mlp,convnet,resnet18,gpt] [--ranks 1,2,4] [--only memory|speed]
+Nothing else may run, except with --only memory. For each model, task=plan plans all modes, task=compare measures their
+bytes and step times, and allocated_memory.py the peak memory of each rank. Prints a row for each mode and number of
+ranks, and for each model and number of ranks the pairs of modes whose measured step times differ by more than 20%, and
+the pairs that the plan orders wrongly.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Models are large compared with the samples that the loader reads ahead, which a plan does not include. Batches are at
+# most a third of the training data, because a checkpoint is copied at the end of an epoch.
+IMAGES = ["data=random", "data.sample_shape=[3,32,32]", "data.num_outputs=10"]
+MODELS = {
+    "mlp": ["model=mlp", "model.hidden=[2048,2048]", "batch_size=256"],
+    "convnet": ["model=convnet", "batch_size=256"],
+    "resnet18": ["model=resnet18", *IMAGES, "batch_size=64"],
+    "gpt": ["model=gpt", "data=text", "batch_size=64"],
+}
+MODES = ("none", "allreduce", "ddp", "zero", "fsdp", "tp", "pipeline", "ps", "local_sgd")
+LARGE = 1.2  # ratio of step times that a plan must order correctly
+
+
+def run(folder: Path, *command: str) -> None:
+    subprocess.run([sys.executable, *command, f"outputs={folder}"], check=True, capture_output=True, timeout=3600)
+
+
+def plan(folder: Path, words: Sequence[str], sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the planned cells by mode and number of ranks."""
+    modes, of = f"plan.modes=[{','.join(MODES)}]", f"plan.world_sizes={[*sizes]}".replace(" ", "")
+    run(folder / "plan", "-m", "runner", *words, "task=plan", modes, of)
+    (file,) = (folder / "plan").glob("*/*/plan.json")
+    cells = json.loads(file.read_text())["cells"]
+    return {(cell["mode"], cell["world_size"]): cell for cell in cells if "reason" not in cell}
+
+
+def compare(folder: Path, words: Sequence[str], sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, str]]:
+    """Return the measured cells by mode and number of ranks."""
+    modes, of = f"compare.modes=[{','.join(MODES)}]", f"compare.world_sizes={[*sizes]}".replace(" ", "")
+    run(folder / "compare", "-m", "runner", *words, "task=compare", modes, of)
+    (file,) = (folder / "compare").glob("*/*/compare.csv")
+    rows = csv.DictReader(file.read_text().splitlines())
+    return {(row["mode"], int(row["world_size"])): row for row in rows if row["step_time_s"]}
+
+
+def allocated(folder: Path, words: Sequence[str], mode: str, size: int) -> int:
+    """Return the peak of the rank that needs the most memory, in bytes."""
+    file = folder / f"{mode}.{size}"
+    script = str(Path(__file__).parent / "allocated_memory.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", script, str(file)]
+    run(folder / "train", *torchrun, *words, f"parallel={mode}")
+    return max(int(path.read_text()) for path in folder.glob(f"{mode}.{size}.*"))
+
+
+def differing_bytes(planned: dict[str, Any], measured: dict[str, str]) -> list[str]:
+    """Return the collectives whose bytes per step differ."""
+    prefix = "bytes_per_step/"
+    real = {name.removeprefix(prefix): float(value or 0) for name, value in measured.items() if prefix in name}
+    kinds = sorted(real.keys() | planned["bytes_per_step"].keys())
+    return [kind for kind in kinds if real.get(kind, 0) != planned["bytes_per_step"].get(kind, 0)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--only", choices=("memory", "speed"))
+    args = parser.parse_args()
+    sizes = [*map(int, args.ranks.split(","))]
+    print("| model | mode | ranks | planned MiB | peak MiB | error | planned step ms | step ms | other bytes |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    orders = []
+    for model in args.models.split(","):
+        words = [*MODELS[model], "seed=0"]
+        with tempfile.TemporaryDirectory() as name:
+            cells = plan(Path(name), words, sizes)
+            measured = {} if args.only == "memory" else compare(Path(name), words, sizes)
+            for (mode, size), cell in sorted(cells.items(), key=lambda item: item[0][1]):
+                planned = max(sum(parts.values()) for parts in cell["memory_bytes"].values()) / 2**20
+                row = [model, mode, str(size), f"{planned:.1f}", "", ""]
+                if args.only != "speed":
+                    peak = allocated(Path(name), words, mode, size) / 2**20
+                    row[4:] = [f"{peak:.1f}", f"{planned / peak - 1:+.1%}"]
+                if (mode, size) in measured:
+                    real = measured[mode, size]
+                    times = [f"{1000 * float(step_s):.1f}" for step_s in (cell["step_time_s"], real["step_time_s"])]
+                    row += [*times, ", ".join(differing_bytes(cell, real))]
+                print("| " + " | ".join(row) + " |", flush=True)
+        for size in sizes if measured else []:
+            times_of = {
+                mode: (float(measured[mode, n]["step_time_s"]), cells[mode, n]["step_time_s"])
+                for mode, n in cells.keys() & measured.keys()
+                if n == size
+            }
+            pairs = itertools.combinations(sorted(times_of, key=lambda mode: times_of[mode]), 2)  # faster, slower
+            large = [(a, b) for a, b in pairs if times_of[b][0] > LARGE * times_of[a][0]]
+            wrong = [f"{a} < {b}" for a, b in large if times_of[a][1] >= times_of[b][1]]
+            orders.append(f"| {model} | {size} | {len(large)} | {len(wrong)} | {', '.join(wrong)} |")
+    if orders:
+        print("\n| model | ranks | pairs | wrong | which |\n|---|---|---|---|---|", *orders, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
