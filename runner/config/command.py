@@ -18,10 +18,7 @@ from runner.records.run_directory import Request
 
 @contextmanager
 def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> Iterator[Arguments]:
-    """Prepare Hydra to compose the arguments, and Python to import from the custom directories.
-
-    `config_dirs` are absolute paths. Raise InputError for overrides that cannot be composed.
-    """
+    """Prepare Hydra to compose the arguments, and Python to import from `config_dirs`, absolute paths."""
     if messages := refuse_overrides(overrides):
         raise InputError(*messages)
     arguments = add_recorded(overrides, config_dirs, multirun)

@@ -72,7 +72,6 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def options_of(group: str) -> list[str]:
-    """Return the options of a group."""
     return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
 
 
@@ -82,10 +81,7 @@ def modes_to_compare(chosen: str) -> list[str]:
 
 
 def for_mode(overrides: Sequence[str], chosen: str, mode: str, dropped: Sequence[str]) -> list[str]:
-    """Return the overrides for another mode than the chosen one, whose options are left out.
-
-    dropped: top-level keys that are left out, too.
-    """
+    """Return the overrides for `mode`, without the top-level keys `dropped` and the options of another chosen mode."""
     without = ("parallel", *dropped)
     kept = [each for each in overrides if each.lstrip("+~").split("=")[0].split(".")[0] not in without]
     options = [each for each in overrides if each.lstrip("+").startswith("parallel.")]

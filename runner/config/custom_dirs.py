@@ -74,15 +74,10 @@ def searched_dirs() -> list[str]:
 
 
 def describe_hidden(directories: Sequence[str], choices: Mapping[str, str | None]) -> str | None:
-    """Return the header line that names the chosen custom options which hide a built-in one; None if none does.
-
-    Args:
-        directories: the custom directories.
-        choices: the chosen option of each group; several options as Hydra writes a list.
-    """
+    """Return the header line that names the chosen custom options which hide a built-in one; None if none does."""
     hiding = []
     for group, chosen in choices.items():
-        for option in str(chosen or "").strip("[]").split(","):
+        for option in str(chosen or "").strip("[]").split(","):  # several options are in brackets
             file = Path(group.partition("@")[0], f"{option.strip()}.yaml")
             custom = next((each for each in reversed(directories) if (Path(each) / file).is_file()), None)
             if custom and (CONF / file).is_file():

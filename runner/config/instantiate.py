@@ -15,16 +15,10 @@ from runner.paths import SHIPPED, shipped_target
 
 
 def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
-    """Call the target of a group's node with its options, and raise its ValueError as InputError.
+    """Call the target of a group's node with its options and other arguments, and raise its ValueError as InputError.
 
-    A loss or scheduler with `_partial_` is returned uncalled, because the loop calls it.
-
-    Args:
-        choices: the chosen option of each group.
-        key: the dotted key of the node.
-        node: a plain container without interpolations.
-        args: passed to the constructor before the options.
-        provided: passed to the constructor besides the options.
+    A loss or scheduler with `_partial_` is returned uncalled, because the loop calls it. choices: the chosen option of
+    each group. key: the dotted key of the node. node: a plain container without interpolations.
     """
     try:
         # A partial, because instantiate would convert further arguments, such as a dataset, to configuration.

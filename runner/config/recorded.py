@@ -41,10 +41,7 @@ Changes = dict[str, list[Any]]  # by dotted key, the value before and now
 
 
 def read_config(run: Path) -> Config:
-    """Return the resolved configuration of a run; a missing key has its default.
-
-    Raise InputError if the file is missing or damaged.
-    """
+    """Return the resolved configuration of a run, with defaults. Raise InputError if it is missing or damaged."""
     if not (run / CONFIG).is_file():
         raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
     container = read_mapping(run / CONFIG)

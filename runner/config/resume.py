@@ -38,34 +38,20 @@ _FLAG = "--config-dir="
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments to compose, and those that a new run records.
+    """The arguments to compose, and those that a new run records. `Request` describes the other fields."""
 
-    Attributes:
-        overrides: the overrides to compose.
-        recorded: the overrides that the run records.
-        config_dirs: absolute paths in the order of the command line.
-        directory: the run or sweep directory to resume; None for a new one.
-        launch_overrides: as `Request.launch_overrides`.
-        code_of: as `Request.code_of`.
-        resume_force: True if a sweep is resumed even if its code has changed.
-        untrusted: as `Request.untrusted`.
-    """
-
-    overrides: list[str]
+    overrides: list[str]  # to compose
     recorded: list[str]
-    config_dirs: list[str]
-    directory: str | None = None
+    config_dirs: list[str]  # absolute paths in the order of the command line
+    directory: str | None = None  # the run or sweep directory to resume; None for a new one
     launch_overrides: list[str] = field(default_factory=list)
     code_of: str | None = None
-    resume_force: bool = False
+    resume_force: bool = False  # resume a sweep even if its code has changed
     untrusted: str | None = None
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
-    """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded.
-
-    Raise InputError if there is no such run, or if an untrusted run has recorded overrides that are refused.
-    """
+    """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded."""
     overrides, config_dirs = [_with_full_key(override) for override in overrides], list(config_dirs)
     unchanged = Arguments(overrides, overrides, config_dirs)
     try:
@@ -129,11 +115,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
-    """Return the overrides and the custom directories that a run recorded.
-
-    Raise InputError if the file is damaged, or if another user's directory is not trusted and `check_overrides` refuses
-    an override. `named` is how the command names the run, as run=DIR.
-    """
+    """Return the overrides and the custom directories that a run recorded. Raise InputError as `check_overrides`."""
     recorded = read_string_list(run / OVERRIDES)
     directories = [word.removeprefix(_FLAG) for word in recorded if word.startswith(_FLAG)]
     overrides = [word for word in recorded if not word.startswith("--")]
@@ -141,10 +123,7 @@ def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str],
 
 
 def _merge(recorded: list[str], given: list[Override]) -> list[str]:
-    """Return the recorded overrides that the given ones do not replace, and then the given ones.
-
-    Another option of a group also replaces the recorded keys of the group.
-    """
+    """Return the recorded overrides that the given ones do not replace, by key or by group, and then the given ones."""
 
     def dotted_key(override: Override) -> str:
         return f"{override.key_or_group}.".replace("/", ".")

@@ -180,14 +180,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
-OF_TASKS = (
-    "compare",
-    "plan",
-    "report",
-    "export",
-    "predict",
-    "diff",
-)  # sections of one task
+OF_TASKS = ("compare", "plan", "report", "export", "predict", "diff")  # sections of one task
 # Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 

@@ -75,8 +75,8 @@ def check_overrides(
 
 def check_targets(run: Path, config: Config, trust: bool) -> None:
     """Raise InputError if another user's config.yaml names a class that no built-in option of the group names."""
-    user = other_owner(run, (OVERRIDES, CONFIG))
-    if user is None or trust:
+    user = untrusted_owner(run, trust)
+    if user is None:
         return
     for key, node in vars(config).items():
         for target in targets(node):
@@ -97,14 +97,10 @@ def check_code(named: str, run: Path, trust: Any) -> None:
 
 def untrusted_owner(run: Path, trust: Any, files: Sequence[str] = (OVERRIDES,)) -> str | None:
     """Return the other user who owns the directory, one of `files` or an archive of code; None if it is trusted."""
+    if trust is True:
+        return None
     archives = (*run.glob(ARCHIVE), *run.parent.glob(ARCHIVE))  # jobs of a sweep share its archive
-    user = other_owner(run, (*files, CONFIG, *map(str, archives)))
-    return None if trust is True else user
-
-
-def other_owner(run: Path, files: Sequence[str]) -> str | None:
-    """Return the other user who owns the directory or one of the files in it; None if this user owns all."""
-    for path in (run, *(run / file for file in files)):
+    for path in (run, run / CONFIG, *(run / file for file in files), *archives):
         try:
             uid = os.stat(path).st_uid
         except OSError:
@@ -167,9 +163,8 @@ def _is_harmless_value(key: str, value: Any) -> bool:
 @functools.cache
 def _options(group: str) -> frozenset[str]:
     """Return the built-in options, except launcher=slurm, because a queued job reads its code from the directory."""
-    return frozenset(path.stem for path in (CONF / group).glob("*.yaml")) - (
-        {"slurm"} if group == "launcher" else set()
-    )
+    options = {path.stem for path in (CONF / group).glob("*.yaml")}
+    return frozenset(options - {"slurm"} if group == "launcher" else options)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The communication backend: its library, the kind of device, and the rendezvous of the ranks."""
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 
@@ -15,10 +14,6 @@ class Backend:
     timeout_s: float = 300.0
     devices_per_rank: int = 1
     interface: str | None = None
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self.timeout_s)
 
     def device_type(self) -> str:
         """Return cpu or cuda."""

@@ -1,11 +1,13 @@
-"""Collectives of a training step, such as sums, and the logical or of flags."""
+"""Collectives of a training step: sums, gathered rows with gradients, and the logical or of flags."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from runner.distributed.local.exchange import exchange_of, is_plain, is_small
 
@@ -52,6 +54,52 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
+@dataclass(frozen=True)
+class GatheredRows:
+    """The rows of all ranks, (sum of n, ...), in the order of the ranks; unpacks as (rows, first)."""
+
+    rows: torch.Tensor
+    first: int  # the index of this rank's first row
+    counted: int  # the number of rows of all ranks; on a rank without samples, rows that do not count follow them
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.rows, self.first))
+
+
+def gather_rows(rows: torch.Tensor, are_counted: bool) -> GatheredRows:
+    """Gather the rows of all ranks, of which this rank has (n, ...). All ranks must call it, and its backward.
+
+    n may differ between the ranks; all other dims and the dtype must be equal. Backward sums the gradients of all
+    ranks, and returns those of this rank's rows. With `are_counted=False`, this rank's rows are not sent to the other
+    ranks; they are appended to its own result, and their gradient is zero.
+    """
+    gathered, first, counted = _Gather.apply(rows, are_counted)  # type: ignore[no-untyped-call]
+    return GatheredRows(gathered, first, counted)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, are_counted: bool) -> tuple[torch.Tensor, int, int]:
+        local = rows if are_counted else rows[:0]
+        sizes = gather_over(None, torch.tensor([len(local)], device=rows.device)).flatten().tolist()
+        padded = local.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(local)] = local
+        parts = [part[:size] for part, size in zip(gather_over(None, padded), sizes, strict=True)]
+        ctx.are_counted, ctx.total = are_counted, sum(sizes)
+        first = sum(sizes[: dist.get_rank()]) if are_counted else ctx.total
+        ctx.local = slice(first, first + len(rows))
+        return torch.cat([*parts, *([] if are_counted else [rows])]), first, ctx.total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+        total = gradient.new_zeros(ctx.total, *gradient.shape[1:])  # contiguous, as NCCL requires
+        if ctx.are_counted:
+            total.copy_(gradient[: ctx.total])
+        sum_over(None, total)
+        return total[ctx.local] if ctx.are_counted else torch.zeros_like(gradient[ctx.local]), None
+
+
 class Collectives:
     """Collectives over all ranks, which must all call each method. A world of one rank needs no process group."""
 
@@ -65,10 +113,7 @@ class Collectives:
         return tensor
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, in their order: (n, ...) on each -> (sum of n, ...).
-
-        All dims but the first, and the dtype, must be equal on all ranks.
-        """
+        """Return the rows of all ranks, in order: (n, ...) -> (sum of n, ...). Other dims and dtypes must be equal."""
         if self._world_size == 1:
             return rows
         gathered: list[torch.Tensor] = [rows] * self._world_size
@@ -84,10 +129,7 @@ class Collectives:
         return gathered
 
     def any_async(self, flag: bool) -> Callable[[], bool]:
-        """Return a function that returns True if the flag is set on any rank.
-
-        The exchange runs on the CPU in the background, so that no rank waits for its device.
-        """
+        """Return a function that returns True if the flag is set on any rank. No rank waits for its device."""
         results = self.any_of_async(flag)
         return lambda: results()[0]
 

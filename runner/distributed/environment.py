@@ -5,7 +5,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +38,6 @@ class RankInfo:
     is_embedded: bool = False  # the process is a script or notebook, which continues after the run
 
     @property
-    def is_imagined(self) -> bool:
-        """Return True if this process only plans what the rank would do: there are no other ranks, and no values."""
-        return self.source == IMAGINED
-
-    @property
     def may_start_processes(self) -> bool:
         """Return True unless a launcher has started this process as a part of its world."""
         return self.source.startswith(ALONE)
@@ -51,11 +46,8 @@ class RankInfo:
 def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return which rank this process is, from torchrun's variables, the same set by hand, or else srun's.
 
-    Raises InputError if only some of the variables are set, or if a value is invalid.
-
-    Args:
-        init: as in Backend; other than env, it names the rendezvous, so that MASTER_ADDR is not needed.
-        environ: the environment variables.
+    Raises InputError if only some of the variables are set, or if a value is invalid. init: as in Backend; other than
+    env, it names the rendezvous, so that MASTER_ADDR is not needed.
     """
     needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if init == "env" else ()))
     missing = [key for key in needed if not environ.get(key)]
@@ -185,11 +177,9 @@ def first_host(nodes: str) -> str:
 
 def address_of(node: str) -> str:
     """Return the node's name if it resolves; otherwise the address by which Slurm itself reaches it."""
-    try:
+    with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
-    except OSError:
-        pass
     try:
         command = ("scontrol", "show", "node", node)
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

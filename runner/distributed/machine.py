@@ -78,10 +78,7 @@ def allowed_cores() -> set[int]:
 
 
 def available_memory() -> float:
-    """Return the bytes that this process may still use; infinity if the system does not report them.
-
-    This includes the memory limits of the process's control group and its ancestors (cgroups(7), version 2).
-    """
+    """Return the bytes that this process may still use, on the machine and in its cgroups; infinity if unknown."""
     return min([*_memory_of_machine(), *_memory_of_cgroups()], default=math.inf)
 
 

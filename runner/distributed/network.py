@@ -5,7 +5,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -75,10 +75,7 @@ def check_interface(requested: str | None) -> list[str]:
 
 
 def address_towards(host: str, key: str = "MASTER_ADDR") -> str:
-    """Return this machine's own address on the route to a host, without sending anything.
-
-    Raises InputError, which names the key, if the name does not resolve or there is no route.
-    """
+    """Return this machine's address on the route to a host, without sending. Raise InputError if there is none."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -104,12 +101,9 @@ def _addresses_of(interface: str) -> list[str]:
     import fcntl
 
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()))
-            found.append(socket.inet_ntoa(reply[20:24]))
-        except OSError:
-            pass  # it has no IPv4 address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # it has no IPv4 address
+        reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()))
+        found.append(socket.inet_ntoa(reply[20:24]))
     table = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
     rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
     return found + [str(ip_address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface]

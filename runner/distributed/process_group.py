@@ -3,7 +3,8 @@
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,30 +37,28 @@ class ProcessGroup:
             torch.cuda.set_device(device)
         self._choose_interface(backend)
         self._local_ranks.discover()
-        listener = None if self._local_ranks.own is None else Listener(self._local_ranks.own)
         store = dist.PrefixStore("torch", self._store.namespace("group"))  # whose values are not signed
-        store.set_timeout(backend.timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
-        try:
-            dist.init_process_group(
-                backend.process_group_backend(),
-                store=store,
-                rank=self._rank_info.rank,
-                world_size=self._rank_info.world_size,
-                timeout=backend.timeout,
-                device_id=device if device.type == "cuda" else None,
-            )
-            if listener is not None:
-                # gloo returns before all ranks have connected: if a rank left now, others would fail in here.
-                num_ready = torch.tensor([int(listener.ready)])
-                dist.all_reduce(num_ready)
-                if num_ready.item() == self._rank_info.world_size:
-                    sockets = listener.join(self._local_ranks.others, backend.timeout_s)
-                    self.on_leave(lambda went_well: sockets.close())
-                    exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
-                    self.on_leave(lambda went_well: exchange.use(None))
-        finally:
-            if listener is not None:
-                listener.close()
+        timeout = timedelta(seconds=backend.timeout_s)
+        store.set_timeout(timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
+        dist.init_process_group(
+            backend.process_group_backend(),
+            store=store,
+            rank=self._rank_info.rank,
+            world_size=self._rank_info.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        if self._local_ranks.own is None:
+            return
+        with closing(Listener(self._local_ranks.own)) as listener:
+            # gloo returns before all ranks have connected: if a rank left now, others would fail in here.
+            num_ready = torch.tensor([int(listener.ready)])
+            dist.all_reduce(num_ready)
+            if num_ready.item() == self._rank_info.world_size:
+                sockets = listener.join(self._local_ranks.others, backend.timeout_s)
+                self.on_leave(lambda went_well: sockets.close())
+                exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
+                self.on_leave(lambda went_well: exchange.use(None))
 
     def leave(self, went_well: bool) -> None:
         """Destroy the process group if it exists.

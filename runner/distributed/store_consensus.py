@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from runner.distributed.environment import RankInfo
@@ -73,7 +74,9 @@ class StoreConsensus:
     def keep_for_restart(self, topic: str, value: str) -> None:
         """Keep a value for `before_restart`, in the restart file of each agent."""
         if self._rank_info.local_rank == 0 and (file := self._store.restart_file()) is not None:
-            file.keep(topic, value)
+            partial = file.with_name(f"{file.name}.tmp")
+            partial.write_text(json.dumps(_read(file) | {topic: value}))
+            partial.replace(file)
 
     def load_kept(self) -> None:
         """Load the values that the agent of any machine keeps for this job. All ranks must call it when the job starts.
@@ -81,7 +84,7 @@ class StoreConsensus:
         A machine that joined at the restart has kept nothing, and may have rank 0.
         """
         if (file := self._store.restart_file()) is not None:
-            own = file.read()
+            own = _read(file)
             found = self.first_error("recalled", [json.dumps(own)] if own else [])
             self._kept = json.loads(found[0]) if found else {}
 
@@ -146,3 +149,7 @@ class StoreConsensus:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
         return found
+
+
+def _read(restart_file: Path) -> dict[str, str]:
+    return json.loads(restart_file.read_text()) if restart_file.exists() else {}

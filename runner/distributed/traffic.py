@@ -37,11 +37,7 @@ class CommunicationCounter(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
 
     def add(self, kind: str, num_bytes: int, group: Any = None, peer: int | None = None) -> None:
-        """Count a message.
-
-        group: its process group, as an argument of an operator; None outside of groups. peer: the rank to which a
-        single message is sent, in the group.
-        """
+        """Count a message. group: as an operator's argument. peer: the rank in the group that receives the message."""
         self.bytes[kind] += num_bytes
 
     def __enter__(self) -> "CommunicationCounter":

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from runner.distributed.backend import Backend
 from runner.distributed.collectives import Collectives
-from runner.distributed.environment import RankInfo
+from runner.distributed.environment import IMAGINED, RankInfo
 from runner.distributed.failures.heartbeat import Heartbeat
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.failures.watchdog import Watchdog
@@ -16,10 +16,7 @@ from runner.distributed.world_store import WorldStore
 
 
 class World:
-    """The world of this process, which joins it once. Each job of a sweep forms its own process group.
-
-    connection: to the store; None in a world of one rank.
-    """
+    """The world of this process, which joins it once. Each job of a sweep forms its own process group."""
 
     def __init__(self, rank_info: RankInfo, connection: dist.Store | None, backend: Backend):
         self.rank_info, self.backend = rank_info, backend
@@ -42,7 +39,7 @@ class World:
     @property
     def is_imagined(self) -> bool:
         """Return True in a plan (runner/planning): there are no other ranks, and tensors have no values."""
-        return self.rank_info.is_imagined
+        return self.rank_info.source == IMAGINED
 
     def begin_job(self, backend: Backend) -> None:
         """Start a job, with new keys in the store. All ranks must call it."""

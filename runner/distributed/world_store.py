@@ -1,6 +1,5 @@
 """The keys of a world in its store: the keys of each job, and keys that outlast a restart of all ranks."""
 
-import json
 import os
 import socket
 import stat
@@ -22,19 +21,14 @@ STOPPED = "stopped"  # the key of the reason why a rank stops, for the ranks tha
 
 
 class WorldStore:
-    """The store of a world.
-
-    Attributes:
-        root: the keys of the world as a whole; None in a world of one rank, or if the store does not respond.
-        job: the keys of the current job.
-    """
+    """The store of a world: the keys of the whole world, and of the current job; None in a world of one rank."""
 
     def __init__(self, rank_info: RankInfo, connection: dist.Store | None):
         """connection: to the store of the ranks' rendezvous; None in a world of one rank."""
         self._rank_info, self._connection = rank_info, connection
         # A restarted world must not read keys that the one before it left in an agent's store (pytorch issue 135712).
         self.root = None if connection is None else below(f"attempt{rank_info.restart}", connection)
-        self.job: dist.Store | None = self.root
+        self.job: dist.Store | None = self.root  # both are None as well if the store does not respond
         self._num_jobs = 0
 
     def begin_job(self) -> None:
@@ -47,10 +41,10 @@ class WorldStore:
         """Return a store of this job's keys under `name`."""
         return dist.HashStore() if self.job is None else below(name, self.job)
 
-    def restart_file(self) -> "RestartFile | None":
-        """Return the file in which this machine's agent keeps values for restarted ranks; None if there is none."""
+    def restart_file(self) -> Path | None:
+        """Return the JSON file in which this machine's agent keeps texts for restarted ranks; None if there is none."""
         path = self._rank_info.restart_file
-        return None if path is None else RestartFile(Path(f"{path}-{self._num_jobs}"))
+        return None if path is None else Path(f"{path}-{self._num_jobs}")
 
     def is_reachable(self) -> bool:
         """Return True if a process listens at the store's address. Without this check, torch would log thirty lines."""
@@ -82,21 +76,6 @@ class WorldStore:
 
     def disconnect(self) -> None:
         self._connection = self.root = self.job = None
-
-
-class RestartFile:
-    """A JSON file of texts by name, which one rank of the machine writes."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def read(self) -> dict[str, str]:
-        return json.loads(self._path.read_text()) if self._path.exists() else {}
-
-    def keep(self, name: str, text: str) -> None:
-        partial = self._path.with_name(f"{self._path.name}.tmp")
-        partial.write_text(json.dumps(self.read() | {name: text}))
-        partial.replace(self._path)
 
 
 def set_tcp_timeouts(store: dist.Store | None, timeout_s: float) -> None:

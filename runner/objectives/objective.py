@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from runner.distributed.gathered_rows import GatheredRows, gather_rows
+from runner.distributed.collectives import GatheredRows, gather_rows
 from runner.errors import InputError
 from runner.input.batch import MicroBatch
 from runner.objectives.losses import Loss

@@ -35,10 +35,7 @@ _BROADCAST = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS els
 
 
 class DDP(Parallel):
-    """parallel=ddp; the options are DistributedDataParallel's, and how gradients are compressed for communication.
-
-    With a comm_hook the numbers differ from those of parallel=none.
-    """
+    """parallel=ddp; the options are DistributedDataParallel's, and how gradients are compressed for communication."""
 
     needs_group = True
     spans_devices = True

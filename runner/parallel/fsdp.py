@@ -30,12 +30,6 @@ class FSDP(Parallel):
     """parallel=fsdp: torch's fully_shard (FSDP2) over each of the model's stages, then over the rest of the model.
 
     On a CPU, the allocator keeps freed memory; set the variable MALLOC_MMAP_THRESHOLD_=1048576 to return it.
-
-    Args:
-        replicate: Hybrid sharding: the number of copies of the model, each sharded over the other ranks.
-        reshard_after_forward: Drop the gathered parameters after forward, and gather them again in backward.
-        mixed_precision: Gather the parameters in bfloat16 and reduce the gradients in float32.
-        meta_init: Build the model on the meta device, so that no rank ever materializes the whole model.
     """
 
     needs_group = True

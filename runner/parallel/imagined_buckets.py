@@ -14,15 +14,7 @@ from runner.errors import InputError
 
 
 class ImaginedBuckets(nn.Module):
-    """Fills and sums the buckets that DistributedDataParallel would, whose reducer in C++ needs tensors with values.
-
-    Args:
-        module: The wrapped model.
-        broadcasts_buffers: Each forward in training broadcasts the buffers.
-        bucket_cap_mb: The size of a bucket, in MiB. The first one is smaller.
-        gradient_as_bucket_view: Gradients are views of the buckets; otherwise they are copied from there.
-        options: DistributedDataParallel's other options.
-    """
+    """Fills and sums the buckets that DistributedDataParallel would, whose reducer in C++ needs tensors with values."""
 
     def __init__(
         self,

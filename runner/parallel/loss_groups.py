@@ -1,53 +1,27 @@
 """Objectives with several losses: in a step, each loss in order updates its own parameters with its own optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
-
-from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.objectives.objective import LossGroup, loss_groups
-from runner.training.mode import ParallelModel, Recipe, Stepper
+from runner.parallel.replica import Replica, training_only
+from runner.training.mode import ParallelModel, Recipe
 
 
-class SteppingModel(ParallelModel, Stepper, Protocol):
-    """A parallel model that is also the stepper of one loss."""
-
-
-def prepare_loss_groups(recipe: Recipe, prepare_group: Callable[[LossGroup], SteppingModel]) -> ParallelModel:
+def prepare_loss_groups(recipe: Recipe, prepare_group: Callable[[LossGroup], Replica]) -> ParallelModel:
     """Prepare the model for each loss of the recipe's objective. All ranks must call it."""
-    models: dict[str, SteppingModel] = {}
+    models: dict[str, Replica] = {}
     for loss_group in loss_groups(recipe.objective, recipe.module):
         with training_only(loss_group):
             models[loss_group.name] = prepare_group(loss_group)
     return AlternatingModel(models) if len(models) > 1 else next(iter(models.values()))
 
 
-@contextmanager
-def training_only(loss_group: LossGroup) -> Iterator[None]:
-    """Let only the parameters that this loss trains require gradients.
-
-    Shards are an exception, because FSDP decides what requires a gradient when it shards: their gradients are dropped
-    afterwards.
-    """
-    whole = [parameter for parameter in loss_group.other_parameters if not isinstance(parameter, DTensor)]
-    for parameter in whole:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in whole:
-            parameter.requires_grad_(True)
-        for parameter in loss_group.other_parameters:
-            parameter.grad = None
-
-
 class AlternatingModel:
     """A parallel model of an objective with several losses: one parallel model for each, over the same module."""
 
-    def __init__(self, models: Mapping[str, SteppingModel]):
+    def __init__(self, models: Mapping[str, Replica]):
         self.steppers = models
         self._first = first = next(iter(models.values()))
         # All models have the same module, so that the first one can serve the methods that use only the module.
@@ -63,13 +37,11 @@ class AlternatingModel:
         together = LocalState()
         for name, model in self.steppers.items():
             state = model.state()
-            common, of_group = LocalState(), LocalState()
-            for key, piece in state.chunks.items():
-                (common if key.startswith(MODEL) else of_group).chunks[key] = piece
-            for key, fact in state.facts.items():
-                (common if key == "scaler" else of_group).facts[key] = fact
-            together = together | common | of_group.under(f"turns.{name}")
-        return together
+            chunks = {key: chunk for key, chunk in state.chunks.items() if not key.startswith(MODEL)}
+            facts = {key: fact for key, fact in state.facts.items() if key != "scaler"}
+            together |= LocalState(chunks, facts).under(f"turns.{name}")
+        module = {key: chunk for key, chunk in state.chunks.items() if key.startswith(MODEL)}
+        return together | LocalState(module, {"scaler": state.facts["scaler"]}, state.replica_hashes)
 
     def load_state(self, saved: SavedState) -> None:
         common = {key: tensor for key, tensor in saved.tensors.items() if not key.startswith("turns.")}

@@ -19,16 +19,7 @@ from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_di
 
 
 class Mesh(Parallel):
-    """parallel=mesh: the axes of allreduce, fsdp, pipeline and tp, combined in one mesh.
-
-    Args:
-        replicate: The number of copies of the model, which read different samples.
-        shard: How many ranks shard each copy, or each stage of it, and read different samples.
-        stage: How many ranks form a pipeline; the options below are those of parallel=pipeline.
-        tensor: How many ranks shard the layers in the model's tensor_plan().
-
-    One of the four may be None; it is computed from the number of ranks.
-    """
+    """parallel=mesh: the axes of allreduce, fsdp, pipeline and tp, combined in one mesh."""
 
     needs_group = True
     fails_at_once = False

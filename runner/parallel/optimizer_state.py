@@ -48,10 +48,7 @@ def optimizer_state(
 
     torch.distributed.checkpoint.state_dict is not used: it requires a state of every parameter that could have one, and
     rejects two empty groups, which a rank of a pipeline may have. Groups that a mode split are joined again.
-
-    Args:
-        is_written: Returns True if this rank writes a tensor of a parameter's state.
-        groups_of: An optimizer of all ranks' parameters, from which the parameter groups are read instead.
+    `groups_of` is an optimizer of all ranks' parameters, from which the parameter groups are read instead.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = {name: parameter for parameter, name in names.items()}

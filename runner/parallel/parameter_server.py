@@ -43,9 +43,9 @@ class ParameterServer(Parallel):
         forward: Literal["local", "remote"] = "local",
         allow_network: bool = False,
     ):
-        self.updates, self.forward, self.allow_network = updates, forward, allow_network
-        self.supported_objectives = "one_loss" if forward == "local" else "supervised"
-        self.can_recompute = forward == "local"
+        self.is_async, self.is_remote, self.allow_network = updates == "async", forward == "remote", allow_network
+        self.supported_objectives = "supervised" if self.is_remote else "one_loss"
+        self.can_recompute = not self.is_remote
 
     def axes(self, world_size: int) -> Axes:
         if world_size < 2:
@@ -56,16 +56,13 @@ class ParameterServer(Parallel):
         return Axes(replicate=world_size - 1, servers=1)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        is_async, is_remote = self.updates == "async", self.forward == "remote"
+        is_async, is_remote = self.is_async, self.is_remote
         clip, skips = config.clip_grad_norm, config.on_nonfinite == "skip"
         every = config.replay_every_steps
         recomputes = config.activation_checkpointing != "none"
         rules = [
             (config.precision == "fp16", "precision=fp16: parallel=ps has no loss scale that ranks share; try bf16"),
-            (
-                is_async and clip,
-                f"clip_grad_norm={clip}: parallel.updates=async has no whole gradient; try sync",
-            ),
+            (is_async and clip, f"clip_grad_norm={clip}: parallel.updates=async has no whole gradient; try sync"),
             (is_async and skips, "on_nonfinite=skip: parallel.updates=async applies gradients at once; try stop"),
             ((is_async or is_remote) and every, f"replay_every_steps={every} needs updates=sync and forward=local"),
             (is_remote and skips, "on_nonfinite=skip: parallel.forward=remote has no gradients on trainers; try stop"),
@@ -88,24 +85,23 @@ class ParameterServer(Parallel):
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
             dist.broadcast(tensor.data, src=0)
         trainers: Any = dist.new_group(list(range(1, world.world_size)))
-        is_async, is_remote = self.updates == "async", self.forward == "remote"
-        if world.is_imagined and (is_remote or is_async):
+        if world.is_imagined and (self.is_remote or self.is_async):
             raise InputError("parallel=ps can be planned only with updates=sync and forward=local")
         if world.rank == 0:
-            model = ServerModel(recipe, world, is_async, is_remote)
+            model = ServerModel(recipe, world, self)
             join_rpc(world, recipe, model.server, self.allow_network)
             return model
         join_rpc(world, recipe, None, self.allow_network)
         use_group(recipe.module, trainers)  # for SyncBatchNorm: the server calls no forward
-        return TrainerModel(recipe, world, is_async, is_remote)
+        return TrainerModel(recipe, world, self)
 
 
 class SynchronizedReplica(Replica):
     """A parallel model that waits for all ranks whenever weights are read or written between two steps."""
 
-    def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool, **options: Any):
+    def __init__(self, recipe: Recipe, world: World, mode: ParameterServer, **options: Any):
         super().__init__(recipe, recipe.make_optimizer(recipe.module.parameters()), **options)
-        self._world, self._is_async, self._is_remote = world, is_async, is_remote
+        self._world, self._is_async, self._is_remote = world, mode.is_async, mode.is_remote
         # Only these exist on all ranks: the server calls no forward, which may create others.
         self._buffer_shapes = {name: buffer.shape for name, buffer in recipe.module.named_buffers()}
 
@@ -136,9 +132,9 @@ class SynchronizedReplica(Replica):
 class ServerModel(SynchronizedReplica):
     """The parallel model of rank 0: it reads no samples, and in its step the trainers' updates are applied."""
 
-    def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool):
-        super().__init__(recipe, world, is_async, is_remote)
-        self.server = Server(recipe, self.update, world.world_size - 1, is_async, world.backend.timeout_s)
+    def __init__(self, recipe: Recipe, world: World, mode: ParameterServer):
+        super().__init__(recipe, world, mode)
+        self.server = Server(recipe, self.update, world.world_size - 1, mode.is_async, world.backend.timeout_s)
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Take part in the sum of the trainers' loss weights, which all ranks must call."""
@@ -165,9 +161,9 @@ class ServerModel(SynchronizedReplica):
 class TrainerModel(SynchronizedReplica):
     """The parallel model of a trainer."""
 
-    def __init__(self, recipe: Recipe, world: World, is_async: bool, is_remote: bool):
+    def __init__(self, recipe: Recipe, world: World, mode: ParameterServer):
         # The optimizer has no states, because it is never stepped.
-        super().__init__(recipe, world, is_async, is_remote, sum_over=world.collectives.sum)
+        super().__init__(recipe, world, mode, sum_over=world.collectives.sum)
         self._device = recipe.device
         self._trained = [p for p in recipe.module.parameters() if p.requires_grad]
         self._context: int | None = None  # of distributed autograd, from a remote forward to the step

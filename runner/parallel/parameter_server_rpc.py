@@ -44,10 +44,7 @@ class Server:
         self.is_imagined = False  # in a plan, in which gradients of the right size arrive at once
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Wait for a gradient of each trainer. Apply their sum, or under asynchronous updates each one as it arrives.
-
-        Return the norm of the last one, if requested.
-        """
+        """Apply the sum of the trainers' gradients, or, if asynchronous, each as it arrives. Return the last norm."""
         norm = 0.0 if want_norm else None
         missing = [*self.trainers]
         if self.is_imagined:
@@ -135,36 +132,26 @@ class Server:
         return flatten_gradients(self.trained, [found.get(parameter) for parameter in self.trained])
 
 
-class ImaginedServer:
-    """The server in a trainer's plan: it replies at once, with tensors of the right size."""
-
-    def __init__(self, trained: Sequence[torch.Tensor]):
-        self._trained = trained
-
-    def reply(self, function: Callable[..., Any]) -> Any:
-        weights = torch.cat([parameter.detach().reshape(-1) for parameter in self._trained])
-        return (weights, 0.0) if function is push else weights
-
-
 # RPC looks up the functions that trainers call by name, so that they can only use a global server.
 _servers: list[Server] = []
-_imagined: list[ImaginedServer] = []  # only in a trainer's plan
+_imagined: list[torch.Tensor] = []  # in a trainer's plan, the parameters for which a server would reply
 _stores: list[torch.distributed.Store] = []
 
 
 def request(function: Callable[..., Any], *args: Any) -> Any:
     """Call one of the functions below on the server, and count the bytes sent and received."""
-    reply = _imagined[0].reply(function) if _imagined else rpc.rpc_sync(SERVER, function, args=args)
+    if _imagined:
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in _imagined])
+        reply = (weights, 0.0) if function is push else weights
+    else:
+        reply = rpc.rpc_sync(SERVER, function, args=args)
     count_tensors(RPC, args, reply, _gradient_of(reply))
     return reply
 
 
 @rpc.functions.async_execution
 def push(rank: int, gradient: torch.Tensor | int | None) -> torch.futures.Future[Reply]:
-    """Send a trainer's gradient, or the distributed autograd context in which the server has it, or None.
-
-    The future completes when the gradient is applied.
-    """
+    """Send a trainer's gradient, or the autograd context that has it. The future completes when it is applied."""
     count_tensors(RPC, gradient)
     if isinstance(gradient, int):
         gradient = _servers[0].gradients(gradient)
@@ -196,7 +183,7 @@ def join_rpc(world: World, recipe: Recipe, server: Server | None, allow_network:
         if server is not None:
             server.is_imagined = True
         else:
-            _imagined[:] = [ImaginedServer([p for p in recipe.module.parameters() if p.requires_grad])]
+            _imagined[:] = [parameter for parameter in recipe.module.parameters() if parameter.requires_grad]
         world.group.on_leave(lambda went_well: _imagined.clear())
         return
     _stores[:] = [torch.distributed.PrefixStore("torch", world.store.namespace("rpc"))]  # its values are not signed

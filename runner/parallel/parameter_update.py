@@ -41,7 +41,6 @@ class ParameterUpdate:
             group["lr"] = lr * factor
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
         self.set_learning_rate(lr_factor)
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
@@ -87,18 +86,13 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def norm_over_meshes(groups: list[list[nn.Parameter]]) -> Tensor:
     """Return the norm of the whole gradient on every rank, (). All ranks that share a mesh must call it."""
-    norms = [norm_of_gradients(group) for group in groups]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
     return torch.linalg.vector_norm(torch.stack([*map(whole, norms)])) if norms else torch.zeros(())
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor. All ranks of its mesh must call it if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the norm over the existing gradients of the parameters, ()."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor], object]) -> None:

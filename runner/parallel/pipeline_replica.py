@@ -55,18 +55,10 @@ class PipelineReplica(Replica):
         self._tied = tied
         self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
         self._micro_batches: list[MicroBatch] = []  # of the current call of the schedule
-        self._stages = {
-            number: StageModule(
-                chain,
-                number,
-                self._micro_batches,
-                recipe.precision,
-                recipe.draws,
-                outputs[number] if number < len(outputs) else None,
-                self._compute_loss,
-            )
-            for number, chain in layers.items()
-        }
+        self._stages: dict[int, StageModule] = {}
+        for number, chain in layers.items():
+            output = outputs[number] if number < self._last else None
+            self._stages[number] = StageModule(chain, number, self._micro_batches, recipe, output, self._compute_loss)
         if (loss := attached_loss(recipe.module)) is not None and self._last in self._stages:
             self._stages[self._last].loss = loss  # trained with the last stage
         options = data_options(mesh, data_group, self._shard)
@@ -172,27 +164,21 @@ class PipelineReplica(Replica):
         A rank can receive the next inputs as soon as it has sent its outputs, so that the ranks overlap. Nothing is
         sent for a micro-batch without rows.
         """
-        with self._draws.following(micro_batch):
-            return self._predict(micro_batch, dist.get_rank(self._pipeline))
-
-    def _predict(self, micro_batch: MicroBatch, rank: int) -> Prediction | None:
+        rank = dist.get_rank(self._pipeline)
         features: Any = None
-        for number, stage in self._stages.items():
-            stage.eval()
-            if number > 0 and self._owners[number - 1] != rank:
-                features = self._outputs[number - 1].empty(micro_batch.rows, self._recipe.device)
-                if micro_batch.rows:
-                    dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
-            with torch.no_grad(), self.precision.autocast():
+        with self._draws.following(micro_batch), torch.no_grad(), self.precision.autocast():
+            for number, stage in self._stages.items():
+                stage.eval()
+                if number > 0 and self._owners[number - 1] != rank:
+                    features = self._outputs[number - 1].empty(micro_batch.rows, self._recipe.device)
+                    if micro_batch.rows:
+                        dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
                 features = stage(micro_batch.inputs if number == 0 else features)
-            if number < self._last and self._owners[number + 1] != rank and micro_batch.rows:
-                self._outputs[number].check(features)
-                dist.send(features.contiguous(), group_dst=self._owners[number + 1], group=self._pipeline)
-            stage.train()
-        if self._last not in self._stages:
-            return None
-        with torch.no_grad(), self.precision.autocast():
-            return self._supervised.prediction(features, micro_batch)
+                if number < self._last and self._owners[number + 1] != rank and micro_batch.rows:
+                    self._outputs[number].check(features)
+                    dist.send(features.contiguous(), group_dst=self._owners[number + 1], group=self._pipeline)
+                stage.train()
+            return self._supervised.prediction(features, micro_batch) if self._last in self._stages else None
 
     def state(self) -> LocalState:
         self._after_write()

@@ -12,8 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from runner.checkpoints.saved_state import local_part
 from runner.input.batch import MicroBatch
 from runner.objectives.supervised import call_model
-from runner.optimization.precision import Precision
-from runner.training.draws.following import Draws
+from runner.training.mode import Recipe
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class StageOutput:
         return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
 
     def check(self, features: torch.Tensor) -> None:
-        """Raise ValueError for a shape that the next stage does not expect."""
         if features.shape[1:] != self.shape:
             raise ValueError(
                 f"a pipeline sends tensors of one shape, but outputs have shape {list(features.shape[1:])} here "
@@ -38,8 +36,7 @@ class StageOutput:
 class Stage(PipelineStage):
     """A stage that initializes connections only with other ranks.
 
-    If two neighbors are on one rank, as in the middle of a V, torch 2.11 lets the rank send to itself, which gloo does
-    not support. Newer versions initialize no connections in this way.
+    torch 2.11 lets a rank send to itself if it has two neighbors, as in the middle of a V, which gloo does not support.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -60,15 +57,14 @@ class StageModule(nn.Module):
         layers: nn.Module,
         number: int,
         micro_batches: list[MicroBatch],
-        precision: Precision,
-        draws: Draws,
+        recipe: Recipe,
         output: StageOutput | None,
         compute_loss: Callable[[Any, MicroBatch], torch.Tensor],
     ):
         """micro_batches: those of the current call of the schedule. output: None for the last stage."""
         super().__init__()
         self.layers, self.output, self.number, self.compute_loss = layers, output, number, compute_loss
-        self.micro_batches, self.precision, self.draws = micro_batches, precision, draws
+        self.micro_batches, self.precision, self.draws = micro_batches, recipe.precision, recipe.draws
         self.num_samples = 0  # after padding
         self.position = 0  # of the next micro-batch: all schedules run their forwards in order
 

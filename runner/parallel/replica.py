@@ -1,12 +1,13 @@
 """The usual parallel model: every rank runs a whole forward and backward, and the mode combines the gradients."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
 from runner.errors import JobFailed
@@ -14,7 +15,6 @@ from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
 from runner.objectives.objective import LossGroup, Prediction, loss_groups
 from runner.optimization.parameter_patterns import names_of
-from runner.parallel.loss_groups import training_only
 from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, local_gradients, scale_gradients, weight_factor
 from runner.training.mode import Recipe, Stepper
@@ -160,7 +160,6 @@ class Replica:
         return self.update.learning_rate
 
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
-        """Compute losses and outputs in evaluation mode, without gradients."""
         self.module.eval()
         try:
             with torch.no_grad(), self.precision.autocast(), self._draws.following(micro_batch):
@@ -173,7 +172,6 @@ class Replica:
         return function(self.module, *args)
 
     def state(self) -> LocalState:
-        """Return everything this rank writes of a checkpoint."""
         state = self.model_state()  # first, because it drops gathered parameters
         if self._local_optimizer is None:
             state |= optimizer_state(self.module, self.optimizer)
@@ -205,7 +203,6 @@ class Replica:
             self.precision.scaler.load_state_dict(dict(scaler))
 
     def load_weights(self, saved: SavedState) -> None:
-        """Load only the model of a checkpoint: whole tensors, or this rank's shards."""
         self._after_write()
         tensors: dict[str, Any] = get_model_state_dict(self.module)
         read_weights(saved, tensors)
@@ -216,3 +213,22 @@ class Replica:
 
     def parameters_written(self) -> None:
         self._after_write()
+
+
+@contextmanager
+def training_only(loss_group: LossGroup) -> Iterator[None]:
+    """Let only the parameters that this loss trains require gradients.
+
+    Shards are an exception, because FSDP decides what requires a gradient when it shards: their gradients are dropped
+    afterwards.
+    """
+    whole = [parameter for parameter in loss_group.other_parameters if not isinstance(parameter, DTensor)]
+    for parameter in whole:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in whole:
+            parameter.requires_grad_(True)
+        for parameter in loss_group.other_parameters:
+            parameter.grad = None

@@ -28,13 +28,7 @@ Plan = dict[str, str]  # see models/__init__.py
 
 
 class TP(Parallel):
-    """parallel=tp: torch's parallelize_module, by the model's tensor_plan().
-
-    Args:
-        tensor: How many ranks shard a layer; null is 2, or 1 in a world of one.
-        rest: How ranks that have the same shards and read different samples are combined: `average` their gradients, or
-            `fsdp`, which shards these shards again.
-    """
+    """parallel=tp: torch's parallelize_module, by the model's tensor_plan()."""
 
     needs_group = True
     shards_matrices = True

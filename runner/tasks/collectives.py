@@ -37,21 +37,22 @@ class CollectiveCall:
     expected: list[float]  # the value of each of the result's equal parts after the first call
 
     def differences(self) -> list[str]:
-        """Return a message for each value of the result that is not the expected one."""
         parts = [] if self.result is None else self.result.view(len(self.expected), -1).tolist()
         pairs = [(value, expected) for part, expected in zip(parts, self.expected, strict=False) for value in part]
         return [f"returned {value:g} instead of {expected:g}" for value, expected in pairs if value != expected]
 
 
-def make_call(operation: str, rank: int, n: int, per_rank: int, device: torch.device) -> CollectiveCall:
-    """Return the call of this rank, one of `n`. The whole data has `per_rank` float32 values for each rank.
+def _make_call(operation: str, size: int, world: World) -> CollectiveCall:
+    """Return this rank's call with about `size` bytes of data, rounded down to whole float32 values per rank.
 
     If rank r sends equal values to all ranks, the value is r + 1. The root is the last rank, so that a collective that
     ignores its root and uses rank 0 fails the check.
     """
+    rank, n = world.rank, world.world_size
+    per_rank = max(size // 4 // n, 1)
 
     def filled(parts: Iterable[float], size: int) -> Tensor:
-        return torch.tensor(list(parts), dtype=torch.float32, device=device).repeat_interleave(size)
+        return torch.tensor(list(parts), dtype=torch.float32, device=world.device).repeat_interleave(size)
 
     part, whole = filled([rank + 1], per_rank), filled([rank + 1], n * per_rank)
     terms = filled((rank + 1 + s for s in range(n)), per_rank)  # for rank s, which receives the sum over all ranks
@@ -107,10 +108,7 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 class Collectives(JobTask):
-    """Checks and times `operations` on data of `sizes` bytes, with the backend and world of the configuration.
-
-    After `warmup` calls, each operation is timed `repeats` times. The result is the median of the slowest rank's times.
-    """
+    """Checks and times `operations`. A time is the median, over the calls, of the slowest rank's time."""
 
     needs_experiment = False
     min_world_size = 2
@@ -158,7 +156,7 @@ class Collectives(JobTask):
 
     def _measure(self, operation: str, size: int, world: World) -> Measurement:
         """Time one collective. All ranks must call it."""
-        call = _prepare(operation, size, world)
+        call = _make_call(operation, size, world)
         seconds = [_time(call, world) for _ in range(self.warmup + self.repeats)][self.warmup :]
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # on the CPU, which the process group of every backend supports
@@ -172,7 +170,7 @@ def check(operation: str, world: World) -> str | None:
 
     If a rank has wrong values, all ranks raise RuntimeError, which names that rank. All ranks must call it.
     """
-    call = _prepare(operation, 4 * 3 * world.world_size, world)  # three values per rank
+    call = _make_call(operation, 4 * 3 * world.world_size, world)  # three values per rank
     unsupported, wrong = list[str](), list[str]()
     try:
         call.call()
@@ -187,12 +185,6 @@ def check(operation: str, world: World) -> str | None:
     if wrong := world.consensus.first_error(f"collectives/{operation}/wrong", wrong):
         raise RuntimeError(wrong[0])
     return next(iter(world.consensus.first_error(f"collectives/{operation}/unsupported", unsupported)), None)
-
-
-def _prepare(operation: str, size: int, world: World) -> CollectiveCall:
-    """Return the call with about `size` bytes of data, rounded down to whole float32 values per rank."""
-    per_rank = max(size // 4 // world.world_size, 1)
-    return make_call(operation, world.rank, world.world_size, per_rank, world.device)
 
 
 def _time(call: CollectiveCall, world: World) -> float:

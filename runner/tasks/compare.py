@@ -46,11 +46,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name of the cell's directory."""
         return f"{self.mode}-{self.world_size}" + (f"-{self.micro_batches}" if self.micro_batches else "")
 
     def row(self) -> list[str]:
-        """Return the cell's row of the table, in the order of HEADER."""
         if not self.metrics:
             return [self.mode, str(self.world_size), "", "", "", "", "", self.remark]
         memory = [value for name, value in self.metrics.items() if name.startswith("memory_mib/")]
@@ -77,10 +75,7 @@ class Compare(LaunchingTask):
     section = "compare"
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Measure every cell, log and save the table, and return each cell's samples per second.
-
-        All ranks must call it. Raises InputError for an unknown mode or an invalid world size.
-        """
+        """Measure every cell, save the table, and return each cell's samples per second. All ranks must call it."""
         cells = _cells(config, request, rank_info)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))

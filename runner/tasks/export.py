@@ -35,19 +35,13 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # for outputs, relative
 
 
 class Export(LaunchingTask):
-    """Exports the model of `config.run` with the weights of `config.checkpoint.load`, according to `config.export`.
-
-    The task starts no process and forms no process group: in a world of several ranks, only rank 0 exports.
-    """
+    """Exports the model of `config.run` with the weights of `config.checkpoint.load`, according to `config.export`."""
 
     section = "export"
     reads_run = reads_checkpoint = True
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Write the file and print its path. All ranks must call it.
-
-        Raises InputError, and leaves no file, if the model cannot be exported or the file differs from the model.
-        """
+        """Write the file and print its path; leave no file if that fails. All ranks must call it."""
         backend = as_backend(config.backend)
         world = join(rank_info, backend)
         world.begin_job(backend)
@@ -166,7 +160,6 @@ def _write_program(
 
 
 def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]:
-    """Return the description of the file, for use without the runner."""
     assert config.run is not None
     run = Path(config.run)
     recorded, step = read_result(run) or {}, trained.progress.step

@@ -35,7 +35,6 @@ class Example:
     ragged: bool  # the sizes of dims other than the first may vary between batches
 
     def run(self, model: Callable[..., Any]) -> Any:
-        """Call the model, or an exported program, and return its outputs."""
         with torch.no_grad():
             return model(*self.args, **self.kwargs)
 
@@ -83,8 +82,8 @@ def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
 def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
     """Write the tensors of the state dict. Of tied tensors, which share their memory, only the first is written.
 
-    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if safetensors does
-    not support a tensor, or if the file read back differs from the tensors.
+    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if the file that is
+    read back differs.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
@@ -135,10 +134,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> Callable
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> Callable[[Example], list[Tensor]]:
-    """Write an ONNX file, and for weights of more than 1 GiB a second file with the suffix .data.
-
-    Return a function that runs the file with onnxruntime.
-    """
+    """Write an ONNX file, and a second one for more than 1 GiB. Return a function that runs it with onnxruntime."""
     import onnxruntime
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
@@ -162,10 +158,7 @@ PROGRAM_WRITERS = {"torch_export": write_program, "onnx": write_onnx}
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest absolute difference, relative to the largest expected value; NaN if an output is NaN.
-
-    Raises ValueError if the shapes differ.
-    """
+    """Return the largest absolute difference, relative to the largest expected value; NaN if an output is NaN."""
     shapes = [[list(tensor.shape) for tensor in found] for found in (outputs, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the program's outputs have the shapes {shapes[0]}, the model's have {shapes[1]}")

@@ -26,11 +26,9 @@ COUNTED_STEPS = 12  # complete cycles of a mode that communicates every 2, 3, 4,
 
 
 class Measure(JobTask):
-    """The task that task=compare runs for each mode and world size.
+    """The task that task=compare runs for each mode and world size: saves weights after some steps, then times steps.
 
-    It saves the weights after `compared_steps` steps, then times `timed_steps` steps. Bytes are the average per step
-    over COUNTED_STEPS steps, on the rank that exchanges the most bytes of a kind. If `compared_steps` is 0, weights are
-    not saved and bytes are not counted.
+    Bytes are the average per step over COUNTED_STEPS steps, on the rank that exchanges the most bytes of a kind.
     """
 
     def __init__(self, compared_steps: int = 5, timed_steps: int = 20):

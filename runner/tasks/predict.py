@@ -55,10 +55,7 @@ class Predict(JobTask):
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
-        """Compute and write the predictions.
-
-        Raises JobFailed, and leaves no file, if the objective has no outputs or the format cannot store them.
-        """
+        """Write the predictions. Raise JobFailed, and leave no file, if the format cannot store them."""
         if why := _lacks_predict(type(experiment.recipe.objective)):
             raise JobFailed(why)
         if config.precision == "fp64" and config.memory_format == "auto":

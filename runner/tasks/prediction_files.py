@@ -44,7 +44,8 @@ def columns_of(outputs: Any, targets: Any, indices: Sequence[int], by_sample: Co
     columns |= {PROBABILITY + path: probability for path, (_, probability) in predicted.items()}
     columns |= {OUTPUT + path: tensor for path, tensor in found.items()}
     return {name: _as_array(tensor) for name, tensor in columns.items()} | {
-        name: _as_objects([map_tensors(_as_numbers, sample) for sample in tree]) for name, tree in listed.items()
+        name: _as_objects([map_tensors(lambda tensor: _as_array(tensor).tolist(), sample) for sample in tree])
+        for name, tree in listed.items()
     }
 
 
@@ -74,10 +75,6 @@ def _classify(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
     return classes, probability
 
 
-def _as_numbers(tensor: Tensor) -> Any:
-    return _as_array(tensor).tolist()
-
-
 def _as_objects(samples: list[Any]) -> np.ndarray[Any, Any]:
     array = np.empty(len(samples), dtype=object)  # np.array would combine lists of equal lengths
     array[:] = samples
@@ -97,12 +94,7 @@ def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet 
 
     The methods of a writer raise JobFailed if the format cannot store the samples.
     """
-    writers: dict[str, type[Csv] | type[Parquet] | type[Arrays] | type[JsonLines]] = {
-        "csv": Csv,
-        "parquet": Parquet,
-        "npy": Arrays,
-        "jsonl": JsonLines,
-    }
+    writers: dict[str, Any] = {"csv": Csv, "parquet": Parquet, "npy": Arrays, "jsonl": JsonLines}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
         partial = Path(directory) / path.name

@@ -24,10 +24,7 @@ class Report(LaunchingTask):
     reads_run = True
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        """Print and write the report, and return the best mean. All ranks must call it.
-
-        Raises InputError for a directory without a sweep or run, and for a metric that no job has.
-        """
+        """Print and write the report, and return the best mean. All ranks must call it."""
         named = [("run", config.run)] if config.run else []
         named += [("report.runs", path) for path in config.report.runs]
         options = config.report

@@ -37,7 +37,6 @@ class Rerun(JobTask):
     reads_run = trains = True
 
     def check(self, config: Config, world_size: int) -> list[str]:
-        """Return why the run cannot be repeated at this world size."""
         path = Path(str(config.run))
         result = read_result(path) or {}
         if result.get("task") not in ("train", "rerun"):

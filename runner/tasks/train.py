@@ -122,9 +122,8 @@ class Train(JobTask):
 def _in_epochs_of(state: TrainState, config: Config, steps_per_epoch: int) -> TrainState:
     """Return the state of a resumed run, with its step in the epoch converted to the batch size of this configuration.
 
-    With another batch size, the run continues at the first step that has unread samples. If the epoch has no such step,
-    the run continues at the next epoch. Raises ValueError if the batch size changes within an epoch, without
-    `resume_force`.
+    The run continues at the first step that has unread samples, possibly in the next epoch. Raises ValueError if the
+    batch size changes within an epoch, without `resume_force`.
     """
     if state.batch_size != config.batch_size:
         if state.step_in_epoch and not config.resume_force:
@@ -187,7 +186,6 @@ def make_all_callbacks(
 
 
 def describe(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:
-    """Return the log lines at the start of a run."""
     result, train, val = directory.result, experiment.train_loader, experiment.val_loader
     num_steps = count_steps(config, train.sampler.steps_per_epoch)
     device = " + ".join(map(str, dict.fromkeys(world.devices))) + (" each" if world.device.type != "cpu" else "")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_rig import OVERRIDES, assert_same, cut
-from worlds import run
+from worlds import build_experiment, run, unconnected
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import tensor_hashes
@@ -46,3 +46,10 @@ def test_a_replica_that_diverges_is_named(ranks: int, mode: tuple[str, ...], tmp
     assert [path.name for path in list_checkpoints(cut_short.path / "checkpoints")] == ["step_7"]
     resumed = run(tmp_path, ranks, f"resume={cut_short.path}")
     assert_same(resumed, run(tmp_path / "whole", ranks, *SHORT, *mode))
+
+
+def test_the_replicas_of_an_objective_with_several_losses_are_compared() -> None:
+    own = f"--config-dir={Path(__file__).parents[1] / 'parallel' / 'own'}"
+    experiment = build_experiment(own, "model=codes", "data=figures", "objective=adversarial", "logger=none")
+    model = experiment.parallel.prepare(experiment.recipe, unconnected())
+    assert model.state().replica_hashes.keys() == model.local_parameters().keys()

@@ -97,14 +97,8 @@ def test_untrusted_override_is_refused(run: Path, give_away: Callable[..., None]
         *("model=glob(*)", "monitor=${oc.env:HOME}", "launcher=slurm", "launcher.prefix=evil", "launcher.venv=evil"),
         *("launcher.venv=1", "launcher.env={PYTHONINSPECT:1}", "launcher.setup=[evil]", "logger.mlflow.uri=evil"),
         *("backend.init=tcp://evil:1", "parallel.allow_network=true", "init_from={path:5}", "data.root=evil"),
-        *(
-            "trust=true",
-            "resume_force=true",
-            "report.runs=[evil]",
-            "export={output:evil}",
-            "seed=[[",
-            f"seed={'[' * 3000}",
-        ),
+        *("trust=true", "resume_force=true", "report.runs=[evil]", "export={output:evil}", "seed=[["),
+        f"seed={'[' * 3000}",
     ):
         (run / "overrides.yaml").write_text(yaml.safe_dump([*SMALL, word]))
         with pytest.raises(InputError, match=re.escape(f"its overrides.yaml sets {word[:200]}, which could name code")):

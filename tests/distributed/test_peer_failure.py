@@ -1,7 +1,6 @@
 """A rank dies or hangs: the others exit in time, and the first failure is reported once."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from commands import wait_until
 from mode_cases import tier
+from ranks import exit_statuses
 from worlds import MODES, configure
 
 from runner.distributed.backend import as_backend
@@ -48,6 +48,14 @@ def kill() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def read_result(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the directory of the only run, and its result, which must be a failure."""
+    (path,) = (folder / "run").iterdir()
+    result = json.loads((path / "result.json").read_text())
+    assert result["state"] == "failed"
+    return path, result
 
 
 MESSAGE = "RuntimeError: the rank's own failure"
@@ -98,19 +106,7 @@ def train(
         except JobFailed:
             raise SystemExit(1) from None
 
-    ranks = [multiprocessing.get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(world_size)]
-    try:
-        for rank in ranks:
-            rank.start()
-        ranks[victim].join(300)
-        deadline = time.monotonic() + timeout_s + 120
-        for rank in ranks:
-            rank.join(max(0.0, deadline - time.monotonic()))
-        return [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    return exit_statuses(rank_of, world_size, range(world_size), timeout_s + 420)
 
 
 WAYS = [(4, 2, "step", kill), (2, 1, "step", fail)]
@@ -139,9 +135,7 @@ def test_all_ranks_exit_when_one_dies(
     statuses = train(tmp_path, mode, world_size, victim, where, die)
     killed = -signal.SIGKILL if die is kill else 1
     assert statuses == [killed if rank == victim else 1 for rank in range(world_size)]
-    (path,) = (tmp_path / "run").iterdir()
-    result = json.loads((path / "result.json").read_text())
-    assert result["state"] == "failed"
+    path, result = read_result(tmp_path)
     reported = "".join(capfd.readouterr())
     assert reported.count("Traceback") == (path / "log.txt").read_text().count("Traceback") == 1, reported
     if die is kill:
@@ -175,9 +169,8 @@ def test_run_ends_when_all_ranks_have_ended_well(
     monkeypatch.setattr("runner.distributed.failures.peer_failure.PEERS_TIMEOUT_S", 1.0)
     statuses = train(tmp_path, mode, 3, victim, "on_end", die, HANG_TIMEOUT_S if die is sleep_too_long else TIMEOUT_S)
     assert statuses == [(1 if die is fail else -signal.SIGKILL) if rank == victim else 1 for rank in range(3)]
-    (path,) = (tmp_path / "run").iterdir()
-    result = json.loads((path / "result.json").read_text())
-    assert result["state"] == "failed" and cause in result["error"]
+    path, result = read_result(tmp_path)
+    assert cause in result["error"]
     reported = "".join(capfd.readouterr())
     assert reported.count(cause) == (path / "log.txt").read_text().count(cause) == 1, reported
 
@@ -200,9 +193,7 @@ def test_hung_rank_is_named_with_its_stacks_and_killed(
 ) -> None:
     statuses = train(tmp_path, mode, world_size, victim, "step", hang, HANG_TIMEOUT_S)
     assert statuses == [-signal.SIGKILL if rank == victim else 1 for rank in range(world_size)]
-    (path,) = (tmp_path / "run").iterdir()
-    result = json.loads((path / "result.json").read_text())
-    assert result["state"] == "failed"
+    path, result = read_result(tmp_path)
     kept = path / "logs" / f"rank_{victim}.stacks.txt"
     cause = result["error"].splitlines()[-1]
     assert cause.startswith(
@@ -228,8 +219,7 @@ def test_positions_are_reported_when_ranks_wait_in_different_collectives(
         dist.recv(torch.zeros(1), src=0)
 
     assert train(tmp_path, "ddp", 2, 1, "step", wait_for_message, HANG_TIMEOUT_S) == [1, 1]
-    (path,) = (tmp_path / "run").iterdir()
-    error = json.loads((path / "result.json").read_text())["error"]
+    error = read_result(tmp_path)[1]["error"]
     first, second = [line for line in error.splitlines() if " waited for other ranks, in step " in line]
     assert (
         first.startswith("rank 0 ")
@@ -256,9 +246,7 @@ def test_failure_is_reported_when_rank_0_and_the_store_die(
 ) -> None:
     monkeypatch.setattr(WorldStore, "is_reachable", lambda self: False)
     assert train(tmp_path, "ddp", 3, 0, "step", lose_connections_then_die) == [-signal.SIGKILL, 1, 1]
-    (path,) = (tmp_path / "run").iterdir()
-    result = json.loads((path / "result.json").read_text())
-    assert result["state"] == "failed" and "the ranks' store" in result["error"]
+    assert "the ranks' store" in read_result(tmp_path)[1]["error"]
     assert "".join(capfd.readouterr()).count("the ranks' store") == 1
 
 
@@ -276,17 +264,9 @@ def test_another_rank_reports_once_when_rank_0_dies_before_its_report(
 
     monkeypatch.setattr(Shutdown, "report_failure", report_or_die)
     assert train(tmp_path, "ddp", 3, 2, "step", fail) == [-signal.SIGKILL, 1, 1]
-    assert is_reported_once(tmp_path, "".join(capfd.readouterr()))
-
-
-def is_reported_once(folder: Path, terminal: str) -> bool:
-    (path,) = (folder / "run").iterdir()
-    result = json.loads((path / "result.json").read_text())
-    return (
-        result["state"] == "failed"
-        and terminal.count(MESSAGE) == (path / "log.txt").read_text().count(MESSAGE) == 1
-        and MESSAGE in result["error"]
-    )
+    path, result = read_result(tmp_path)
+    assert "".join(capfd.readouterr()).count(MESSAGE) == (path / "log.txt").read_text().count(MESSAGE) == 1
+    assert MESSAGE in result["error"]
 
 
 def test_signal_of_a_launcher_after_a_rank_died_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,21 +290,9 @@ def test_signal_of_a_launcher_after_a_rank_died_is_a_failure(tmp_path: Path, mon
             raise SystemExit(1) from None
 
     monkeypatch.setattr(Collectives, "run", run)
-    ranks = [multiprocessing.get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(120)
-        assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    (result,) = tmp_path.glob("*/*/result.json")
-    reported = json.loads(result.read_text())
-    assert reported["state"] == "failed" and "ended by SIGTERM" in reported["error"]
-    assert f"no response from rank 1 on {socket.gethostname()}" in reported["error"]
+    assert exit_statuses(rank_of, 2, range(2), 120) == [1, -signal.SIGKILL]
+    error = read_result(tmp_path)[1]["error"]
+    assert "ended by SIGTERM" in error and f"no response from rank 1 on {socket.gethostname()}" in error
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -355,18 +323,7 @@ def test_rank_that_hangs_while_building_is_named_once(
             world.shutdown.report_before_exit(lambda: None)
             raise SystemExit(1 if "building its model and data" in str(error) else 2) from None
 
-    ranks = [multiprocessing.get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(3)]
-    try:
-        for rank in ranks:
-            rank.start()
-        others = [rank for number, rank in enumerate(ranks) if number != victim]
-        for rank in others:
-            rank.join(120)
-        assert [rank.exitcode for rank in others] == [1, 1]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    assert exit_statuses(rank_of, 3, healthy, 120) == [1, 1]
     reported = capfd.readouterr().err
     line = f"rank {victim} of 3 did not finish building its model and data within backend.timeout_s=2 s"
     assert reported.splitlines().count(line) == 1 and "Traceback" not in reported

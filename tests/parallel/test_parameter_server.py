@@ -1,12 +1,10 @@
 """parallel=ps beyond the parity matrix: its options, where it listens, and what happens when a rank dies."""
 
-import multiprocessing
 import os
 import re
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from commands import Commands, wait_until
 from parity import assert_equal
-from ranks import run_ranks
+from ranks import exit_statuses, run_ranks
 from torch.distributed import rpc
 from torch.utils.checkpoint import checkpoint
 from worlds import Run, build_experiment, configure, run
@@ -143,20 +141,8 @@ def test_all_ranks_exit_when_one_dies(updates: str, victim: int, tmp_path: Path)
         except JobFailed:
             raise SystemExit(1) from None
 
-    ranks = [multiprocessing.get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(3)]
-    try:
-        for rank in ranks:
-            rank.start()
-        ranks[victim].join(300)
-        assert ranks[victim].exitcode == -signal.SIGKILL
-        deadline = time.monotonic() + timeout_s + 120
-        for rank in ranks:
-            rank.join(deadline - time.monotonic())
-        assert [rank.exitcode for number, rank in enumerate(ranks) if number != victim] == [1, 1]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    statuses = exit_statuses(rank_of, 3, range(3), timeout_s + 420)
+    assert statuses == [-signal.SIGKILL if rank == victim else 1 for rank in range(3)]
 
 
 @pytest.mark.thorough

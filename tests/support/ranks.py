@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -64,6 +64,25 @@ def run_ranks(
             raise RankError(_explain(statuses, directory, timeout_s))
         # The ranks of this call wrote these files, so unpickling them is safe.
         return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def exit_statuses(
+    rank_of: Callable[[int], None], world_size: int, awaited: Collection[int], timeout_s: float
+) -> list[int | None]:
+    """Run the ranks in forked processes. Return the statuses of those that are awaited; None if one still runs."""
+    fork = multiprocessing.get_context("fork").Process
+    ranks = [fork(target=rank_of, args=(rank,)) for rank in range(world_size)]
+    try:
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + timeout_s
+        for number in awaited:
+            ranks[number].join(max(0.0, deadline - time.monotonic()))
+        return [ranks[number].exitcode for number in awaited]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def _run_rank(

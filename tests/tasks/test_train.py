@@ -1,5 +1,7 @@
 """task=train: the place in the data at which a resumed run continues."""
 
+from dataclasses import replace
+
 import pytest
 import worlds
 
@@ -21,6 +23,6 @@ def test_a_resumed_run_continues_at_the_first_unread_samples(
     batch_size: int, steps_per_epoch: int, epoch: int, step_in_epoch: int
 ) -> None:
     state = TrainState(step=19, epoch=2, step_in_epoch=3, batch_size=4)  # 12 samples of the epoch have been read
-    config, _ = worlds.configure("model=toy", "data=toy", f"batch_size={batch_size}", "resume_force=true")
-    resumed = _in_epochs_of(state, config, steps_per_epoch)
+    config, _ = worlds.configure("model=toy", "data=toy", f"batch_size={batch_size}")
+    resumed = _in_epochs_of(state, replace(config, resume_force=True), steps_per_epoch)
     assert resumed == TrainState(step=19, epoch=epoch, step_in_epoch=step_in_epoch, batch_size=batch_size)

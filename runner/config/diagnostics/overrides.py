@@ -107,7 +107,6 @@ class _Explanation:
         return next((f"{group}={option}" for group in groups), None)
 
     def _option_problem(self, override: Override) -> str | None:
-        """Return why the value is not an option of the group."""
         group, value = override.key_or_group, override.value()
         for name in value if isinstance(value, list) else [value]:
             # An option may be in a subdirectory of its group: model=vision/convnet.

@@ -26,13 +26,10 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_args_", "_convert_")
 def check_options(
     key: str, node: Mapping[str, Any], provided: Collection[str] = (), described: Collection[str] = ()
 ) -> list[str]:
-    """Return one line per wrong option of a node and of the nodes in it.
+    """Return one line per wrong option of a node, a plain container, and of the nodes in it.
 
-    Args:
-        key: the dotted key of the node.
-        node: a plain container without interpolations.
-        provided: arguments that the runner passes itself; the node need not and must not contain them.
-        described: keys that the runner reads from the node, allowed even if the constructor does not accept them.
+    provided: arguments that the runner passes itself; the node must not contain them. described: keys that the runner
+    reads from the node, allowed even if the constructor does not accept them.
     """
     messages = _check_call(key, node, provided, described) if "_target_" in node else []
     if node.get("_recursive_") is not False:  # otherwise the constructor creates the nested objects itself

@@ -75,12 +75,10 @@ class ConfigTree:
         return [replace(key, example=f"{command} {key.arguments}") for key in named]
 
     def example(self, group: str, option: str) -> str:
-        """Return arguments of a command that choose the option."""
         return self.file(group, option).example or f"{'' if self.is_chosen(group) else '+'}{group}={option}"
 
 
 def keys_of(group: str) -> str:
-    """Return the prefix of the group's keys on the command line."""
     return "" if group == PRESETS else f"{group.replace('/', '.')}."
 
 

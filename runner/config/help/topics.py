@@ -47,10 +47,7 @@ FLAGS
 
 
 def render_help(search_path: Sequence[Path], topics: Sequence[str] = ()) -> str:
-    """Return the help on each topic, or the overview if there is none. Raise InputError for an unknown topic.
-
-    The built-in directory of configuration is the last of `search_path`.
-    """
+    """Return the help on each topic, or the overview if there is none. Raise InputError for an unknown topic."""
     renderer = _Topics(ConfigTree(search_path))
     texts = [renderer.topic(topic) for topic in topics] or [renderer.overview()]
     return "\n".join([*_separate(texts), ""])

@@ -37,7 +37,6 @@ class Key:
 
     @property
     def arguments(self) -> str:
-        """Arguments of a command that sets the key."""
         value = "VALUE" if self.value in ("null", "???") else shlex.quote(self.value)
         return self.example or f"{self.name}={value}"
 

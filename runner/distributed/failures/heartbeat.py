@@ -17,20 +17,14 @@ _POSITION = struct.Struct("d192s")  # the time on the machine's monotonic clock,
 
 
 class RankProcess(NamedTuple):
-    """A rank's process, as published in the store.
-
-    Attributes:
-        machine: equal for processes that can signal each other and reach each other's sockets.
-        started: in clock ticks since the machine's start, because another process may get the same pid later.
-        file: the file descriptor, in that process, of its position and stacks; -1 on systems without Linux's /proc.
-    """
+    """A rank's process, as published in the store."""
 
     rank: int
     host: str
-    machine: str
+    machine: str  # equal for processes that can signal each other and reach each other's sockets
     pid: int
-    started: int
-    file: int
+    started: int  # in clock ticks since the machine's start, because another process may get the same pid later
+    file: int  # the descriptor, in that process, of its position and stacks; -1 on systems without Linux's /proc
 
 
 class Heartbeat:
@@ -87,10 +81,7 @@ def read_position(process: RankProcess) -> tuple[str, float]:
 
 
 def read_stacks(process: RankProcess, timeout_s: float) -> str:
-    """Return the stacks of all threads of a process on this machine; "" if it does not write them in time.
-
-    A process that a signal has stopped continues.
-    """
+    """Return a process's stacks, of all threads; "" if it does not write them in time. A stopped process continues."""
     deadline = time.monotonic() + timeout_s
     try:
         with open(f"/proc/{process.pid}/fd/{process.file}", "rb") as file:

@@ -12,26 +12,17 @@ from runner.distributed.failures.heartbeat import RankProcess, read_position, re
 STACKS_S = 2.0  # for a hung rank to write its stacks
 KILLED, STOPPED = "it was killed with SIGKILL", ", stopped by a signal"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
-_EXCHANGES = tuple(
-    f"/runner/distributed/{name}.py"
-    for name in ("collectives", "local/exchange", "local/sockets", "local/shared_memory")
-)
+_EXCHANGES = ("/runner/distributed/collectives.py", "/runner/distributed/local/")
 _WAITING = ("/torch/distributed/", *_EXCHANGES)  # files in which a rank waits for others
 _INTERNAL = ("/torch/", "<frozen", *_EXCHANGES)  # files that describe a rank's position less well than their callers
 
 
 class Finding(NamedTuple):
-    """The result of an examination.
+    """The result of an examination."""
 
-    Attributes:
-        line: names the rank, its position and how it was terminated.
-        stacks: the stack of the main thread, as shown to the user.
-        is_waiting: the rank waits for others, and so is not the cause.
-    """
-
-    line: str
-    stacks: str = ""
-    is_waiting: bool = False
+    line: str  # names the rank, its position and how it was terminated
+    stacks: str = ""  # the stack of the main thread, as shown to the user
+    is_waiting: bool = False  # the rank waits for others, and so is not the cause
 
 
 def examine(process: RankProcess, timeout_s: float, stacks_dir: Path | None) -> Finding:

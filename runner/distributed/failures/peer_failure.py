@@ -47,8 +47,6 @@ class FirstFailure:
     Keys of the job's store: `failure` is the text of the first failure and the ranks that are missing, `failed/RANK`
     the position of a rank that has failed, `silent` the ranks that do not respond, `examiner/RANK` the rank that
     examines one of these, and `finding/RANK` the result.
-
-    stacks_dir: for the stacks of hung ranks; None before the run directory exists.
     """
 
     rank: int
@@ -56,7 +54,7 @@ class FirstFailure:
     store: dist.Store
     local_ranks: LocalRanks
     timeout_s: float
-    stacks_dir: Path | None
+    stacks_dir: Path | None  # for the stacks of hung ranks; None before the run directory exists
 
     def record(self, text: str, position: str, is_peer_failure: bool) -> tuple[str, list[int]]:
         """Record this rank's failure unless another rank was first.
@@ -82,15 +80,12 @@ class FirstFailure:
         return first, sorted({*missing, *self._exited()})
 
     def examine(self, rank: int) -> None:
-        """Record the result of the examination of a rank on this machine, and kill it, unless another rank does so.
-
-        The ranks that wait for it continue only when it exits.
-        """
+        """Record the result of the examination of a rank on this machine, and kill it, unless another rank does so."""
         process, own = self.local_ranks.all[rank], str(self.rank)
         if self.store.compare_set(f"examiner/{rank}", "", own).decode() == own:
             finding = examine(process, self.timeout_s, self.stacks_dir)
             self.store.set(f"finding/{rank}", json.dumps(finding))
-            send_signal(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)  # the ranks that wait for it continue only now
 
     def _is_cause_known(self) -> bool:
         """Return True if a rank has exited, which is the cause, or if there is no reason to wait for more failures."""

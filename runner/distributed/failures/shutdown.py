@@ -22,16 +22,7 @@ PATIENCE_S = 5.0  # in which a loop that waits for a failed rank may raise an er
 
 
 class Shutdown:
-    """This rank's part in the end of a job and of its world.
-
-    Attributes:
-        failed: the job has failed on this rank.
-        is_reporter: this rank reports to the user. It is rank 0, or the lowest running rank if rank 0 died or hangs.
-        stacks_dir: for the stacks of hung ranks; None before the run directory exists.
-        report_late: reports and records a failure in place of a loop that hangs, or of rank 0.
-        is_recorded: returns True if a rank has recorded the end of the job; a rank reports the end before.
-        patience_s: from another rank's failure until the watchdog terminates this rank.
-    """
+    """This rank's part in the end of a job and of its world."""
 
     def __init__(self, rank_info: RankInfo, store: WorldStore, local_ranks: LocalRanks, heartbeat: Heartbeat):
         self._rank_info, self._store, self._local_ranks, self._heartbeat = rank_info, store, local_ranks, heartbeat
@@ -39,11 +30,16 @@ class Shutdown:
 
     def begin_job(self, timeout_s: float) -> None:
         """Reset the state for a new job. timeout_s: of the backend."""
-        self.failed, self.is_reporter, self.timeout_s = False, self._rank_info.rank == 0, timeout_s
+        self.timeout_s = timeout_s
+        self.failed = False  # on this rank
+        # This rank reports to the user. It is rank 0, or the lowest running rank if rank 0 died or hangs.
+        self.is_reporter = self._rank_info.rank == 0
         self._reporter, self._missing = 0, list[int]()  # ranks that were killed, or are on an unreachable machine
-        self.stacks_dir: Path | None = None
-        self.patience_s = PATIENCE_S
+        self.stacks_dir: Path | None = None  # for the stacks of hung ranks; None before the run directory exists
+        self.patience_s = PATIENCE_S  # from another rank's failure until the watchdog terminates this rank
+        # Reports and records a failure in place of a loop that hangs, or of rank 0.
         self.report_late: Callable[[str], None] = lambda text: None
+        # Returns True if a rank has recorded the end of the job; a rank reports the end before.
         self.is_recorded: Callable[[], bool] = lambda: True
 
     def first_failure(self, store: dist.Store) -> FirstFailure:
@@ -52,10 +48,7 @@ class Shutdown:
         return FirstFailure(info.rank, info.world_size, store, self._local_ranks, self.timeout_s, self.stacks_dir)
 
     def report_failure(self, text: str, is_peer_failure: bool = False, raised_at: str = "") -> str:
-        """Record why this rank fails. Return the text of the first failure of all ranks, which caused the others.
-
-        raised_at: where in the code this rank failed.
-        """
+        """Record why this rank fails. Return the text of the first failure of all ranks, which caused the others."""
         self.failed = True
         if self._rank_info.world_size == 1:
             return text
@@ -73,8 +66,7 @@ class Shutdown:
     def takes_over_report(self) -> bool:
         """Return True if this rank must report the failure because the reporting rank has exited or hangs.
 
-        Call it after leaving the process group, which ends the waits of other ranks. A rank that is being killed loses
-        its connections a moment before its process exits.
+        Call it after leaving the process group: a rank that is being killed loses its connections before it has exited.
         """
         if self.is_reporter:
             self._store.call(lambda store: store.set("reported", ""))
@@ -138,30 +130,25 @@ class Shutdown:
         root = self._store.root
         if root is None:
             return
-        try:
+        with suppress(RuntimeError):
             if self.is_reporter:
                 root.set("exiting", "")
-                return
-            # An agent may terminate the reporting rank as soon as that has reported.
-            wait_until(
-                lambda: self._reporter in self._local_ranks.exited() or root.check(["exiting"]), REPORT_TIMEOUT_S
-            )
-        except RuntimeError:
-            pass
+            else:  # an agent may terminate the reporting rank as soon as that has reported
+                wait_until(
+                    lambda: self._reporter in self._local_ranks.exited() or root.check(["exiting"]), REPORT_TIMEOUT_S
+                )
 
     def close(self) -> None:
         """Leave the store. The rank that serves it first waits until the others have left, at most REPORT_TIMEOUT_S."""
         root = self._store.root
         if root is None:
             return
-        try:
+        with suppress(RuntimeError):
             root.set(f"closed/{self._rank_info.rank}", "")
             if self._rank_info.hosts_store:
                 ranks = set(range(self._rank_info.world_size)) - set(self._missing)
                 keys = [f"closed/{rank}" for rank in ranks]
                 wait_until(lambda: root.check(keys) or self._is_last(), REPORT_TIMEOUT_S)
-        except RuntimeError:
-            pass
         self._store.disconnect()
 
     def _failure_without_store(self, text: str) -> str:

@@ -31,10 +31,6 @@ def _note(reason: str) -> None:
     pass
 
 
-def _exit_preempted(reason: str) -> None:
-    os._exit(PREEMPTED)
-
-
 def _raise_stopped(reason: str) -> None:
     raise Stopped(reason)
 
@@ -79,7 +75,7 @@ def install_handlers() -> None:
     In a world of several ranks, a rank records the signal instead, and reports it to the others after the rendezvous.
     """
     is_rank = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
-    _install(_note if is_rank else _exit_preempted)
+    _install(_note if is_rank else lambda reason: os._exit(PREEMPTED))
     _state.parent = os.getppid()
     _exit_at_second_interrupt()
 

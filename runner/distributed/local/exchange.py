@@ -38,7 +38,9 @@ class LocalExchange:
         if not tensor.numel():
             return
         if self._memory is None:
-            self._memory = self._shared_memory()
+            file = self.share_file(size_for(len(self._ranks)))
+            self._memory = SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
+            os.close(file)
         count("all_reduce", tensor.nbytes)
         with _profiled("all_reduce"):
             flat = tensor.detach().contiguous().view(-1)
@@ -47,14 +49,13 @@ class LocalExchange:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def gather(self, tensor: torch.Tensor, kind: str = "all_gather") -> torch.Tensor:
-        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)
-
-        kind: the collective as which it is counted and profiled, all_gather or all_reduce.
-        """
+        """Return the tensors of all ranks, in their order.  (...) -> (N, ...)  kind: all_gather or all_reduce."""
         count(kind, tensor.nbytes * (len(self._ranks) if kind == "all_gather" else 1))
+        own = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         with _profiled(kind):
-            gathered = self._gather(_bytes(tensor.detach().contiguous()))
-        return _tensor(gathered, tensor.dtype).view(len(self._ranks), *tensor.shape)
+            gathered = self._gather(own)
+        flat = torch.frombuffer(gathered, dtype=tensor.dtype) if gathered else tensor.new_empty(0)
+        return flat.view(len(self._ranks), *tensor.shape)
 
     def any_of_async(self, flags: Iterable[bool]) -> Callable[[], list[bool]]:
         """Send the flags now. Return a function that returns for each flag whether it is set on any rank."""
@@ -117,25 +118,15 @@ class LocalExchange:
             if size != num_bytes:
                 raise RuntimeError(f"rank {rank} sums {size} bytes, but this rank sums {num_bytes}")
 
-    def _shared_memory(self) -> SharedMemory:
-        file = self.share_file(size_for(len(self._ranks)))
-        try:
-            return SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
-        finally:
-            os.close(file)
-
 
 class LocalExchanges:
-    """The exchanges of all groups whose ranks this rank's sockets reach, while the process group exists.
-
-    on_machine: the exchange of all ranks on this machine; None if this rank is the only one.
-    """
+    """The exchanges of all groups whose ranks this rank's sockets reach, while the process group exists."""
 
     def __init__(self, rank: int, sockets: LocalSockets):
         self._rank, self._sockets = rank, sockets
         self._reached = {rank, *sockets.ranks}
         self._of_group: dict[str, LocalExchange | None] = {}
-        is_alone = self._reached == {rank}
+        is_alone = self._reached == {rank}  # on this machine
         self.on_machine = None if is_alone else LocalExchange(rank, sorted(self._reached), "machine", sockets)
 
     def of(self, group: dist.ProcessGroup | None) -> LocalExchange | None:
@@ -175,15 +166,6 @@ def exchange_on_machine() -> LocalExchange | None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def _profiled(name: str) -> AbstractContextManager[object]:

@@ -8,18 +8,13 @@ from runner.distributed.world_store import WorldStore
 
 
 class LocalRanks:
-    """The ranks' processes, in particular those on this machine.
-
-    Attributes:
-        own: this rank's process; None in a world of one rank.
-        all: the processes of all ranks, by rank; empty before `discover`.
-        others: the processes of the other ranks on this machine. This rank can read their state and signal them.
-    """
+    """The ranks' processes, in particular those on this machine."""
 
     def __init__(self, rank_info: RankInfo, store: WorldStore, heartbeat: Heartbeat):
         self._rank_info, self._store, self._heartbeat = rank_info, store, heartbeat
-        self.own: RankProcess | None = None
-        self.all: dict[int, RankProcess] = {}
+        self.own: RankProcess | None = None  # None in a world of one rank
+        self.all: dict[int, RankProcess] = {}  # of all ranks, by rank; empty before `discover`
+        # Of the other ranks on this machine. This rank can read their state and signal them.
         self.others: dict[int, RankProcess] = {}
 
     def publish(self) -> None:

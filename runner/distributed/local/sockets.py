@@ -61,9 +61,6 @@ class LocalSockets:
                 self._check_deadline(rank, "received", deadline)
             except ConnectionError:
                 raise self._lost(rank) from None
-            except OSError:
-                self.shut_down()
-                raise
 
     def receive(self, rank: int, tag: Tag, deadline: float) -> bytearray:
         """Return the data that the rank sends with the tag."""
@@ -77,9 +74,6 @@ class LocalSockets:
                 continue
             except ConnectionError:  # the other end was closed with unread messages
                 size = 0
-            except OSError:
-                self.shut_down()
-                raise
             if not size:
                 raise self._lost(rank)
             found = _HEADER.unpack_from(self._buffer)
@@ -109,13 +103,10 @@ class LocalSockets:
 
 
 class Listener:
-    """The socket to which the other ranks of the machine connect; closed by `close` or `join`.
-
-    ready: this process listens, which needs Linux.
-    """
+    """The socket to which the other ranks of the machine connect; closed by `close` or `join`."""
 
     def __init__(self, own: RankProcess):
-        self._own, self.ready = own, False
+        self._own, self.ready = own, False  # ready: this process listens, which needs Linux
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):  # not Linux, or another process has the address
             self._socket = _new()
