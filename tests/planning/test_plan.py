@@ -16,6 +16,7 @@ from torch import nn
 
 from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
+from runner.errors import InputError
 from runner.input.datasets import load_data
 from runner.input.pytree import map_tensors
 from runner.paths import CONF
@@ -23,6 +24,7 @@ from runner.planning.cell import Cell, distinct_ranks, plan_cell
 from runner.planning.costs import Costs, load_device, with_measured_link
 from runner.planning.imagined_rank import RankPlan, plan_rank
 from runner.planning.memory import KINDS, MemoryTracker
+from runner.planning.modes import plan_modes
 from runner.planning.simulation import simulate
 from runner.planning.timeline import Message
 from runner.tasks.plan import start_command
@@ -277,6 +279,12 @@ class Reading(nn.Module):
     assert here(f"--config-dir={custom}", "task=plan", *model, *MLP[2:], *overrides) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_mode_that_the_command_line_refuses_is_a_cell_with_the_reason() -> None:
+    cells = plan_modes({"tp": InputError("no plan")}, {1: 1e9, 2: 1e9}, load_device("h100", [CONF]))
+    assert [(cell.mode, cell.world_size, cell.reason) for cell in cells] == [("tp", 1, "no plan"), ("tp", 2, "no plan")]
+    assert all(cell.is_refused and not cell.ranks for cell in cells)
 
 
 def test_a_step_has_no_more_samples_than_the_data() -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import build_experiment
 
 from runner.input.batch import MicroBatch
-from runner.training.draws.following import Draws
+from runner.training.draws.following import Draws, Following
 from runner.training.draws.generator import Rows, random_bits, sample_keys
 from runner.training.draws.recording import Recording, _compare
 
@@ -220,6 +220,14 @@ def test_statistics() -> None:
     counts = torch.bincount(words.view(torch.uint8).flatten().int(), minlength=256).double()
     expected = words.numel() * 8 / 256
     assert abs(((counts - expected) ** 2 / expected).sum().item() - 255) < 5 * (2 * 255) ** 0.5
+
+
+@pytest.mark.parametrize(("function", "sharded"), [(F.scaled_dot_product_attention, 1), (F.dropout, 3)])
+def test_sharded_features_of_samples_of_any_length(function: Callable[..., Tensor], sharded: int) -> None:
+    """The heads of attention are split, or else the last dim, also for lengths that the dry run has not seen."""
+    draws = Draws(follows=True, sample_dims={(function.__name__, 4): 0}, shard=(1, 2))
+    rows = Following(draws, range(2)).rows(function, (2, 4, 5, 5), {})
+    assert rows is not None and rows.sharded == (sharded, 1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
