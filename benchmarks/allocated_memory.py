@@ -1,7 +1,7 @@
 """The peak memory of torch's CPU allocator on each rank, counted by cpu_allocator.c.
 
 usage: LD_PRELOAD=cpu_allocator.so torchrun --nproc-per-node N benchmarks/allocated_memory.py FILE OVERRIDES...
-Each rank runs three steps of `runner OVERRIDES`, and writes the peak of steps 2 and 3 to FILE.RANK: the bytes without
+Each rank runs five steps of `runner OVERRIDES`, and writes the peak of steps 2 to 5 to FILE.RANK: the bytes without
 those that exist when the datasets are loaded.
 """
 
@@ -15,7 +15,7 @@ from runner.cli import main as run
 from runner.training import build
 from runner.training.callbacks.contract import Callback, Progress
 
-OPTIONS = ["max_steps=3", "logger=none", "log_every=1000", "callbacks=allocated_memory"]
+OPTIONS = ["max_steps=5", "logger=none", "callbacks=allocated_memory"]
 
 
 class Peak(Callback):

@@ -49,8 +49,10 @@ class Server:
         missing = [*self.trainers]
         if self.is_imagined:
             flat = flatten_gradients(self.trained, [None] * len(self.trained))
+            size, dtype = flat.numel(), flat.dtype
+            del flat  # which a real server does not have
             for rank in missing:
-                push(rank, torch.empty_like(flat))
+                push(rank, torch.empty(size, dtype=dtype))
         while missing:
             with self.allowing_forwards(), self._changed:
                 self._wait_for(missing)

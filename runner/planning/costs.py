@@ -19,6 +19,7 @@ from runner.records.result import read_result
 THIS = "this"  # the data sheet of this machine
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
+LINKS = ("link", "group_link", "network")
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -39,6 +40,7 @@ class Device:
         operator_s: The time in which the CPU launches an operator. A GPU computes earlier operators meanwhile.
         step_s: The time of a step in addition to its operators and messages.
         link: The connection between ranks on the same machine.
+        group_link: The same through torch's process group, if that is slower, as gloo is; by default `link`.
         network: The connection between ranks on different machines.
         flops: The peak rate in operations per second, by precision. Empty if operators are measured.
         memory_bandwidth: The memory bandwidth in bytes per second.
@@ -50,6 +52,7 @@ class Device:
     operator_s: float
     step_s: float
     link: Link
+    group_link: Link
     network: Link
     flops: Mapping[str, float]
     memory_bandwidth: float
@@ -74,7 +77,10 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device") ->
         )
     try:
         sheet = dict(yaml.safe_load(files[name].read_text()))
-        links = {key: Link(**{of: float(value) for of, value in sheet.pop(key).items()}) for key in ("link", "network")}
+        links = {
+            key: Link(**{of: float(value) for of, value in sheet.pop(key).items()}) for key in LINKS if key in sheet
+        }
+        links.setdefault("group_link", links["link"])
         flops = {key: float(value) for key, value in (sheet.pop("flops") or {}).items()}
         numbers = {key: None if value is None else float(value) for key, value in sheet.items()}
         return Device(name=name, **links, flops=flops, **numbers)  # type: ignore[arg-type]
@@ -95,7 +101,7 @@ def with_measured_link(device: Device, run: Path) -> Device:
     size = int(result["world_size"])
     link = Link(1e9 * rates[max(rates)], seconds[min(seconds)] / _rounds("all_reduce", size))
     is_near = device.ranks_per_machine is None or size <= device.ranks_per_machine
-    return replace(device, link=link) if is_near else replace(device, network=link)
+    return replace(device, link=link, group_link=link) if is_near else replace(device, network=link)
 
 
 def _by_size(result: Mapping[str, Any], prefix: str) -> dict[int, float]:
@@ -152,7 +158,8 @@ class Costs:
         """
         size, n = self._device.ranks_per_machine, message.ranks
         is_near = size is None or message.span[0] // size == message.span[1] // size
-        link = self._device.link if is_near else self._device.network
+        near = self._device.group_link if message.uses_group else self._device.link
+        link = near if is_near else self._device.network
         if message.peer is not None or message.kind == "rpc":
             return link.latency_s + message.num_bytes / link.bandwidth
         moved = message.num_bytes * (n - 1) / n * (2 if message.kind == "all_reduce" else 1)

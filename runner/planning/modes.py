@@ -88,7 +88,7 @@ def plan_modes(
         return [*pool.map(_plan, range(len(plans)))]
 
 
-_plans: list[Callable[[], Cell]] = []  # of this process and of the workers that it forks, because data has no pickles
+_plans: list[Callable[[], Cell]] = []  # inherited by the forked workers, because a dataset may not be picklable
 
 
 def _plan(number: int) -> Cell:

@@ -58,6 +58,7 @@ class Message:
         ranks: The number of participating ranks.
         span: The lowest and the highest participating rank.
         peer: The other rank of a send or receive.
+        uses_group: True for a message of torch's process group, False for one through shared memory or RPC.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Message:
     ranks: int
     span: tuple[int, int]
     peer: int | None = None
+    uses_group: bool = False
 
 
 class Timeline(CommunicationCounter):
@@ -105,7 +107,8 @@ class Timeline(CommunicationCounter):
         ranks = dist.get_process_group_ranks(group)
         if peer is not None:
             peer = ranks[peer]
-        self.events += [Message(kind, num_bytes, len(ranks), (min(ranks), max(ranks)), peer), Counter()]
+        message = Message(kind, num_bytes, len(ranks), (min(ranks), max(ranks)), peer, uses_group=group is not None)
+        self.events += [message, Counter()]
 
 
 def _shape(leaf: Any) -> Any:

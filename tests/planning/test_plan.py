@@ -177,6 +177,13 @@ def test_messages_take_as_long_as_a_run_has_measured(tmp_path: Path) -> None:
         assert getattr(measured, other) == getattr(device, other)
 
 
+def test_messages_of_a_process_group_may_take_longer() -> None:
+    near = Message("all_reduce", 10**6, 2, (0, 1))
+    for name, is_slower in (("this", True), ("h100", False)):
+        costs = Costs(load_device(name, [CONF]), 2)
+        assert (costs.message(replace(near, uses_group=True)) > costs.message(near)) == is_slower
+
+
 def test_few_of_many_ranks_are_planned() -> None:
     assert distinct_ranks(Axes(replicate=4), 4, 64) == [0, 1, 2, 3]
     assert distinct_ranks(Axes(replicate=64), 64, 64) == [0]
