@@ -9,7 +9,7 @@ import numpy as np
 
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.config.custom_dirs import fresh_imports
-from runner.errors import InputError, printable
+from runner.errors import InputError, as_input_error, printable
 from runner.records.custom_code import read_code
 from runner.records.labels import read_labels
 from runner.records.monitor import Monitor
@@ -150,10 +150,8 @@ class Run:
 
     def _checkpoint(self, name: str | None) -> Path:
         directory = self.path / CHECKPOINTS
-        try:
+        with as_input_error(f"checkpoint={name or LAST}: "):
             return find_checkpoint(directory, name or (BEST if (directory / BEST).exists() else LAST))
-        except ValueError as error:
-            raise InputError(f"checkpoint={name or LAST}: {error}") from None
 
 
 def open_run(path: str | Path, trust: bool = False) -> Run:

@@ -12,7 +12,7 @@ from runner.checkpoints.layout import TrainState, choose_checkpoint, list_checkp
 from runner.config.recorded import changed_since
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, as_input_error
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
@@ -57,10 +57,8 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
 
 def find_start(parent: Path, name: str) -> Path:
     """Return the verified checkpoint from which a fork starts. Raise InputError if it is missing or damaged."""
-    try:
+    with as_input_error(f"fork={parent}: "):
         return choose_checkpoint(parent / CHECKPOINTS, name)
-    except ValueError as error:
-        raise InputError(f"fork={parent}: {error}") from None
 
 
 def copy_start(checkpoint: Path, directory: Path) -> None:

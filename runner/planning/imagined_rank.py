@@ -19,7 +19,7 @@ from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors, tensors
 from runner.input.source import Source
-from runner.planning.imagined_world import imagined_world
+from runner.planning.imagined_world import imagined_world, replace_tensors
 from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
 from runner.planning.timeline import Message, Operator, Timeline
 from runner.training.build import Experiment, build
@@ -45,7 +45,6 @@ class RankPlan:
         bytes_per_row: The memory per sample of a large micro-batch, in bytes; None for a rank without samples.
         bytes_between: The memory between two steps, in bytes.
         bytes_per_step: The exchanged bytes by collective, averaged over the steps of a round.
-        steps: The number of steps of a round, after which the events repeat.
         events: The operators and messages of a round, in order.
     """
 
@@ -98,8 +97,8 @@ def plan_rank(
             return (sum(tracker.peak().values()) - before) / (MANY_ROWS * rows)
 
         with _marking(tracker), contextlib.closing(experiment.train_loader), contextlib.closing(experiment.val_loader):
-            has_rows, is_pipeline = rows and experiment.axes.data_rank(rank) is not None, experiment.axes.stage > 1
-            if has_rows and not is_pipeline:  # a pipeline would keep buffers for as many samples
+            is_pipeline = experiment.axes.stage > 1
+            if rows and not is_pipeline:  # a pipeline would keep buffers for as many samples
                 bytes_per_row = step_with_many_rows()
             else:
                 trainer.step(batch)
@@ -111,7 +110,7 @@ def plan_rank(
             if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
                 memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
             between = tracker.reset_peak()
-            if has_rows and is_pipeline:
+            if rows and is_pipeline:
                 bytes_per_row = step_with_many_rows()
     steps = experiment.parallel.round_steps
     return RankPlan(
@@ -177,17 +176,10 @@ def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker) -> Pa
 
 def _materialize(submodules: Iterable[nn.Module], done: set[nn.Module]) -> None:
     """Create the tensors of the submodules that are not done, as runner.training.model.deferred_init does."""
-    created: dict[int, torch.Tensor] = {}
-    for part in {part: None for submodule in submodules for part in submodule.modules() if part not in done}:
-        done.add(part)
-        containers: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]
-        for container in containers:
-            for key, tensor in container.items():
-                if tensor is not None and id(tensor) not in created:
-                    new = torch.empty_like(tensor, requires_grad=False)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    created[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                container[key] = None if tensor is None else created[id(tensor)]
+    modules = dict.fromkeys(module for submodule in submodules for module in submodule.modules())
+    parts = [module for module in modules if module not in done]
+    done.update(parts)
+    replace_tensors(parts, torch.empty_like)
 
 
 @contextlib.contextmanager

@@ -116,16 +116,21 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """Convert a module as nn.Module._apply does, which fails for fake tensors to which weak references exist."""
-    converted: dict[torch.Tensor, torch.Tensor] = {}
-    for part in module.modules() if recurse else [module]:
-        both: list[dict[str, Any]] = [part._parameters, part._buffers]  # type: ignore[list-item]
+    replace_tensors(module.modules() if recurse else [module], function)
+    return module
+
+
+def replace_tensors(modules: Iterable[nn.Module], function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace each parameter and buffer by the result of the function. Tensors that the modules share remain shared."""
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        both: list[dict[str, Any]] = [module._parameters, module._buffers]  # type: ignore[list-item]
         for tensors in both:
             for name, tensor in tensors.items():
-                if tensor is not None and tensor not in converted:
+                if tensor is not None and tensor not in replaced:
                     with torch.no_grad():
                         result = function(tensor)
                     is_parameter = isinstance(tensor, nn.Parameter) and result is not tensor
-                    converted[tensor] = nn.Parameter(result, tensor.requires_grad) if is_parameter else result
+                    replaced[tensor] = nn.Parameter(result, tensor.requires_grad) if is_parameter else result
                 if tensor is not None:
-                    tensors[name] = converted[tensor]
-    return module
+                    tensors[name] = replaced[tensor]

@@ -1,7 +1,5 @@
 """The plans of several modes, each with the configuration that the command would have in that mode."""
 
-import ctypes
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from runner.config.compose import checked, compose, for_mode
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.failures.signals import exit_at_once_with_parent
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.input.datasets import load_data
@@ -21,8 +20,6 @@ from runner.input.source import Source
 from runner.planning.cell import Cell, plan_cell
 from runner.planning.costs import Costs, Device
 from runner.records.run_directory import Request
-
-PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/pr_set_pdeathsig.2const.html
 
 
 @dataclass(frozen=True)
@@ -98,5 +95,4 @@ def _plan(number: int) -> Cell:
 def _begin_worker() -> None:
     """Use one thread, and end with the parent."""
     torch.set_num_threads(1)
-    if hasattr(libc := ctypes.CDLL(None), "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    exit_at_once_with_parent()

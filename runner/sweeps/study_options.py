@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config
-from runner.errors import InputError, did_you_mean, require_packages
+from runner.errors import InputError, as_input_error, did_you_mean, require_packages
 
 DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
@@ -44,10 +44,8 @@ def check_options(options: Options, swept: Mapping[str, Override], config: Confi
         if not isinstance(value, int) or value < 1:
             raise InputError(f"hydra.sweeper.{name}={value} must be an integer of at least 1")
     for override in swept.values():
-        try:
+        with as_input_error(f"{override.input_line}: "):
             distribution(override)
-        except ValueError as error:
-            raise InputError(f"{override.input_line}: {error}") from None
 
 
 def choose_metric(metric: str | None, direction: str | None, config: Config) -> tuple[str, str]:

@@ -39,8 +39,10 @@ class LocalExchange:
             return
         if self._memory is None:
             file = self.share_file(size_for(len(self._ranks)))
-            self._memory = SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
-            os.close(file)
+            try:
+                self._memory = SharedMemory(file, self._ranks.index(self._rank), len(self._ranks), self._wait_for_all)
+            finally:
+                os.close(file)
         count("all_reduce", tensor.nbytes)
         with _profiled("all_reduce"):
             flat = tensor.detach().contiguous().view(-1)
