@@ -17,6 +17,7 @@ class _Rank:
     position: int = 0  # of the next event
     now: float = 0.0
     busy: float = 0.0  # computing or communicating, not waiting
+    rpc: float = 0.0  # communicating by RPC
     received: Counter[int] = field(default_factory=Counter)  # messages, by sender
 
 
@@ -25,6 +26,7 @@ def simulate(timelines: Mapping[int, Sequence[Counter[Operator] | Message]], cos
 
     Before a collective, a rank does not wait for the others: all ranks are assumed to start it at the same time. A
     parameter server and its trainers wait for each other, so the times of the server and the slowest trainer are added.
+    Both count their messages: the time of messages is that of the rank with the most.
 
     Args:
         timelines: The events of the distinct ranks, by rank.
@@ -38,12 +40,11 @@ def simulate(timelines: Mapping[int, Sequence[Counter[Operator] | Message]], cos
         for number, rank in ranks.items():
             while rank.position < len(rank.events) and _advance(number, rank, ranks, arrivals, costs):
                 has_moved = True
-    events = [event for rank in ranks.values() for event in rank.events]
-    times = [rank.now for rank in ranks.values()]
-    if any(isinstance(event, Message) and event.kind == RPC for event in events):
-        server, trainers = times[0], times[1:]
-        return server + max(trainers, default=0.0), 0.0
-    step_s = max(times)
+    messages_s = max(rank.rpc for rank in ranks.values())
+    if messages_s:
+        server, *trainers = (rank.now - rank.rpc for rank in ranks.values())
+        return messages_s + server + max(trainers, default=0.0), 0.0
+    step_s = max(rank.now for rank in ranks.values())
     busy = sum(rank.busy for rank in ranks.values()) / len(ranks)
     return step_s, 1 - busy / step_s if step_s else 0.0
 
@@ -61,6 +62,7 @@ def _advance(
         duration = costs.operators(event)
     elif event.peer is None:
         duration = costs.message(event)
+        rank.rpc += duration if event.kind == RPC else 0.0
     elif event.kind == "send":
         duration = 0.0  # the rank does not wait for the end of the transfer
         arrivals[number, event.peer].append(rank.now + costs.message(event))

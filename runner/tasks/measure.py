@@ -70,7 +70,7 @@ class Measure(JobTask):
 
         facts = torch.zeros(world.world_size, 1 + len(KINDS), dtype=torch.float64, device=world.device)
         facts[world.rank, 0] = peak_memory_mib(world.device)
-        facts[world.rank, 1:] = torch.tensor([counter.bytes[kind] / COUNTED_STEPS for kind in KINDS])
+        facts[world.rank, 1:] = facts.new_tensor([counter.bytes[kind] / COUNTED_STEPS for kind in KINDS])
         memory, *exchanged = world.collectives.sum(facts).T.tolist()
         metrics = {f"memory_mib/rank_{rank}": mib for rank, mib in enumerate(memory)}
         metrics |= {f"bytes_per_step/{kind}": max(of) for kind, of in zip(KINDS, exchanged, strict=True) if any(of)}

@@ -68,6 +68,10 @@ def test_it_exchanges_what_real_ranks_exchange(
     check_bytes(tmp_path, num_ranks, *model, f"parallel={mode}")
 
 
+def test_the_average_over_three_steps_is_not_rounded_to_float32(tmp_path: Path) -> None:
+    check_bytes(tmp_path, 2, *MLP, "parallel=local_sgd", "parallel.every=3")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [("fsdp", "replicate=2"), ("mesh", "shard=2", "tensor=2"), ("mesh", "shard=2", "stage=2")]
@@ -164,6 +168,20 @@ def test_the_bubble_of_a_pipeline_is_that_of_its_schedule() -> None:
     step_s, bubble = simulate({stage: events(stage) for stage in range(stages)}, Unit(device, stages))
     assert step_s == 2 * (micro_batches + stages - 1)
     assert bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+def test_messages_of_a_parameter_server_take_time_once() -> None:
+    class Unit(Costs):
+        def operators(self, counts: Counter[Any]) -> float:
+            return float(counts.total())
+
+        def message(self, message: Message) -> float:
+            return 10.0
+
+    sent = Message("rpc", 1, 3, (0, 2))
+    server = [Counter([0]), sent, sent]
+    trainer = [Counter([0, 0]), sent]
+    assert simulate({0: server, 1: trainer, 2: trainer}, Unit(load_device("this", [CONF]), 3)) == (23, 0)
 
 
 def test_messages_take_as_long_as_a_run_has_measured(tmp_path: Path) -> None:
