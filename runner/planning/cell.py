@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from runner.config.schema import Config
 from runner.errors import InputError, first_line, user_line
 from runner.input.source import Source
 from runner.planning.costs import Costs
-from runner.planning.imagined_rank import RankPlan, plan_rank
+from runner.planning.imagined_rank import RankPlan, plan_rank, without_forward
+from runner.planning.memory import GIB
 from runner.planning.simulation import simulate
 from runner.planning.timeline import Message
 from runner.training.components import make_parallel
@@ -113,9 +115,7 @@ def plan_cell(
     cell = Cell(mode, world_size, limit=limit)
     try:
         cell.round_steps = make_parallel(config, choices).round_steps
-        first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
-        others = [rank for rank in distinct_ranks(first.axes, world_size, first.num_samples) if rank > 0]
-        ranks = [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
+        ranks = _plan_ranks(config, choices, data, world_size, costs)
     except Exception as error:  # raised by the model, or by torch for tensors without values
         cause = _find_value_error(error)
         if cause is None and isinstance(error, InputError):
@@ -128,12 +128,24 @@ def plan_cell(
                 "the model or the loss reads values of tensors, which a plan does not have; measure it with "
                 f"task=compare or parallel=auto: {cell.reason}"
             )
+            with suppress(Exception):  # not every mode supports another objective, and the constructor may read values
+                ranks = _plan_ranks(without_forward(config), choices, data, world_size, costs)
+                least = max(rank.peak for rank in ranks) / GIB
+                cell.reason += f"; without activations, a rank needs {least:.3g} GiB"
         return cell
     cell.ranks = [replace(rank, events=()) for rank in ranks]
-    round_s, cell.bubble = simulate(_with_other_stages(ranks, first.axes), costs)
+    round_s, cell.bubble = simulate(_with_other_stages(ranks, ranks[0].axes), costs)
     cell.step_s = costs.step_s + round_s / cell.round_steps
-    cell.samples_per_s = first.num_samples / cell.step_s
+    cell.samples_per_s = ranks[0].num_samples / cell.step_s
     return cell
+
+
+def _plan_ranks(
+    config: Config, choices: Mapping[str, str], data: tuple[Source, Source], world_size: int, costs: Costs
+) -> list[RankPlan]:
+    first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
+    others = [rank for rank in distinct_ranks(first.axes, world_size, first.num_samples) if rank > 0]
+    return [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
 
 
 def _find_value_error(error: BaseException | None) -> BaseException | None:

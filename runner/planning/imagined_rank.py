@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,6 +20,7 @@ from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors, tensors
 from runner.input.source import Source
+from runner.objectives.objective import Objective
 from runner.planning.imagined_world import imagined_world, replace_tensors
 from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
 from runner.planning.timeline import Message, Operator, Timeline
@@ -76,7 +78,7 @@ def plan_rank(
     data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
     """
     config = replace(config, metrics={}, monitor=None, train_metrics=False, log_every=MANY, max_steps=MANY, epochs=MANY)
-    backend, tracker = as_backend(config.backend), MemoryTracker(with_gloo=not on_gpu)
+    backend, tracker = as_backend(config.backend), MemoryTracker(on_cpu=not on_gpu)
     with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = build(config, choices, world, data=(train_data, val_data))
@@ -124,6 +126,22 @@ def plan_rank(
         {kind: count / steps for kind, count in timeline.bytes.items()},
         timeline.events,
     )
+
+
+def without_forward(config: Config) -> Config:
+    """Return the configuration with an objective that does not call the model, for one whose forward cannot run."""
+    return replace(config, objective={"_target_": f"{WithoutForward.__module__}.{WithoutForward.__qualname__}"})
+
+
+class WithoutForward(Objective):
+    """An objective with gradients of all parameters, but without activations."""
+
+    def __init__(self, loss: Any = None):
+        self._unused = loss  # so that any loss=... is valid
+
+    def loss(self, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        parameters = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+        return torch.stack([p.sum().real.double() for p in parameters]).sum(), 1
 
 
 class ImaginedSource(Source):

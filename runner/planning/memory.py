@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,14 +27,14 @@ class _Storage:
 class MemoryTracker(TorchDispatchMode):
     """A context that tracks the storages of all tensors that operators create, also on the meta device.
 
-    Tensors that operators use internally are not included, except gloo's copy of a tensor that is reduced and scattered
-    (`with_gloo`), which can be as large as a block's gradients. The kinds of the memory at a peak are determined at the
-    end of the step, because only then is it known which tensors became gradients or optimizer state.
+    Tensors that operators use internally are not included, except large ones on a CPU (`on_cpu`, see _copied). The
+    kinds of the memory at a peak are determined at the end of the step, because only then is it known which tensors
+    became gradients or optimizer state.
     """
 
-    def __init__(self, with_gloo: bool = False) -> None:
+    def __init__(self, on_cpu: bool = False) -> None:
         super().__init__()
-        self._with_gloo = with_gloo
+        self._on_cpu = on_cpu
         self._live: dict[int, _Storage] = {}
         self._total = self._peak = 0
         self._is_higher = False  # the total is higher than at the last snapshot
@@ -59,15 +60,16 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it calls this mode again, with the local tensors
-        if self._with_gloo and function is torch.ops.c10d._reduce_scatter_base_.default:
-            self._add(copy := torch.empty_like(args[1]), COMMUNICATION)
-            del copy
         result = function(*args, **(kwargs or {}))
         in_backward = torch._C._current_graph_task_id() != -1
         kind = COMMUNICATION if "c10d" in function.namespace else REST if in_backward else ACTIVATIONS
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor, kind)
+        if self._on_cpu:
+            copies = [torch.empty_like(tensor) for tensor in _copied(function, args, result)]  # freed on return
+            for copy in copies:
+                self._add(copy, kind)
         if kind == COMMUNICATION:
             self.mark(tree_leaves((args, kwargs)), kind, (ACTIVATIONS, REST))
         return result
@@ -126,3 +128,16 @@ class MemoryTracker(TorchDispatchMode):
         if self._is_higher:
             self._is_higher = False
             self._at_peak = [(storage, storage.size) for storage in self._live.values()]
+
+
+def _copied(function: Any, args: Any, result: Any) -> list[torch.Tensor]:
+    """Return the tensors of which the operator needs a copy on a CPU until it ends."""
+    aten = torch.ops.aten
+    if function is torch.ops.c10d._reduce_scatter_base_.default:  # gloo's
+        return [args[1]]
+    if function is aten.native_batch_norm_backward.default and result[0] is not None:
+        return [result[0]]
+    if function is aten.max_pool2d_with_indices_backward.default:
+        layout = suggest_memory_format(args[0])
+        return [tensor for tensor in (result, args[-1]) if not tensor.is_contiguous(memory_format=layout)]
+    return []

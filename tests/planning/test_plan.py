@@ -1,5 +1,6 @@
 """task=plan: what imagined ranks need and exchange is what real ranks need and exchange."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 import worlds
 from commands import Commands, wait_until
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
@@ -22,7 +24,7 @@ from runner.input.pytree import map_tensors
 from runner.paths import CONF
 from runner.planning.cell import Cell, distinct_ranks, plan_cell
 from runner.planning.costs import Costs, load_device, with_measured_link
-from runner.planning.imagined_rank import RankPlan, plan_rank
+from runner.planning.imagined_rank import RankPlan, plan_rank, without_forward
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.modes import plan_modes
 from runner.planning.simulation import simulate
@@ -95,6 +97,36 @@ def test_a_stage_or_a_server_has_the_memory_of_its_own_tensors() -> None:
     assert server["activations"] == 0
     # Of each trainer and of their sum, besides the gradients that the optimizer reads.
     assert server["communication buffers"] >= 2 * server["gradients"] > 0
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "ddp", "fsdp", "local_sgd", "zero", "tp"])
+def test_a_model_whose_forward_cannot_run_needs_parameters_gradients_and_optimizer_state(mode: str) -> None:
+    config, request = worlds.configure(*MLP, "loss=cross_entropy", f"parallel={mode}")
+    data = load_data(config, request.choices, worlds.unconnected())
+    least = plan_rank(without_forward(config), request.choices, data, 0, 2)
+    usual = plan_rank(config, request.choices, data, 0, 2)
+    for kind in ("parameters", "optimizer state"):
+        assert least.memory[kind] == usual.memory[kind] > 0
+    assert least.memory["gradients"] >= usual.memory["gradients"]  # of which not all exist at the peak
+
+
+def test_copies_inside_of_operators_are_counted() -> None:
+    module = nn.Sequential(nn.BatchNorm2d(16), nn.MaxPool2d(2), nn.Flatten())
+    images = torch.randn(32, 16, 28, 28, requires_grad=True).to(memory_format=torch.channels_last)
+
+    def step() -> None:
+        module(images).square().sum().backward()
+
+    step()  # creates the gradients
+    with MemoryTracker(on_cpu=True) as tracker:
+        tracker.reset_peak()
+        step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = profiler.profiler.kineto_results.events()
+    allocated = itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    assert sum(tracker.peak().values()) == pytest.approx(max(allocated), rel=0.02)
 
 
 def test_it_needs_the_memory_of_real_steps() -> None:
@@ -269,7 +301,7 @@ def test_the_command_to_copy_starts_all_ranks(num_ranks: int, start: str) -> Non
             "=1e-06: no mode fits into 1e-06 GiB per rank: the",
         ),
         (("plan.memory_gib=0",), "plan.memory_gib=0.0 must be positive, or null for that of the device"),
-        (("plan.modes=[ddp]", "model=reading"), "odd_models.py:12"),
+        (("plan.modes=[ddp]", "model=reading"), "odd_models.py:12); without activations, a rank needs "),
     ],
 )
 def test_wrong_input_is_refused(
