@@ -78,10 +78,7 @@ class DDP(Parallel):
         return prepare_loss_groups(recipe, lambda loss_group: self._prepare_group(recipe, loss_group, world))
 
     def _prepare_group(self, recipe: Recipe, loss_group: LossGroup, world: World) -> Replica:
-        # Buffers that are equal on all ranks anyway need no broadcast in every forward. On several machines, rounding
-        # may differ.
-        are_equal = exchange_of() is not None and keeps_all_buffers(recipe.module)
-        wrapped = wrap(recipe, world, **(self.options | ({_BROADCAST: False} if are_equal else {})))
+        wrapped = wrap(recipe, world, **self.options)
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         if self.comm_hook in hooks:
             wrapped.register_comm_hook(None, hooks[self.comm_hook])
@@ -155,6 +152,10 @@ class FixedBuckets(DistributedDataParallel):
 
 def wrap(recipe: Recipe, world: World, **options: Any) -> FixedBuckets | ImaginedBuckets:
     """Wrap the recipe's model. All ranks must call it."""
+    # Buffers that are equal on all ranks anyway need no broadcast in every forward. On several machines, rounding may
+    # differ.
+    if world.world_size == 1 or (exchange_of() is not None and keeps_all_buffers(recipe.module)):
+        options[_BROADCAST] = False
     if world.is_imagined:
         return ImaginedBuckets(ForwardWrapper(recipe.module), options.pop(_BROADCAST, True), **options)
     devices = {parameter.device for parameter in recipe.module.parameters()}

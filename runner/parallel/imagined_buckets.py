@@ -26,7 +26,7 @@ class ImaginedBuckets(nn.Module):
     ):
         super().__init__()
         self.module, self._is_view = module, gradient_as_bucket_view
-        self._sent = [*module.buffers()] if broadcasts_buffers and dist.get_world_size() > 1 else []
+        self._sent = [*module.buffers()] if broadcasts_buffers else []
         in_reverse = [*module.parameters()][::-1]
         trained: list[torch.Tensor] = [parameter for parameter in in_reverse if parameter.requires_grad]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20)]

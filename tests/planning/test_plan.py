@@ -70,6 +70,11 @@ def test_it_exchanges_what_real_ranks_exchange(
     check_bytes(tmp_path, num_ranks, *model, f"parallel={mode}")
 
 
+@pytest.mark.parametrize("mode", ["ddp", "zero"])
+def test_a_world_of_one_rank_broadcasts_no_statistics(mode: str, tmp_path: Path) -> None:
+    check_bytes(tmp_path, 1, *WITH_BATCH_NORM, f"parallel={mode}")
+
+
 def test_the_average_over_three_steps_is_not_rounded_to_float32(tmp_path: Path) -> None:
     check_bytes(tmp_path, 2, *MLP, "parallel=local_sgd", "parallel.every=3")
 
