@@ -131,12 +131,14 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _copied(function: Any, args: Any, result: Any) -> list[torch.Tensor]:
-    """Return the tensors of which the operator needs a copy on a CPU until it ends."""
+    """Return the tensors of which the operator needs a copy on a CPU until it ends, measured with channels_last."""
     aten = torch.ops.aten
     if function is torch.ops.c10d._reduce_scatter_base_.default:  # gloo's
         return [args[1]]
     if function is aten.native_batch_norm_backward.default and result[0] is not None:
         return [result[0]]
+    if function is aten.convolution_backward.default and result[1] is not None:  # of the weight, in oneDNN's formats
+        return [args[2], args[2]]
     if function is aten.max_pool2d_with_indices_backward.default:
         layout = suggest_memory_format(args[0])
         return [tensor for tensor in (result, args[-1]) if not tensor.is_contiguous(memory_format=layout)]

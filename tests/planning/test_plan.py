@@ -115,9 +115,12 @@ def test_a_model_whose_forward_cannot_run_needs_parameters_gradients_and_optimiz
     assert least.memory["gradients"] >= usual.memory["gradients"]  # of which not all exist at the peak
 
 
-def test_copies_inside_of_operators_are_counted() -> None:
-    module = nn.Sequential(nn.BatchNorm2d(16), nn.MaxPool2d(2), nn.Flatten())
-    images = torch.randn(32, 16, 28, 28, requires_grad=True).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize(
+    "module", [nn.Sequential(nn.BatchNorm2d(64), nn.MaxPool2d(2), nn.Flatten()), nn.Conv2d(64, 512, 3)]
+)
+def test_copies_inside_of_operators_are_counted(module: nn.Module) -> None:
+    images = torch.randn(8, 64, 14, 14, requires_grad=True).to(memory_format=torch.channels_last)
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def step() -> None:
         module(images).square().sum().backward()
