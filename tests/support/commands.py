@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
 
@@ -169,6 +170,8 @@ def _enter(
         os.environ.pop(name, None)
     os.environ.update(env)
     torch.set_num_threads(1)
+    # multiprocessing cannot wait for the fork server of an earlier test, which is not a child of this process.
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined]
     sys.argv = ["runner", *arguments]
     sys.orig_argv = [sys.executable, "-m", "runner", *arguments]
     status = 1
