@@ -49,6 +49,20 @@ def plan(rank: int, world_size: int, *overrides: str) -> RankPlan:
     return plan_rank(config, request.choices, data, rank, world_size)
 
 
+class UnitCosts(Costs):
+    """One second for each operator, and `message_s` for each message."""
+
+    def __init__(self, num_ranks: int, message_s: float):
+        super().__init__(load_device("this", [CONF]), num_ranks)
+        self._message_s = message_s
+
+    def operators(self, counts: Counter[Any]) -> float:
+        return float(counts.total())
+
+    def message(self, message: Message) -> float:
+        return self._message_s
+
+
 def bytes_of(metrics: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix("bytes_per_step/"): of for name, of in metrics.items() if name.startswith("bytes_per")}
 
@@ -189,13 +203,6 @@ def test_the_bubble_of_a_pipeline_is_that_of_its_schedule() -> None:
     """GPipe with m micro-batches on s stages: (s - 1) / (m + s - 1) of a step (Huang et al., "GPipe", 2019)."""
     micro_batches, stages = 4, 3
 
-    class Unit(Costs):
-        def operators(self, counts: Counter[Any]) -> float:
-            return float(counts.total())
-
-        def message(self, message: Message) -> float:
-            return 0.0
-
     def passing(stage: int, kind: str, peer: int) -> list[Message]:
         return [Message(kind, 1, 2, (0, stages - 1), peer)] if 0 <= peer < stages else []
 
@@ -204,24 +211,16 @@ def test_the_bubble_of_a_pipeline_is_that_of_its_schedule() -> None:
         backward = [*passing(stage, "receive", stage + 1), Counter([0]), *passing(stage, "send", stage - 1)]
         return [*forward * micro_batches, *backward * micro_batches]
 
-    device = load_device("this", [CONF])
-    step_s, bubble = simulate({stage: events(stage) for stage in range(stages)}, Unit(device, stages))
+    step_s, bubble = simulate({stage: events(stage) for stage in range(stages)}, UnitCosts(stages, message_s=0.0))
     assert step_s == 2 * (micro_batches + stages - 1)
     assert bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
 def test_messages_of_a_parameter_server_take_time_once() -> None:
-    class Unit(Costs):
-        def operators(self, counts: Counter[Any]) -> float:
-            return float(counts.total())
-
-        def message(self, message: Message) -> float:
-            return 10.0
-
     sent = Message("rpc", 1, 3, (0, 2))
     server = [Counter([0]), sent, sent]
     trainer = [Counter([0, 0]), sent]
-    assert simulate({0: server, 1: trainer, 2: trainer}, Unit(load_device("this", [CONF]), 3)) == (23, 0)
+    assert simulate({0: server, 1: trainer, 2: trainer}, UnitCosts(3, message_s=10.0)) == (23, 0)
 
 
 def test_messages_take_as_long_as_a_run_has_measured(tmp_path: Path) -> None:
