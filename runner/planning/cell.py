@@ -144,7 +144,7 @@ def _plan_ranks(
     config: Config, choices: Mapping[str, str], data: tuple[Source, Source], world_size: int, costs: Costs
 ) -> list[RankPlan]:
     first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
-    others = [rank for rank in distinct_ranks(first.axes, world_size, first.num_samples) if rank > 0]
+    others = [rank for rank in distinct_ranks(first.axes, world_size) if rank > 0]
     return [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
 
 
@@ -155,19 +155,17 @@ def _find_value_error(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def distinct_ranks(axes: Axes, world_size: int, num_samples: int) -> list[int]:
-    """Return the ranks to plan, whose memory and work represent those of all ranks, for steps of so many samples.
+def distinct_ranks(axes: Axes, world_size: int) -> list[int]:
+    """Return the ranks to plan, which need as much memory and time as any rank.
 
-    In a world of more than MAX_PLANNED ranks, these are the first rank, a trainer if the first one is a parameter
-    server, the last rank if the samples are split unevenly, and one rank of each stage. Of more than MAX_PLANNED
-    stages, the first two, the middle and the last one are planned.
+    In a world of more than MAX_PLANNED ranks, these are the first rank, which has as large a part of the parameters as
+    any rank and is planned with the most samples; a trainer if the first one is a parameter server; and one rank of
+    each stage. Of more than MAX_PLANNED stages, the first two, the middle and the last one are planned.
     """
     if world_size <= MAX_PLANNED:
         return [*range(world_size)]
     stages = [*range(axes.stage)] if axes.stage <= MAX_PLANNED else [0, 1, axes.stage // 2, axes.stage - 1]
-    is_uneven = num_samples % axes.data_ranks > 0
-    first_of_stages = {axes.servers + stage * axes.tensor for stage in stages}
-    return sorted({0, *first_of_stages, *([world_size - 1] if is_uneven else [])})
+    return sorted({0, *(axes.servers + stage * axes.tensor for stage in stages)})
 
 
 def _with_other_stages(ranks: list[RankPlan], axes: Axes) -> dict[int, Any]:

@@ -43,7 +43,7 @@ class RankPlan:
         axes: The mesh of the mode.
         memory: The bytes at the peak of a step, by kind (runner.planning.memory.KINDS).
         num_samples: The number of samples in a step, over all ranks.
-        rows: The number of samples in its largest local micro-batch.
+        rows: The number of samples in its largest local micro-batch: as many as any rank has.
         bytes_per_row: The memory per sample of a large micro-batch, in bytes; None for a rank without samples.
         bytes_between: The memory between two steps, in bytes.
         bytes_per_step: The exchanged bytes by collective, averaged over the steps of a round.
@@ -158,12 +158,15 @@ class ImaginedSource(Source):
 
 
 def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
-    """Return this rank's batch of a step, with `times` as many samples in each local micro-batch.
+    """Return the largest batch that a data rank reads in a step, with `times` as many samples in each micro-batch.
 
     All samples have the shapes of the first two. A dim that is larger for two samples than for one grows with their
     number.
     """
     loader, seed = experiment.train_loader, experiment.train_loader.seed
+    sampler = loader.sampler
+    if sampler.data_rank is not None:
+        sampler = replace(sampler, data_rank=sampler.data_ranks - 1)  # no part of an uneven split is larger
     one, two = tensors(source.read([0], seed=seed)), tensors(source.read([0, min(1, len(source) - 1)], seed=seed))
 
     def data(rows: int) -> Any:
@@ -177,10 +180,10 @@ def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
         return map_tensors(grow, source.read([0], seed=seed))
 
     micro_batches = []
-    for positions in loader.sampler.positions(0):
+    for positions in sampler.positions(0):
         count = times * len(positions)
         micro_batches.append(MicroBatch(data(count or (0 if loader.allow_empty else 1)), range(count)))
-    return StepBatch(micro_batches, loader.sampler.step_size(0), 0.0)
+    return StepBatch(micro_batches, sampler.step_size(0), 0.0)
 
 
 def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker) -> ParallelModel:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.planning.timeline import DEVICE_QUERY
+
 GIB = 2**30
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, REST = "activations", "communication buffers", "the rest"
@@ -60,6 +62,8 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it calls this mode again, with the local tensors
+        if function is DEVICE_QUERY:
+            return args[0].fake_device
         result = function(*args, **(kwargs or {}))
         in_backward = torch._C._current_graph_task_id() != -1
         kind = COMMUNICATION if "c10d" in function.namespace else REST if in_backward else ACTIVATIONS

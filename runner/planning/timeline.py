@@ -12,6 +12,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from runner.distributed.traffic import CommunicationCounter
 
+# Asks a fake tensor for its device, several times for each operator. It is no work of a rank.
+DEVICE_QUERY = torch.ops.prim.device.default
+
 
 class Shape(NamedTuple):
     """A tensor argument of an operator."""
@@ -79,6 +82,8 @@ class Timeline(CommunicationCounter):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it calls this mode again, with the local tensors
+        if function is DEVICE_QUERY:
+            return args[0].fake_device
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if "c10d" not in function.namespace:
             operators = self.events[-1]

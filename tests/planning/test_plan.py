@@ -242,11 +242,19 @@ def test_messages_of_a_process_group_may_take_longer() -> None:
 
 
 def test_few_of_many_ranks_are_planned() -> None:
-    assert distinct_ranks(Axes(replicate=4), 4, 64) == [0, 1, 2, 3]
-    assert distinct_ranks(Axes(replicate=64), 64, 64) == [0]
-    assert distinct_ranks(Axes(replicate=64), 64, 65) == [0, 63]  # the last one has two samples
-    assert distinct_ranks(Axes(replicate=7, servers=1), 8, 70) == [0, 1]
-    assert distinct_ranks(Axes(replicate=2, stage=8, tensor=2), 32, 64) == [0, 2, 8, 14]
+    assert distinct_ranks(Axes(replicate=4), 4) == [0, 1, 2, 3]
+    assert distinct_ranks(Axes(replicate=64), 64) == [0]
+    assert distinct_ranks(Axes(replicate=7, servers=1), 8) == [0, 1]
+    assert distinct_ranks(Axes(replicate=2, stage=8, tensor=2), 32) == [0, 2, 8, 14]
+
+
+def test_each_rank_is_planned_with_the_most_samples_of_a_rank() -> None:
+    assert plan(0, 64, *MLP, "parallel=ddp", "batch_size=65").rows == 2  # in a run, those of the last rank
+
+
+def test_asking_tensors_for_their_device_is_no_work() -> None:
+    events = plan(0, 2, *MLP, "parallel=allreduce").events
+    assert not [op for event in events if isinstance(event, Counter) for op in event if op.function.namespace == "prim"]
 
 
 def test_stages_that_are_not_planned_take_part_in_the_step(tmp_path: Path) -> None:
@@ -356,7 +364,7 @@ def test_a_step_has_no_more_samples_than_the_data() -> None:
     config, request = worlds.configure(*few)
     data = load_data(config, request.choices, worlds.unconnected())
     cell = plan_cell(config, request.choices, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
-    assert [rank.rank for rank in cell.ranks] == [0, 4]  # the last one has two samples
+    assert [(rank.rank, rank.rows) for rank in cell.ranks] == [(0, 2)]
     assert cell.ranks[0].num_samples == 6 and cell.samples_per_s == 6 / cell.step_s
 
 
