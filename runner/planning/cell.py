@@ -156,11 +156,12 @@ def _find_value_error(error: BaseException | None) -> BaseException | None:
 
 
 def distinct_ranks(axes: Axes, world_size: int) -> list[int]:
-    """Return the ranks to plan, which need as much memory and time as any rank.
+    """Return the ranks to plan, which need about as much memory and time as the rank that needs the most.
 
-    In a world of more than MAX_PLANNED ranks, these are the first rank, which has as large a part of the parameters as
-    any rank and is planned with the most samples; a trainer if the first one is a parameter server; and one rank of
-    each stage. Of more than MAX_PLANNED stages, the first two, the middle and the last one are planned.
+    In a world of more than MAX_PLANNED ranks, these are the first rank, a trainer if the first one is a parameter
+    server, and one rank of each stage. Of more than MAX_PLANNED stages, the first two, the middle and the last one are
+    planned. Other ranks have no more samples, because each rank is planned with the most, and no larger parts of the
+    parameters; with zero, the part of another rank can be slightly larger.
     """
     if world_size <= MAX_PLANNED:
         return [*range(world_size)]

@@ -158,10 +158,10 @@ class ImaginedSource(Source):
 
 
 def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
-    """Return the largest batch that a data rank reads in a step, with `times` as many samples in each micro-batch.
+    """Return a batch as large as that of any data rank, with `times` as many samples in each local micro-batch.
 
-    All samples have the shapes of the first two. A dim that is larger for two samples than for one grows with their
-    number.
+    The batch of a parameter server has no samples. All samples have the shapes of the first two. A dim that is
+    larger for two samples than for one grows with their number.
     """
     loader, seed = experiment.train_loader, experiment.train_loader.seed
     sampler = loader.sampler

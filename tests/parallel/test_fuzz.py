@@ -22,7 +22,7 @@ from runner.objectives.objective import Objective
 # The soak tier draws FUZZ_CELLS experiments, from the seed FUZZ_SEED on.
 FIRST, NUMBER, PER_TEST = int(os.environ.get("FUZZ_SEED", "0")), int(os.environ.get("FUZZ_CELLS", "2000")), 20
 SEEDS = [
-    *(pytest.param(range(seed, seed + 10), id=str(seed), marks=pytest.mark.thorough) for seed in range(10, 70, 10)),
+    *(pytest.param(range(n, n + 10), id=f"{n}-{n + 9}", marks=pytest.mark.thorough) for n in range(10, 70, 10)),
     *(
         pytest.param(range(seed, seed + PER_TEST), id=str(seed), marks=pytest.mark.soak)
         for seed in range(FIRST, FIRST + NUMBER, PER_TEST)
