@@ -1,10 +1,14 @@
 """How accurate task=plan is on this machine: bytes, memory, and the order of modes by speed.
 
 usage: python benchmarks/plan_accuracy.py [--models mlp,convnet,resnet18,gpt] [--ranks 1,2,4] [--only memory|speed]
+           [--modes none,ddp] [--device h100]
 Nothing else may run, except with --only memory. For each model, task=plan plans all modes, task=compare measures their
 bytes and step times, and allocated_memory.py, with a C compiler, the peak memory of each rank. Prints a row for each
 mode and number of ranks. For each model and number of ranks, it then counts the pairs of modes whose measured step
 times differ by more than 20%, and names those that the plan orders wrongly.
+
+--device plans for that data sheet. The machine must have such GPUs, one per rank; the memory is then what torch has
+allocated on them, without cuDNN's and cuBLAS's workspaces.
 """
 
 import argparse
@@ -22,12 +26,28 @@ from typing import Any
 
 # Models are large compared with the samples that the loader reads ahead, which a plan does not include. Batches are at
 # most a sixth of the training data, because a checkpoint is copied at the end of an epoch.
+TOKENS = ["data=text", "data.sample_shape=[1024]"]
 IMAGES = ["data=random", "data.sample_shape=[3,32,32]", "data.num_outputs=10"]
 MODELS = {
     "mlp": ["model=mlp", "model.hidden=[2048,2048]", "batch_size=192"],
     "convnet": ["model=convnet", "batch_size=192"],
     "resnet18": ["model=resnet18", *IMAGES, "batch_size=64"],
     "gpt": ["model=gpt", "data=text", "batch_size=64"],
+}
+# Models that keep a large GPU busy.
+GPU_MODELS = {
+    "mlp": ["model=mlp", "model.hidden=[8192,8192]", *IMAGES, "batch_size=1024"],
+    "convnet": ["model=convnet", *IMAGES, "model.channels=[128,256]", "batch_size=512"],
+    "resnet18": ["model=resnet18", *IMAGES, "batch_size=512", "precision=bf16"],
+    "gpt": [
+        "model=gpt",
+        "model.dim=1024",
+        "model.depth=16",
+        "model.heads=16",
+        *TOKENS,
+        "batch_size=32",
+        "precision=bf16",
+    ],
 }
 MODES = ("none", "allreduce", "ddp", "zero", "fsdp", "tp", "pipeline", "ps", "local_sgd")
 LARGE = 1.2  # ratio of step times that a plan must order correctly
@@ -40,18 +60,22 @@ def run(folder: Path, *command: str, **variables: str) -> None:
         sys.exit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
 
 
-def plan(folder: Path, words: Sequence[str], sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any]]:
+def plan(
+    folder: Path, words: Sequence[str], sizes: Sequence[int], chosen: Sequence[str], device: str
+) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the planned cells by mode and number of ranks."""
-    modes, of = f"plan.modes=[{','.join(MODES)}]", f"plan.world_sizes={[*sizes]}".replace(" ", "")
-    run(folder / "plan", "-m", "runner", *words, "task=plan", modes, of)
+    modes, of = f"plan.modes=[{','.join(chosen)}]", f"plan.world_sizes={[*sizes]}".replace(" ", "")
+    run(folder / "plan", "-m", "runner", *words, "task=plan", modes, of, f"plan.device={device}")
     (file,) = (folder / "plan").glob("*/*/plan.json")
     cells = json.loads(file.read_text())["cells"]
     return {(cell["mode"], cell["world_size"]): cell for cell in cells if "reason" not in cell}
 
 
-def compare(folder: Path, words: Sequence[str], sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, str]]:
+def compare(
+    folder: Path, words: Sequence[str], sizes: Sequence[int], chosen: Sequence[str]
+) -> dict[tuple[str, int], dict[str, str]]:
     """Return the measured cells by mode and number of ranks."""
-    modes, of = f"compare.modes=[{','.join(MODES)}]", f"compare.world_sizes={[*sizes]}".replace(" ", "")
+    modes, of = f"compare.modes=[{','.join(chosen)}]", f"compare.world_sizes={[*sizes]}".replace(" ", "")
     run(folder / "compare", "-m", "runner", *words, "task=compare", modes, of)
     (file,) = (folder / "compare").glob("*/*/compare.csv")
     rows = csv.DictReader(file.read_text().splitlines())
@@ -88,23 +112,30 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--only", choices=("memory", "speed"))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--device", default="this")
     args = parser.parse_args()
-    sizes = [*map(int, args.ranks.split(","))]
+    sizes, modes, on_gpu = [*map(int, args.ranks.split(","))], args.modes.split(","), args.device != "this"
     print("| model | mode | ranks | planned MiB | peak MiB | error | planned step ms | step ms | other bytes |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     orders = []
     for model in args.models.split(","):
         # A logged step also sums the loss over the ranks, and a smaller last batch exchanges less.
-        words = [*MODELS[model], "log_every=1000", "loader.drop_last=true"]
+        words = [*(GPU_MODELS if on_gpu else MODELS)[model], "log_every=1000", "loader.drop_last=true"]
         with tempfile.TemporaryDirectory() as name:
-            counter = compile_counter(Path(name))
-            cells = plan(Path(name), words, sizes)
-            measured = {} if args.only == "memory" else compare(Path(name), words, sizes)
+            counter = None if on_gpu else compile_counter(Path(name))
+            cells = plan(Path(name), words, sizes, modes, args.device)
+            measured = {} if counter and args.only == "memory" else compare(Path(name), words, sizes, modes)
             for (mode, size), cell in sorted(cells.items(), key=lambda item: item[0][1]):
                 planned = max(sum(parts.values()) for parts in cell["memory_bytes"].values()) / 2**20
                 row = [model, mode, str(size), f"{planned:.1f}", "", ""]
-                if args.only != "speed":
+                peak = 0.0
+                if counter and args.only != "speed":
                     peak = allocated(Path(name), words, mode, size, counter) / 2**20
+                elif on_gpu and (mode, size) in measured:
+                    memory = [value for key, value in measured[mode, size].items() if key.startswith("memory_mib/")]
+                    peak = max(float(value) for value in memory if value)
+                if peak:
                     row[4:] = [f"{peak:.1f}", f"{planned / peak - 1:+.1%}"]
                 if (mode, size) in measured:
                     real = measured[mode, size]

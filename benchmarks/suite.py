@@ -5,7 +5,8 @@ usage: python benchmarks/suite.py [--work convnet,gpt] [--nproc 1,2] [--only han
 
 Without --work, --nproc and --only the suite measures the workloads and commands that docs/benchmarks.md shows. In each
 round the commands of a workload run one after the other. The tables have the median and range of the rounds' ratios.
-Everything runs on the CPU with one thread per rank. Each --runner adds a row for the runner with these overrides.
+Everything runs on the CPU with one thread per rank, or with BENCHMARK_DEVICE=cuda in the environment on GPUs. Each
+--runner adds a row for the runner with these overrides.
 Frameworks that are not installed are skipped: pip install lightning accelerate pytorch-ignite.
 """
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.meter import FIGURES, STARTED
+from peers.meter import DEVICE, FIGURES, STARTED
 from peers.works import WORKS, Work
 
 PEERS_FOLDER = Path(__file__).resolve().parent
@@ -89,13 +89,15 @@ def runner_words(work: Work, name: str, num_ranks: int, steps: int, place: Place
 
 
 def measure(words: list[str], place: Place) -> dict[str, float]:
-    """Return the figures of one command, on the CPU with one thread per rank. Raise CommandFailed if it fails."""
+    """Return the figures of one command, with one thread per rank. Raise CommandFailed if it fails."""
     path, temporary = place.scratch / "figures.json", place.scratch / "tmp"
     path.unlink(missing_ok=True)
     for folder in (temporary, place.scratch / "outputs"):  # outputs of the previous command
         shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary), FIGURES: str(path)}
+    own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), FIGURES: str(path)}
+    if DEVICE == "cpu":
+        own["CUDA_VISIBLE_DEVICES"] = ""
     searched = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(searched)}
     started = time.time()

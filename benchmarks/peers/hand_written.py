@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
-from training import LOG_EVERY, Given, given, loss_of
+from training import DEVICE, LOG_EVERY, Given, given, loss_of
 
 
 def main(given: Given) -> None:
@@ -37,7 +37,7 @@ def main(given: Given) -> None:
     meter = given.meter()
     for step, (inputs, targets) in enumerate(itertools.islice(loader, given.steps), start=1):
         optimizer.zero_grad()
-        loss = loss_of(model(inputs), targets)
+        loss = loss_of(model(inputs.to(DEVICE)), targets.to(DEVICE))
         loss.backward()
         optimizer.step()
         meter.tick()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Given, given, loss_of
+from training import DEVICE, Given, given, loss_of
 
 NUM_BATCHES = 10  # in memory, used in rotation
 
@@ -28,8 +28,8 @@ def main(given: Given) -> None:
     optimizer = given.optimizer(model.parameters())
     data, size = given.data(train=True), given.batch_size // world_size
     rows = [data[rank + world_size * index] for index in range(NUM_BATCHES * size)]
-    inputs = torch.stack([sample for sample, _ in rows])
-    targets = torch.stack([torch.as_tensor(target) for _, target in rows])
+    inputs = torch.stack([sample for sample, _ in rows]).to(DEVICE)
+    targets = torch.stack([torch.as_tensor(target) for _, target in rows]).to(DEVICE)
     meter = given.meter()
     for step in range(given.steps):
         cut = slice(step % NUM_BATCHES * size, (step % NUM_BATCHES + 1) * size)

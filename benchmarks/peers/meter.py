@@ -7,20 +7,25 @@ from pathlib import Path
 
 STARTED = "BENCHMARK_STARTED"  # the start of the command, in seconds since the epoch
 FIGURES = "BENCHMARK_FIGURES"  # the file for the result, one JSON line
+DEVICE = os.environ.get("BENCHMARK_DEVICE", "cpu")  # or cuda
 
 
 class Meter:
     """Call it after each step and after the final evaluation."""
 
-    def __init__(self, batch_size: int, warmup_steps: int) -> None:
-        self._batch_size, self._warmup_steps = batch_size, warmup_steps
+    def __init__(self, batch_size: int, warmup_steps: int, num_steps: int) -> None:
+        self._batch_size, self._warmup_steps, self._num_steps = batch_size, warmup_steps, num_steps
         self._steps = 0
         self._first = self._warm = self._last = 0.0
         self._evaluation_s: float | None = None
 
     def tick(self) -> None:
-        self._last = time.time()  # not perf_counter, whose zero may differ between processes
         self._steps += 1
+        if DEVICE == "cuda" and self._steps in (1, self._warmup_steps, self._num_steps):
+            import torch
+
+            torch.cuda.synchronize()
+        self._last = time.time()  # not perf_counter, whose zero may differ between processes
         if self._steps == 1:
             self._first = self._last
         if self._steps == self._warmup_steps:

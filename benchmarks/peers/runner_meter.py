@@ -10,7 +10,9 @@ class RunnerMeter(Callback):
         self.warmup_steps = warmup_steps
 
     def on_start(self, run: RunInfo) -> None:
-        self._meter, self._writes = Meter(run.config.batch_size, self.warmup_steps), run.rank == 0
+        steps = run.config.max_steps
+        assert steps is not None
+        self._meter, self._writes = Meter(run.config.batch_size, self.warmup_steps, steps), run.rank == 0
 
     def after_step(self, now: Progress) -> None:
         self._meter.tick()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from meter import Meter
+from meter import DEVICE, Meter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -58,7 +58,7 @@ class Given:
     def model(self) -> nn.Module:
         module, _, name = self.work.model.rpartition(".")
         make = getattr(importlib.import_module(module), name)
-        return make(list(self.work.data.sample_shape), self.work.data.num_outputs)
+        return make(list(self.work.data.sample_shape), self.work.data.num_outputs).to(DEVICE)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return getattr(torch.optim, self.work.optimizer)(parameters, **self.work.options)
@@ -73,7 +73,7 @@ class Given:
         return DataLoader(data, self.batch_size // world_size, sampler=sampler)
 
     def meter(self) -> Meter:
-        return Meter(self.batch_size, self.work.warmup_of(self.steps))
+        return Meter(self.batch_size, self.work.warmup_of(self.steps), self.steps)
 
     def finish(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any], meter: Meter, rank: int
@@ -83,7 +83,8 @@ class Given:
         sums = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for inputs, targets in itertools.islice(loader, self.work.eval_batches):
-                sums += torch.tensor([loss_of(model(inputs), targets).item() * len(targets), len(targets)])
+                loss = loss_of(model(inputs.to(DEVICE)), targets.to(DEVICE))
+                sums += torch.tensor([loss.item() * len(targets), len(targets)])
         if dist.is_initialized():
             dist.all_reduce(sums)
         meter.evaluated()

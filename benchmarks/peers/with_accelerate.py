@@ -10,11 +10,11 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
-from training import LOG_EVERY, Given, given, loss_of
+from training import DEVICE, LOG_EVERY, Given, given, loss_of
 
 
 def main(given: Given) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=DEVICE == "cpu")
     torch.manual_seed(0)
     model = given.model()
     optimizer = given.optimizer(model.parameters())

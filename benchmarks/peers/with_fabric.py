@@ -10,11 +10,11 @@ import tempfile
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
-from training import LOG_EVERY, Given, given, loss_of
+from training import DEVICE, LOG_EVERY, Given, given, loss_of
 
 
 def main(given: Given, num_ranks: int) -> None:
-    fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy="ddp" if num_ranks > 1 else "auto")
+    fabric = Fabric(accelerator=DEVICE, devices=num_ranks, strategy="ddp" if num_ranks > 1 else "auto")
     fabric.launch()
     fabric.seed_everything(0)
     model = given.model()

@@ -11,7 +11,7 @@ import ignite.distributed as idist
 import torch
 from ignite.engine import Engine
 from torch.utils.tensorboard import SummaryWriter
-from training import LOG_EVERY, Given, given, loss_of
+from training import DEVICE, LOG_EVERY, Given, given, loss_of
 
 
 def main(local_rank: int, given: Given) -> None:
@@ -27,7 +27,7 @@ def main(local_rank: int, given: Given) -> None:
     def update(engine: Engine, batch: Any) -> None:
         inputs, targets = batch
         optimizer.zero_grad()
-        loss = loss_of(model(inputs), targets)
+        loss = loss_of(model(inputs.to(DEVICE)), targets.to(DEVICE))
         loss.backward()
         optimizer.step()
         meter.tick()

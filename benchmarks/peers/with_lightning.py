@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
-from training import LOG_EVERY, Given, given, loss_of
+from training import DEVICE, LOG_EVERY, Given, given, loss_of
 
 
 class Module(lightning.LightningModule):
@@ -38,7 +38,7 @@ def main(given: Given, num_ranks: int) -> None:
     module = Module(given)
     loader = DataLoader(given.data(train=True), given.batch_size // num_ranks, shuffle=True)
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=DEVICE,
         devices=num_ranks,
         strategy="ddp" if num_ranks > 1 else "auto",
         max_steps=given.steps,
