@@ -37,7 +37,7 @@ MODELS = {
 # Models that keep a large GPU busy.
 GPU_MODELS = {
     "mlp": ["model=mlp", "model.hidden=[8192,8192]", *IMAGES, "batch_size=1024"],
-    "convnet": ["model=convnet", *IMAGES, "model.channels=[128,256]", "batch_size=512"],
+    "convnet": ["model=convnet", "model.channels=[128,256]", *IMAGES, "batch_size=512"],
     "resnet18": ["model=resnet18", *IMAGES, "batch_size=512", "precision=bf16"],
     "gpt": [
         "model=gpt",
@@ -122,6 +122,7 @@ def main() -> None:
     for model in args.models.split(","):
         # A logged step also sums the loss over the ranks, and a smaller last batch exchanges less.
         words = [*(GPU_MODELS if on_gpu else MODELS)[model], "log_every=1000", "loader.drop_last=true"]
+        words.append("optimizer.lr=1e-4")  # no loss may become infinite
         with tempfile.TemporaryDirectory() as name:
             counter = None if on_gpu else compile_counter(Path(name))
             cells = plan(Path(name), words, sizes, modes, args.device)

@@ -79,7 +79,7 @@ class Given:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any], meter: Meter, rank: int
     ) -> None:
         """Evaluate, save on rank 0, and write the measurements. All ranks must call it."""
-        model.eval()
+        model.eval().to(DEVICE)  # Lightning has moved it to the CPU
         sums = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for inputs, targets in itertools.islice(loader, self.work.eval_batches):
