@@ -125,6 +125,10 @@ class Loader:
             if is_last:
                 return
 
+    def batches_at_once(self, num_bytes: int) -> int:
+        """Return how many local micro-batches of this size are read at once."""
+        return max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, num_bytes))) if self._reads_ahead else 1
+
     def use_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler for all further calls of `steps`."""
         self.sampler, self._at_once = sampler, None
@@ -165,10 +169,10 @@ class Loader:
         for each in batches:
             batch = map_tensors(self.to_device, each)
             requested = self._requested.popleft()
-            if self._reads_ahead and self._at_once is None and requested[0]:
+            if self._at_once is None and requested[0]:
                 num_bytes = sum(tensor.nbytes for tensor in tensors(batch))
                 largest = num_bytes * self.sampler.local_size // len(requested[0])  # the first may be smaller
-                self._at_once = max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // max(1, largest)))
+                self._at_once = self.batches_at_once(largest)
             if len(requested) == 1:
                 yield MicroBatch(batch, requested[0])
                 continue

@@ -16,7 +16,7 @@ from runner.distributed.world import World
 from runner.errors import InputError, Preempted, first_line
 from runner.paths import CONF
 from runner.planning.cell import Cell
-from runner.planning.costs import THIS, Device, data_sheets, load_device
+from runner.planning.costs import load_device, load_device_here
 from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, plan_modes
 
@@ -69,7 +69,9 @@ def plan_for(
         else mode
         for name, mode in modes.items()
     }
-    return plan_modes(whole, {world_size or world.world_size: limit}, _device(world, device, config_dirs))
+    directories, key = [CONF, *map(Path, config_dirs)], "parallel.device"
+    sheet = load_device(device, directories, key) if device else load_device_here(world.device.type, directories, key)
+    return plan_modes(whole, {world_size or world.world_size: limit}, sheet)
 
 
 def count_that_fits(cell: Cell, batch_size: int) -> int | None:
@@ -86,12 +88,3 @@ def _memory(world: World) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.mem_get_info(world.device)[0])
     return available_memory() / world.rank_info.local_world_size
-
-
-def _device(world: World, name: str | None, config_dirs: Sequence[str]) -> Device:
-    """Return the data sheet of that name, by default of this rank's device; a100 for an unknown GPU."""
-    directories = [CONF, *map(Path, config_dirs)]
-    if name is None and world.device.type == "cuda":
-        words = torch.cuda.get_device_name(world.device).lower().replace("-", " ").split()
-        name = next((sheet for sheet in data_sheets(directories) if sheet in words), "a100")
-    return load_device(name or THIS, directories, key="parallel.device")

@@ -48,7 +48,7 @@ class LocalSGD(Parallel):
             raise ValueError(f"outer_momentum={outer_momentum} must be at least 0 and below 1; try 0.9")
         if nesterov and outer_momentum == 0:
             raise ValueError("nesterov=true has no effect without momentum; try parallel.outer_momentum=0.9")
-        self.every = self.round_steps = every
+        self.round_steps = every
         self.warmup_steps = warmup_steps
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
 
@@ -129,7 +129,7 @@ class LocalReplica(Replica):
             self._begin_round()
         else:
             self._round_steps += 1
-            if self._round_steps >= self._mode.every:
+            if self._round_steps >= self._mode.round_steps:
                 self._average(self._averaged)
                 self._step_outer()
                 self._begin_round()

@@ -19,6 +19,9 @@ from runner.records.result import read_result
 THIS = "this"  # the data sheet of this machine
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
+# Of the peak rates on a data sheet, large operators reach these fractions (matrix products and copies on an H100).
+FLOPS_REACHED, BANDWIDTH_REACHED = 0.75, 0.9
+UNKNOWN_GPU = "a100"
 LINKS = ("link", "group_link", "network")
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -86,6 +89,15 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device") ->
         return Device(name=name, **links, flops=flops, **numbers)  # type: ignore[arg-type]
     except (TypeError, ValueError, KeyError, yaml.YAMLError) as error:
         raise InputError(f"{key}={name}: {files[name]} is not a valid data sheet: {error}") from None
+
+
+def load_device_here(kind: str, directories: list[Path], key: str = "plan.device") -> Device:
+    """Read the data sheet of this machine's devices. kind: cpu or cuda. That of an unknown GPU is UNKNOWN_GPU's."""
+    name = THIS
+    if kind == "cuda":
+        words = torch.cuda.get_device_name().lower().replace("-", " ").split()
+        name = next((sheet for sheet in data_sheets(directories) if sheet in words), UNKNOWN_GPU)
+    return load_device(name, directories, key)
 
 
 def with_measured_link(device: Device, run: Path) -> Device:
@@ -188,13 +200,17 @@ class Costs:
         """Return the time according to the data sheet: the larger of the times of computation and memory accesses."""
         if _is_view(operator.function):
             return 0.0
-        seconds = sum(shape.num_bytes for shape in operator.shapes) / self._device.memory_bandwidth
+        num_bytes = sum(shape.num_bytes for shape in operator.shapes)
+        seconds = num_bytes / (BANDWIDTH_REACHED * self._device.memory_bandwidth)
         if (formula := flop_registry.get(operator.function.overloadpacket)) is not None and self._device.flops:
             args, kwargs = operator.arguments(lambda shape: torch.Size(shape.size))
             outputs = [torch.Size(each.size) if isinstance(each, Shape) else each for each in operator.outputs]
             flops = formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs)
             precision = PRECISIONS.get(operator.shapes[0].dtype, "fp32")
-            seconds = max(seconds, flops / self._device.flops[precision])
+            rates = self._device.flops
+            if precision == "fp32" and "convolution" in operator.function.__name__:  # PyTorch's default on GPUs
+                precision = "tf32"
+            seconds = max(seconds, flops / (FLOPS_REACHED * rates.get(precision, rates["fp32"])))
         return max(seconds, KERNEL_S)
 
 

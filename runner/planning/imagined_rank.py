@@ -82,6 +82,8 @@ def plan_rank(
     with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = build(config, choices, world, data=(train_data, val_data))
+        round_steps = experiment.parallel.round_steps
+        experiment.parallel.round_steps = min(2, round_steps)  # all steps of a round except the last are alike
         module, callbacks = experiment.recipe.module, Callbacks([])
         parallel_model = _prepare(experiment, world, tracker)
         if config.ema.decay is not None:
@@ -104,17 +106,21 @@ def plan_rank(
                 bytes_per_row = step_with_many_rows()
             else:
                 trainer.step(batch)
+            ahead = _read_ahead(experiment, train_data, batch)
             tracker.reset_peak()  # the first step has created the state of the optimizer
-            with Timeline() as timeline:
-                for _ in range(experiment.parallel.round_steps):
+            events, exchanged = list[Counter[Operator] | Message](), Counter[str]()
+            for times in (1, round_steps - 1)[: experiment.parallel.round_steps]:  # the end of a round, and the rest
+                with Timeline() as timeline:
                     trainer.step(batch)
+                events += times * timeline.events
+                exchanged.update({kind: times * count for kind, count in timeline.bytes.items()})
             memory = tracker.peak()
             if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
                 memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
             between = tracker.reset_peak()
+            del ahead
             if rows and is_pipeline:
                 bytes_per_row = step_with_many_rows()
-    steps = experiment.parallel.round_steps
     return RankPlan(
         rank,
         experiment.axes,
@@ -123,8 +129,8 @@ def plan_rank(
         rows,
         bytes_per_row,
         between,
-        {kind: count / steps for kind, count in timeline.bytes.items()},
-        timeline.events,
+        {kind: count / round_steps for kind, count in exchanged.items()},
+        events,
     )
 
 
@@ -160,30 +166,43 @@ class ImaginedSource(Source):
 def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
     """Return a batch as large as that of any data rank, with `times` as many samples in each local micro-batch.
 
-    The batch of a parameter server has no samples. All samples have the shapes of the first two. A dim that is
-    larger for two samples than for one grows with their number.
+    The batch of a parameter server has no samples.
     """
-    loader, seed = experiment.train_loader, experiment.train_loader.seed
+    loader = experiment.train_loader
     sampler = loader.sampler
     if sampler.data_rank is not None:
         sampler = replace(sampler, data_rank=sampler.data_ranks - 1)  # no part of an uneven split is larger
-    one, two = tensors(source.read([0], seed=seed)), tensors(source.read([0, min(1, len(source) - 1)], seed=seed))
-
-    def data(rows: int) -> Any:
-        grown = iter(zip(one, two, strict=True))
-
-        def grow(tensor: torch.Tensor) -> torch.Tensor:
-            of_one, of_two = next(grown)
-            size = [n + (rows - 1) * (m - n) for n, m in zip(of_one.shape, of_two.shape, strict=True)]
-            return loader.to_device(tensor.new_empty(size))
-
-        return map_tensors(grow, source.read([0], seed=seed))
-
     micro_batches = []
     for positions in sampler.positions(0):
         count = times * len(positions)
-        micro_batches.append(MicroBatch(data(count or (0 if loader.allow_empty else 1)), range(count)))
+        data = _data(experiment, source, count or (0 if loader.allow_empty else 1))
+        micro_batches.append(MicroBatch(data, range(count)))
     return StepBatch(micro_batches, sampler.step_size(0), 0.0)
+
+
+def _read_ahead(experiment: Experiment, source: Source, batch: StepBatch) -> Any:
+    """Return as much data as the loader has read for later steps, at most."""
+    loader, (first, *rest) = experiment.train_loader, batch.micro_batches
+    num_in_epoch = loader.sampler.steps_per_epoch * len(batch.micro_batches)
+    count = min(loader.batches_at_once(sum(tensor.nbytes for tensor in tensors(first.data))), num_in_epoch)
+    return _data(experiment, source, first.num_samples * max(0, count - 1 - len(rest)))
+
+
+def _data(experiment: Experiment, source: Source, rows: int) -> Any:
+    """Return the data of a micro-batch, all of whose samples have the shapes of the first two.
+
+    A dim that is larger for two samples than for one grows with their number.
+    """
+    loader = experiment.train_loader
+    one, two = (tensors(source.read(rows, seed=loader.seed)) for rows in ([0], [0, min(1, len(source) - 1)]))
+    grown = iter(zip(one, two, strict=True))
+
+    def grow(tensor: torch.Tensor) -> torch.Tensor:
+        of_one, of_two = next(grown)
+        size = [n + (rows - 1) * (m - n) for n, m in zip(of_one.shape, of_two.shape, strict=True)]
+        return loader.to_device(tensor.new_empty(size))
+
+    return map_tensors(grow, source.read([0], seed=loader.seed))
 
 
 def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker) -> ParallelModel:

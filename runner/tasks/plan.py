@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runner.config.schema import Config
+from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import allowed_cores, available_memory
 from runner.errors import InputError, did_you_mean, quantity
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
 from runner.planning.cell import Cell
-from runner.planning.costs import Device, load_device, with_measured_link
+from runner.planning.costs import THIS, Device, load_device, load_device_here, with_measured_link
 from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
 from runner.records.record_files import write_atomically
@@ -42,7 +43,11 @@ class Plan(LaunchingTask):
                 f"task=plan must run in one process, but the world has {rank_info.world_size}; start it with "
                 "`python -m runner`"
             )
-        device = load_device(config.plan.device, [CONF, *map(Path, request.config_dirs)])
+        directories = [CONF, *map(Path, request.config_dirs)]
+        if config.plan.device == THIS:
+            device = load_device_here(as_backend(config.backend).device_type(), directories)
+        else:
+            device = load_device(config.plan.device, directories)
         if config.plan.collectives:
             device = with_measured_link(device, Path(config.plan.collectives))
         cells = _plan(config, request, device)

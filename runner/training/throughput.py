@@ -59,8 +59,9 @@ class ThroughputMeter:
 
 def peak_memory_mib(device: torch.device) -> float:
     """Return the peak memory of the device, or of this process if the device is the CPU, in MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type == "cuda":  # max_memory_allocated would convert all 200 statistics, which takes 0.3 ms
+        peak: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
+        return peak / 2**20
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return highest / (2**20 if sys.platform == "darwin" else 2**10)  # in bytes on macOS, in KiB on Linux
 

@@ -177,12 +177,7 @@ def real_steps(config: Config, choices: Any, data: Any) -> Iterator[None]:
     start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
     config = replace(config, log_every=1000)
     trainer = Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
-    read = next(iter(experiment.train_loader.steps(0)))
-    # Copies, because the loader may have read several micro-batches at once.
-    copies = [replace(each, data=map_tensors(torch.clone, each.data)) for each in read.micro_batches]
-    batch = replace(read, micro_batches=copies)
-    del read, copies
-    while True:
+    for batch in experiment.train_loader.steps(0):
         trainer.step(batch)
         yield
 
