@@ -19,8 +19,7 @@ from runner.records.result import read_result
 THIS = "this"  # the data sheet of this machine
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
-# Of the peak rates on a data sheet, large operators reach these fractions (matrix products and copies on an H100).
-FLOPS_REACHED, BANDWIDTH_REACHED = 0.75, 0.9
+REACHED = 0.75  # the fraction of a data sheet's rates that operators reach, measured on an H100
 UNKNOWN_GPU = "a100"
 LINKS = ("link", "group_link", "network")
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -201,7 +200,7 @@ class Costs:
         if _is_view(operator.function):
             return 0.0
         num_bytes = sum(shape.num_bytes for shape in operator.shapes)
-        seconds = num_bytes / (BANDWIDTH_REACHED * self._device.memory_bandwidth)
+        seconds = num_bytes / (REACHED * self._device.memory_bandwidth)
         if (formula := flop_registry.get(operator.function.overloadpacket)) is not None and self._device.flops:
             args, kwargs = operator.arguments(lambda shape: torch.Size(shape.size))
             outputs = [torch.Size(each.size) if isinstance(each, Shape) else each for each in operator.outputs]
@@ -210,7 +209,7 @@ class Costs:
             rates = self._device.flops
             if precision == "fp32" and "convolution" in operator.function.__name__:  # PyTorch's default on GPUs
                 precision = "tf32"
-            seconds = max(seconds, flops / (FLOPS_REACHED * rates.get(precision, rates["fp32"])))
+            seconds = max(seconds, flops / (REACHED * rates.get(precision, rates["fp32"])))
         return max(seconds, KERNEL_S)
 
 

@@ -117,8 +117,8 @@ def plan_rank(
             memory = tracker.peak()
             if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
                 memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
+            del ahead  # smaller with smaller micro-batches
             between = tracker.reset_peak()
-            del ahead
             if rows and is_pipeline:
                 bytes_per_row = step_with_many_rows()
     return RankPlan(

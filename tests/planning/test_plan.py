@@ -20,10 +20,9 @@ from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.input.datasets import load_data
-from runner.input.pytree import map_tensors
 from runner.paths import CONF
 from runner.planning.cell import Cell, distinct_ranks, plan_cell
-from runner.planning.costs import Costs, load_device, with_measured_link
+from runner.planning.costs import Costs, load_device, load_device_here, with_measured_link
 from runner.planning.imagined_rank import RankPlan, plan_rank, without_forward
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.modes import plan_modes
@@ -234,6 +233,26 @@ def test_messages_of_a_process_group_may_take_longer() -> None:
     for name, is_slower in (("this", True), ("h100", False)):
         costs = Costs(load_device(name, [CONF]), 2)
         assert (costs.message(replace(near, uses_group=True)) > costs.message(near)) == is_slower
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sheet"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("Quadro", "a100")]
+)
+def test_this_machine_is_its_gpu(gpu: str, sheet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    assert load_device_here("cuda", [CONF]).name == sheet
+    assert load_device_here("cpu", [CONF]).name == "this"
+
+
+def test_convolutions_on_gpus_use_tf32() -> None:
+    device = load_device("h100", [CONF])
+    times = []
+    for flops in (device.flops, {**device.flops, "tf32": device.flops["fp32"]}):
+        costs = Costs(replace(device, flops=flops), 1)
+        events = plan(0, 1, "model=convnet", "data.sample_shape=[1,28,28]", "batch_size=1000", "parallel=none").events
+        counts = [event for event in events if isinstance(event, Counter)]
+        times.append(sum(costs.operator(operator) for count in counts for operator in count))
+    assert times[0] < times[1]
 
 
 def test_few_of_many_ranks_are_planned() -> None:
