@@ -32,11 +32,11 @@ class InputError(ValueError):
 
 @contextlib.contextmanager
 def as_input_error(prefix: str = "") -> Iterator[None]:
-    """Raise a ValueError of the context as InputError, with a prefix."""
+    """Raise a ValueError of the context as InputError, with a prefix and a message for each line."""
     try:
         yield
     except ValueError as error:
-        raise InputError(f"{prefix}{error}") from None
+        raise InputError(*f"{prefix}{error}".splitlines()) from None
 
 
 def require_packages(choice: str, extra: str, *packages: str) -> None:

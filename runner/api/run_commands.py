@@ -13,7 +13,7 @@ from runner.api import manage
 from runner.api.watch import watch
 from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
-from runner.records.attempts import last_line, read_attempts
+from runner.records.attempts import error_line, read_attempts
 from runner.records.record_files import dumps
 from runner.records.records import find_records
 from runner.records.result import read_result
@@ -165,7 +165,7 @@ def _show(args: Namespace) -> None:
     facts = {
         "path": str(path),
         "state": " ".join(filter(None, [row.state, row.done])),
-        "error": last_line(str(result.get("error") or "")),
+        "error": error_line(str(result.get("error") or "")),
         "command": " ".join(map(str, result.get("command") or [])),
         **{key: result.get(key) for key in SHOWN},
         "age": listing.describe_age(time.time() - row.started),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 # The last number of a key (seed, epoch, index, …), which separates these streams from those of the trainer and sampler.
 TRANSFORMS, SAMPLE, EPOCH, COLLATE = range(2**63, 2**63 + 4)
 _BLANK = 0x5EED  # the seed while it is unknown whether a function draws random numbers
@@ -27,20 +28,18 @@ def derive_seed(*key: int) -> int:
     return state % 2**63
 
 
-def seed_all(key: int) -> None:
-    """Seed torch on the CPU, NumPy and random."""
+def seed_torch(key: int, device: torch.device) -> None:
+    """Seed torch on the CPU and on the device. torch.manual_seed takes 1.3 ms, for tracebacks of unused devices."""
     torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(key)
+
+
+def seed_all(key: int, device: torch.device = CPU) -> None:
+    """Seed torch on the CPU and on the device, NumPy and random."""
+    seed_torch(key, device)
     np.random.seed(key % 2**32)
     random.seed(key)
-
-
-def seed_step(key: int, device: torch.device) -> None:
-    """Seed torch on the CPU and on the device, NumPy and random."""
-    seed_all(key)
-    if (
-        device.type == "cuda"
-    ):  # torch.manual_seed takes 1.3 ms, because it formats tracebacks for unused kinds of devices
-        torch.cuda.manual_seed_all(key)
 
 
 @contextmanager

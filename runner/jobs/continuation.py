@@ -129,9 +129,8 @@ def locked(directory: RunDirectory, config: Config, request: Request, world: Wor
     timeout_s = world.consensus.timeout_s
     world.consensus.timeout_s = max(timeout_s, 2 * DEAD_AFTER_S)  # for the heartbeat of an owner on another machine
     try:
-        world.consensus.keep_for_restart("locked", world.consensus.broadcast("locked", lock))
-    except ValueError as error:
-        raise InputError(*str(error).splitlines()) from None
+        with as_input_error():
+            world.consensus.keep_for_restart("locked", world.consensus.broadcast("locked", lock))
     finally:
         world.consensus.timeout_s = timeout_s
     try:

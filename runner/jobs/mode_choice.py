@@ -19,7 +19,7 @@ from runner.parallel.auto import Auto
 from runner.planning.cell import Cell
 from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, compose_modes
-from runner.records.attempts import last_line
+from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.record_files import read_mapping, write_atomically
 from runner.records.records import CELLS
@@ -155,7 +155,7 @@ def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: R
             rates[name] = max(rates.get(name, 0.0), metrics["samples_per_second"])
         except (InputError, JobFailed) as error:
             rates.pop(name, None)
-            failed[name] = last_line(str(error)) or ""
+            failed[name] = error_line(str(error)) or ""
 
     def choose() -> dict[str, Any]:
         if not rates:

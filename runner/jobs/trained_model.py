@@ -18,7 +18,7 @@ from runner.config.recorded_code import RECORDED, importing_code_of
 from runner.config.resume import read_overrides
 from runner.config.schema import Config
 from runner.config.trust import check_code, check_targets
-from runner.errors import InputError
+from runner.errors import InputError, as_input_error
 from runner.optimization.precision import Precision, convert
 from runner.records.run_directory import CHECKPOINTS
 
@@ -52,10 +52,8 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
     with importing_code_of(run if code == RECORDED else None):
         if messages := check_options("model", config.model, provided("model", config.model)):
             raise InputError(*(f"{run}: {message}" for message in messages))
-        try:
+        with as_input_error():
             return restore_model(config, read_choices(run), run, checkpoint).model
-        except ValueError as error:
-            raise InputError(*str(error).splitlines()) from None
 
 
 def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpoint: str = LAST) -> Trained:

@@ -13,7 +13,7 @@ from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_w
 from runner.checkpoints.shard_file import LocalChunk
 from runner.distributed.collectives import sum_over
 from runner.input.batch import MicroBatch, StepBatch
-from runner.input.rng import derive_seed, seed_step
+from runner.input.rng import derive_seed, seed_all
 from runner.objectives.objective import LossGroup, Prediction
 from runner.objectives.supervised import Supervised
 from runner.parallel.fsdp import data_options, shard_together
@@ -90,7 +90,7 @@ class PipelineReplica(Replica):
         """
         rank, count = dist.get_rank(self._pipeline), self._num_micro_batches
         if rank > 0:  # otherwise, the dropout of all stages would draw the same random numbers
-            seed_step(derive_seed(torch.initial_seed(), rank), self._recipe.device)
+            seed_all(derive_seed(torch.initial_seed(), rank), self._recipe.device)
         self._local_loss = torch.zeros((), dtype=self.precision.parameter_dtype, device=self._recipe.device)
         self._weight = torch.zeros((), dtype=torch.float64, device=self._recipe.device)
         self._num_samples = batch.num_samples

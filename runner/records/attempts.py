@@ -85,6 +85,11 @@ def initial_values(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]
     return {**config, **first}
 
 
-def last_line(text: str) -> str | None:
-    """Return the last line of an error message, or None if the message is empty."""
-    return text.strip().splitlines()[-1] if text.strip() else None
+def error_line(text: str) -> str | None:
+    """Return the line that names the error, after "rank N on HOST:" and a traceback; None if the text is empty."""
+    lines = text.strip().splitlines()
+    if not lines:
+        return None
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    number = frames[-1] + 1 if frames else int(lines[0].endswith(":"))
+    return lines[min(number, len(lines) - 1)]

@@ -15,7 +15,7 @@ import yaml
 
 from runner.errors import JobFailed
 from runner.records import provenance
-from runner.records.attempts import Attempt, append_attempt, last_line, utc_now
+from runner.records.attempts import Attempt, append_attempt, error_line, utc_now
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
 from runner.records.record_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
@@ -140,7 +140,7 @@ class RunDirectory:
         if not self.writes or self._is_lost():
             return
         self.attempt.ended, self.attempt.state = utc_now(), state
-        self.attempt.error = last_line(error or "")
+        self.attempt.error = error_line(error or "")
         has_trained = self.is_committed and self.result.step != self.attempt.first_step
         try:
             if state in ("failed", "preempted") and not has_trained and self._replaced:

@@ -18,7 +18,7 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import forget_signal, received
-from runner.errors import InputError, JobFailed, Preempted, print_messages
+from runner.errors import InputError, JobFailed, Preempted, as_input_error, print_messages
 from runner.records import ledger
 from runner.records.ledger import DONE, JobRecord, SweepRecord, is_stop_requested, read_ledger
 from runner.records.result import read_result, write_result
@@ -133,10 +133,8 @@ class Sweep:
         """
         if self.rank_info.world_size == 1:
             return make()
-        try:
+        with as_input_error():
             return self.join().consensus.broadcast(topic, make)
-        except ValueError as error:
-            raise InputError(*str(error).splitlines()) from None
 
     def __call__(self, cfg: DictConfig) -> dict[str, float]:
         """Run one job on this rank, or keep it for the submission to its queue. Return its metrics."""

@@ -16,6 +16,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, did_you_mean
 from runner.jobs.task import LaunchingTask
+from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.records import CELLS
 from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
@@ -144,7 +145,7 @@ def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> N
     except InputError as error:
         cell.remark = f"skipped: {error.messages[0]}"
     except JobFailed as error:
-        cell.remark = f"failed: {str(error).strip().splitlines()[-1]}"
+        cell.remark = f"failed: {error_line(str(error))}"
 
 
 def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info: RankInfo) -> None:

@@ -18,7 +18,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.distributed.world import World
-from runner.errors import InputError, failed_with, require_packages
+from runner.errors import InputError, as_input_error, failed_with, require_packages
 from runner.input.datasets import load_split
 from runner.input.pytree import tensors
 from runner.jobs.task import LaunchingTask
@@ -46,10 +46,8 @@ class Export(LaunchingTask):
         world = join(rank_info, backend)
         world.begin_job(backend)
         world.consensus.timeout_s = WAIT_S
-        try:
+        with as_input_error():
             world.consensus.broadcast("export", lambda: str(_export(config, request)))
-        except ValueError as error:
-            raise InputError(*str(error).splitlines()) from None
         return {}
 
 

@@ -14,7 +14,7 @@ from worlds import run
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.input.loader import Loader
-from runner.input.rng import DrawDetector, seed_step, seeded
+from runner.input.rng import DrawDetector, seed_all, seeded
 from runner.input.sampler import Sampler
 from runner.input.source import Source
 
@@ -32,7 +32,7 @@ def test_a_step_on_a_gpu_seeds_only_what_it_uses(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     monkeypatch.setattr(torch.xpu, "manual_seed_all", lambda _: pytest.fail("formats a traceback"))
     with seeded(0):
-        seed_step(5, torch.device("cuda"))
+        seed_all(5, torch.device("cuda"))
     assert seeds == [5]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.records.attempts import Attempt, append_attempt, initial_values, read_attempts
+from runner.records.attempts import Attempt, append_attempt, error_line, initial_values, read_attempts
 from runner.records.run_lock import lock_directory
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
@@ -82,3 +82,23 @@ def test_damaged_attempts_and_lock_files_are_skipped(tmp_path: Path) -> None:
     lock_directory(tmp_path).release()
     assert [attempt.number for attempt in read_attempts(tmp_path)] == [1]
     assert not list(tmp_path.glob("holder-*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "rank 0 on host:\nrank 0, step 5: loss is inf\nthe samples are 3\ndebug=true helps",
+            "rank 0, step 5: loss is inf",
+        ),
+        (
+            'rank 1 on host:\nTraceback (most recent call last):\n  File "a.py", line 1\n    f()\nValueError: a\nb',
+            "ValueError: a",
+        ),
+        ("one line", "one line"),
+        ("rank 0 on host:", "rank 0 on host:"),
+        (" ", None),
+    ],
+)
+def test_the_line_of_a_report_that_names_the_error(text: str, line: str | None) -> None:
+    assert error_line(text) == line

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.errors import printable
-from runner.records.attempts import last_line
+from runner.records.attempts import error_line
 from runner.records.monitor import LOSS, evaluation_metrics
 from runner.records.records import RunRecord, finished_jobs
 from runner.records.report.statistics import Row, Summary, show, summarize
@@ -50,7 +50,7 @@ def effects(report: Summary) -> Cells:
 def failures(report: Summary) -> Cells:
     """Return a table of the unfinished jobs, each with the last line of its error."""
     cells = [["job", "state", "why"]]
-    return cells + [[job.label, job.state, last_line(job.error) or ""] for job in report.unfinished]
+    return cells + [[job.label, job.state, error_line(job.error) or ""] for job in report.unfinished]
 
 
 def best(report: Summary) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runner.errors import calling_line
 from runner.input.batch import MicroBatch
-from runner.input.rng import derive_seed, seed_step
+from runner.input.rng import derive_seed, seed_all
 from runner.training.draws.functions import DrawMode
 from runner.training.draws.generator import Rows, sample_keys
 from runner.training.model.submodules import called_modules
@@ -52,7 +52,7 @@ class Draws:
     def begin(self, *key: int, data_rank: int | None) -> None:
         """Seed torch, NumPy and `random` for a step or an evaluation."""
         self.key = derive_seed(*key)
-        seed_step(self.key if self.follows else derive_seed(*key, data_rank or 0), self.device)
+        seed_all(self.key if self.follows else derive_seed(*key, data_rank or 0), self.device)
 
     @contextmanager
     def following(
@@ -80,7 +80,7 @@ class Draws:
 
     def _seed(self, stage: int) -> None:
         self._stage = stage
-        seed_step(derive_seed(self.key, self._part, stage), self.device)
+        seed_all(derive_seed(self.key, self._part, stage), self.device)
 
     def seed_stages(self, model: nn.Module, stages: Sequence[nn.Module]) -> bool:
         """Seed the generators again before each stage, so that a pipeline's ranks draw what one process draws.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from runner.input.rng import seed_torch
 from runner.training.draws.generator import Rows
 
 
@@ -137,7 +138,7 @@ def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     parts = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for number, seed in enumerate(seeds):
-            torch.manual_seed(seed)
+            seed_torch(seed, device)
             named = {key: of_sample(value, number) for key, value in kwargs.items()}
             parts.append(func(*(of_sample(value, number) for value in args), **named))
     return args[0] if func.__name__.endswith("_") else torch.cat(parts, dim)
