@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError, did_you_mean
+from runner.planning.memory import GIB
 from runner.planning.timeline import Message, Operator, Shape
 from runner.records.result import read_result
 
@@ -91,12 +92,12 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device") ->
 
 
 def load_device_here(kind: str, directories: list[Path], key: str = "plan.device") -> Device:
-    """Read the data sheet of this machine's devices. kind: cpu or cuda. That of an unknown GPU is UNKNOWN_GPU's."""
-    name = THIS
-    if kind == "cuda":
-        words = torch.cuda.get_device_name().lower().replace("-", " ").split()
-        name = next((sheet for sheet in data_sheets(directories) if sheet in words), UNKNOWN_GPU)
-    return load_device(name, directories, key)
+    """Read the data sheet of this machine's devices. kind: cpu or cuda. An unknown GPU has that of UNKNOWN_GPU."""
+    if kind == "cpu":
+        return load_device(THIS, directories, key)
+    words = torch.cuda.get_device_name().lower().replace("-", " ").split()
+    name = next((sheet for sheet in data_sheets(directories) if sheet in words), UNKNOWN_GPU)
+    return replace(load_device(name, directories, key), memory_gib=torch.cuda.mem_get_info()[1] / GIB)
 
 
 def with_measured_link(device: Device, run: Path) -> Device:

@@ -194,7 +194,8 @@ def _data(experiment: Experiment, source: Source, rows: int) -> Any:
     A dim that is larger for two samples than for one grows with their number.
     """
     loader = experiment.train_loader
-    one, two = (tensors(source.read(rows, seed=loader.seed)) for rows in ([0], [0, min(1, len(source) - 1)]))
+    few = [0], [0, min(1, len(source) - 1)]
+    one, two = (tensors(source.read(indices, seed=loader.seed)) for indices in few)
     grown = iter(zip(one, two, strict=True))
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:

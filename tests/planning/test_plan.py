@@ -240,7 +240,9 @@ def test_messages_of_a_process_group_may_take_longer() -> None:
 )
 def test_this_machine_is_its_gpu(gpu: str, sheet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
-    assert load_device_here("cuda", [CONF]).name == sheet
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 40 * 2**30))
+    device = load_device_here("cuda", [CONF])
+    assert (device.name, device.memory_gib) == (sheet, 40)
     assert load_device_here("cpu", [CONF]).name == "this"
 
 
