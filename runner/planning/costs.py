@@ -17,7 +17,7 @@ from runner.planning.memory import GIB
 from runner.planning.timeline import Message, Operator, Shape
 from runner.records.result import read_result
 
-THIS = "this"  # the data sheet of this machine
+THIS = "this"  # the data sheet of this machine's CPU; as plan.device, also that of its GPU
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
 REACHED = 0.75  # the fraction of a data sheet's rates that operators reach, measured on an H100
@@ -92,7 +92,7 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device") ->
 
 
 def load_device_here(kind: str, directories: list[Path], key: str = "plan.device") -> Device:
-    """Read the data sheet of this machine's devices. kind: cpu or cuda. An unknown GPU has that of UNKNOWN_GPU."""
+    """Read the data sheet of this machine's CPU or GPUs (`kind`: cpu or cuda); UNKNOWN_GPU if the GPU has none."""
     if kind == "cpu":
         return load_device(THIS, directories, key)
     words = torch.cuda.get_device_name().lower().replace("-", " ").split()

@@ -83,7 +83,7 @@ def plan_rank(
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = build(config, choices, world, data=(train_data, val_data))
         round_steps = experiment.parallel.round_steps
-        experiment.parallel.round_steps = min(2, round_steps)  # all steps of a round except the last are alike
+        experiment.parallel.round_steps = min(2, round_steps)  # all steps of a round except the last are identical
         module, callbacks = experiment.recipe.module, Callbacks([])
         parallel_model = _prepare(experiment, world, tracker)
         if config.ema.decay is not None:
@@ -181,7 +181,7 @@ def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
 
 
 def _read_ahead(experiment: Experiment, source: Source, batch: StepBatch) -> Any:
-    """Return as much data as the loader has read for later steps, at most."""
+    """Return data of the size that the loader reads at most for later steps."""
     loader, (first, *rest) = experiment.train_loader, batch.micro_batches
     num_in_epoch = loader.sampler.steps_per_epoch * len(batch.micro_batches)
     count = min(loader.batches_at_once(sum(tensor.nbytes for tensor in tensors(first.data))), num_in_epoch)

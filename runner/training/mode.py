@@ -134,7 +134,7 @@ class Parallel(Protocol):
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
             loss, and losses that gather the rows of all ranks).
-        round_steps: The number of steps after which what the ranks exchange is repeated; all but the last are alike.
+        round_steps: The number of steps of a round, such as between averages; all but the last are identical.
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """

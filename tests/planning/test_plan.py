@@ -238,7 +238,7 @@ def test_messages_of_a_process_group_may_take_longer() -> None:
 @pytest.mark.parametrize(
     ("gpu", "sheet"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("Quadro", "a100")]
 )
-def test_this_machine_is_its_gpu(gpu: str, sheet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_planned_by_its_data_sheet(gpu: str, sheet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 40 * 2**30))
     device = load_device_here("cuda", [CONF])
