@@ -93,7 +93,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_need(
 def test_micro_batches_come_from_the_plan(tmp_path: Path) -> None:
     words = ("model=mlp", "model.hidden=[64]", "data.sample_shape=[1,8,8]", "batch_size=1024", *COMMON)
     done = run(tmp_path, 1, *words, "parallel=auto", "micro_batches=auto", "parallel.memory_gib=0.0008")
-    # The modes whose planned times are the shortest, except pipeline and ps, which split a micro-batch or need two ranks.
+    # Of the fastest planned modes, without pipeline, which splits a micro-batch further.
     cells = [*(done.path / CELLS).glob("[!p]*/config.yaml")]
     assert {yaml.safe_load(cell.read_text())["micro_batches"] for cell in cells} <= {8, 16, 32}
     assert cells
