@@ -17,7 +17,7 @@ from runner.planning.memory import GIB
 from runner.planning.timeline import Message, Operator, Shape
 from runner.records.result import read_result
 
-THIS = "this"  # this machine: the data sheet of its GPU, or else that of its CPU
+THIS = "this"  # the data sheet of this machine's CPU; as plan.device, also that of its GPU
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
 REACHED = 0.75  # the fraction of a data sheet's rates that operators reach, measured on an H100
@@ -70,17 +70,9 @@ def data_sheets(directories: list[Path]) -> dict[str, Path]:
     return {path.stem: path for parent in directories for path in sorted((parent / "device").glob("*.yaml"))}
 
 
-def load_device(name: str, directories: list[Path], key: str = "plan.device", kind: str = "cpu") -> Device:
-    """Read the data sheet of a device, which `key` names. Raise InputError if no directory has a valid one.
-
-    kind: cpu or cuda, for a device named THIS. The memory is then that of the GPU; UNKNOWN_GPU is the data sheet of a
-    GPU that has none.
-    """
+def load_device(name: str, directories: list[Path], key: str = "plan.device") -> Device:
+    """Read the data sheet of a device, which `key` names. Raise InputError if no directory has a valid one."""
     files = data_sheets(directories)
-    if name == THIS and kind == "cuda" and torch.cuda.is_available():
-        words = torch.cuda.get_device_name().lower().replace("-", " ").split()
-        gpu = next((sheet for sheet in files if sheet in words), UNKNOWN_GPU)
-        return replace(load_device(gpu, directories, key), memory_gib=torch.cuda.mem_get_info()[1] / GIB)
     if name not in files:
         raise InputError(
             f"{key}={name}: no such data sheet{did_you_mean(name, sorted(files))}; to add it, write "
@@ -97,6 +89,15 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device", ki
         return Device(name=name, **links, flops=flops, **numbers)  # type: ignore[arg-type]
     except (TypeError, ValueError, KeyError, yaml.YAMLError) as error:
         raise InputError(f"{key}={name}: {files[name]} is not a valid data sheet: {error}") from None
+
+
+def load_device_here(kind: str, directories: list[Path], key: str = "plan.device") -> Device:
+    """Read the data sheet of this machine's CPU or GPUs (`kind`: cpu or cuda); UNKNOWN_GPU if the GPU has none."""
+    if kind == "cpu":
+        return load_device(THIS, directories, key)
+    words = torch.cuda.get_device_name().lower().replace("-", " ").split()
+    name = next((sheet for sheet in data_sheets(directories) if sheet in words), UNKNOWN_GPU)
+    return replace(load_device(name, directories, key), memory_gib=torch.cuda.mem_get_info()[1] / GIB)
 
 
 def with_measured_link(device: Device, run: Path) -> Device:
@@ -207,9 +208,9 @@ class Costs:
             flops = formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs)
             precision = PRECISIONS.get(operator.shapes[0].dtype, "fp32")
             rates = self._device.flops
-            if precision == "fp32" and "convolution" in operator.function.__name__ and "tf32" in rates:
-                precision = "tf32"  # PyTorch's default on GPUs
-            seconds = max(seconds, flops / (REACHED * rates[precision]))
+            if precision == "fp32" and "convolution" in operator.function.__name__:  # PyTorch's default on GPUs
+                precision = "tf32"
+            seconds = max(seconds, flops / (REACHED * rates.get(precision, rates["fp32"])))
         return max(seconds, KERNEL_S)
 
 
