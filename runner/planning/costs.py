@@ -93,7 +93,7 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device") ->
 
 def load_device_here(kind: str, directories: list[Path], key: str = "plan.device") -> Device:
     """Read the data sheet of this machine's CPU or GPUs (`kind`: cpu or cuda); UNKNOWN_GPU if the GPU has none."""
-    if kind == "cpu":
+    if kind == "cpu" or not torch.cuda.is_available():
         return load_device(THIS, directories, key)
     words = torch.cuda.get_device_name().lower().replace("-", " ").split()
     name = next((sheet for sheet in data_sheets(directories) if sheet in words), UNKNOWN_GPU)

@@ -239,6 +239,8 @@ def test_messages_of_a_process_group_may_take_longer() -> None:
     ("gpu", "sheet"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("Quadro", "a100")]
 )
 def test_a_gpu_is_planned_by_its_data_sheet(gpu: str, sheet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_device_here("cuda", [CONF]).name == "this"  # a plan for GPUs on a machine without one
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 40 * 2**30))
     device = load_device_here("cuda", [CONF])
