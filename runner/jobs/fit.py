@@ -16,7 +16,7 @@ from runner.distributed.world import World
 from runner.errors import InputError, Preempted, first_line
 from runner.paths import CONF
 from runner.planning.cell import Cell
-from runner.planning.costs import load_device, load_device_here
+from runner.planning.costs import THIS, load_device
 from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, plan_modes
 
@@ -69,8 +69,8 @@ def plan_for(
         else mode
         for name, mode in modes.items()
     }
-    directories, key = [CONF, *map(Path, config_dirs)], "parallel.device"
-    sheet = load_device(device, directories, key) if device else load_device_here(world.device.type, directories, key)
+    directories = [CONF, *map(Path, config_dirs)]
+    sheet = load_device(device or THIS, directories, "parallel.device", world.device.type)
     return plan_modes(whole, {world_size or world.world_size: limit}, sheet)
 
 

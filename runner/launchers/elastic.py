@@ -25,6 +25,7 @@ from runner.distributed.failures.signals import PREEMPTED
 from runner.errors import JobFailed, Preempted, print_messages
 from runner.launchers.node_rendezvous import Rendezvous
 from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
+from runner.records.attempts import error_line
 from runner.records.result import read_result, report_failure, result_mtime_ns
 from runner.records.run_directory import CHECKPOINTS, Request
 
@@ -168,9 +169,8 @@ def refusal(failures: Sequence[str], step: int, max_restarts: int) -> str | None
 
 
 def _summary(failure: str) -> str:
-    """Return the report's first line, which names the rank, and its last line, which names the error."""
-    lines = failure.strip().splitlines()
-    return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
+    """Return the report's first line, which names the rank, and the line that names the error."""
+    return " ".join(dict.fromkeys((failure.strip().splitlines()[0], (error_line(failure) or "").strip())))
 
 
 def _cause(failure: str) -> str:

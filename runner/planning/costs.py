@@ -17,7 +17,7 @@ from runner.planning.memory import GIB
 from runner.planning.timeline import Message, Operator, Shape
 from runner.records.result import read_result
 
-THIS = "this"  # the data sheet of this machine's CPU; as plan.device, also that of its GPU
+THIS = "this"  # this machine: the data sheet of its GPU, or else that of its CPU
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
 REACHED = 0.75  # the fraction of a data sheet's rates that operators reach, measured on an H100
@@ -70,9 +70,17 @@ def data_sheets(directories: list[Path]) -> dict[str, Path]:
     return {path.stem: path for parent in directories for path in sorted((parent / "device").glob("*.yaml"))}
 
 
-def load_device(name: str, directories: list[Path], key: str = "plan.device") -> Device:
-    """Read the data sheet of a device, which `key` names. Raise InputError if no directory has a valid one."""
+def load_device(name: str, directories: list[Path], key: str = "plan.device", kind: str = "cpu") -> Device:
+    """Read the data sheet of a device, which `key` names. Raise InputError if no directory has a valid one.
+
+    kind: cpu or cuda, for a device named THIS. The memory is then that of the GPU; UNKNOWN_GPU is the data sheet of a
+    GPU that has none.
+    """
     files = data_sheets(directories)
+    if name == THIS and kind == "cuda" and torch.cuda.is_available():
+        words = torch.cuda.get_device_name().lower().replace("-", " ").split()
+        gpu = next((sheet for sheet in files if sheet in words), UNKNOWN_GPU)
+        return replace(load_device(gpu, directories, key), memory_gib=torch.cuda.mem_get_info()[1] / GIB)
     if name not in files:
         raise InputError(
             f"{key}={name}: no such data sheet{did_you_mean(name, sorted(files))}; to add it, write "
@@ -85,19 +93,12 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device") ->
         }
         links.setdefault("group_link", links["link"])
         flops = {key: float(value) for key, value in (sheet.pop("flops") or {}).items()}
+        if flops and "fp32" not in flops:
+            raise KeyError("flops.fp32")  # the rate of every precision that the sheet does not list
         numbers = {key: None if value is None else float(value) for key, value in sheet.items()}
         return Device(name=name, **links, flops=flops, **numbers)  # type: ignore[arg-type]
     except (TypeError, ValueError, KeyError, yaml.YAMLError) as error:
         raise InputError(f"{key}={name}: {files[name]} is not a valid data sheet: {error}") from None
-
-
-def load_device_here(kind: str, directories: list[Path], key: str = "plan.device") -> Device:
-    """Read the data sheet of this machine's CPU or GPUs (`kind`: cpu or cuda); UNKNOWN_GPU if the GPU has none."""
-    if kind == "cpu" or not torch.cuda.is_available():
-        return load_device(THIS, directories, key)
-    words = torch.cuda.get_device_name().lower().replace("-", " ").split()
-    name = next((sheet for sheet in data_sheets(directories) if sheet in words), UNKNOWN_GPU)
-    return replace(load_device(name, directories, key), memory_gib=torch.cuda.mem_get_info()[1] / GIB)
 
 
 def with_measured_link(device: Device, run: Path) -> Device:

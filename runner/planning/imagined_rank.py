@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from runner.training.trainer import Trainer
 
 MANY = 10**9  # a number of steps that a plan never reaches: no step is logged or the last one
 MANY_ROWS = 64  # factor of the samples in a micro-batch
+MakeData = Callable[[int], Any]  # the data of a micro-batch, given its number of samples
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,15 @@ def plan_rank(
             callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         trainer = Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
-        batch, bytes_per_row = _batch(experiment, train_data), None
+        make_data = _data_maker(experiment, train_data)
+        batch, bytes_per_row = _batch(experiment, make_data), None
         rows = max(micro_batch.num_samples for micro_batch in batch.micro_batches)
         tracker.mark([*module.parameters(), *module.buffers()], PARAMETERS)
 
         def step_with_many_rows() -> float:
             """Return the bytes per sample: with many samples, activations determine the peak."""
             before = tracker.reset_peak()
-            trainer.step(_batch(experiment, train_data, MANY_ROWS))
+            trainer.step(_batch(experiment, make_data, MANY_ROWS))
             return (sum(tracker.peak().values()) - before) / (MANY_ROWS * rows)
 
         with _marking(tracker), contextlib.closing(experiment.train_loader), contextlib.closing(experiment.val_loader):
@@ -106,7 +108,7 @@ def plan_rank(
                 bytes_per_row = step_with_many_rows()
             else:
                 trainer.step(batch)
-            ahead = _read_ahead(experiment, train_data, batch)
+            ahead = _read_ahead(experiment, make_data, batch)
             tracker.reset_peak()  # the first step has created the state of the optimizer
             events, exchanged = list[Counter[Operator] | Message](), Counter[str]()
             for times in (1, round_steps - 1)[: experiment.parallel.round_steps]:  # the end of a round, and the rest
@@ -163,7 +165,7 @@ class ImaginedSource(Source):
         return map_tensors(torch.clone, batch)
 
 
-def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
+def _batch(experiment: Experiment, make_data: MakeData, times: int = 1) -> StepBatch:
     """Return a batch as large as that of any data rank, with `times` as many samples in each local micro-batch.
 
     The batch of a parameter server has no samples.
@@ -175,35 +177,38 @@ def _batch(experiment: Experiment, source: Source, times: int = 1) -> StepBatch:
     micro_batches = []
     for positions in sampler.positions(0):
         count = times * len(positions)
-        data = _data(experiment, source, count or (0 if loader.allow_empty else 1))
+        data = make_data(count or (0 if loader.allow_empty else 1))
         micro_batches.append(MicroBatch(data, range(count)))
     return StepBatch(micro_batches, sampler.step_size(0), 0.0)
 
 
-def _read_ahead(experiment: Experiment, source: Source, batch: StepBatch) -> Any:
+def _read_ahead(experiment: Experiment, make_data: MakeData, batch: StepBatch) -> Any:
     """Return data of the size that the loader reads at most for later steps."""
     loader, (first, *rest) = experiment.train_loader, batch.micro_batches
     num_in_epoch = loader.sampler.steps_per_epoch * len(batch.micro_batches)
     count = min(loader.batches_at_once(sum(tensor.nbytes for tensor in tensors(first.data))), num_in_epoch)
-    return _data(experiment, source, first.num_samples * max(0, count - 1 - len(rest)))
+    return make_data(first.num_samples * max(0, count - 1 - len(rest)))
 
 
-def _data(experiment: Experiment, source: Source, rows: int) -> Any:
-    """Return the data of a micro-batch, all of whose samples have the shapes of the first two.
+def _data_maker(experiment: Experiment, source: Source) -> MakeData:
+    """Return a function that creates the data of a micro-batch, all of whose samples have the shapes of the first two.
 
     A dim that is larger for two samples than for one grows with their number.
     """
     loader = experiment.train_loader
     few = [0], [0, min(1, len(source) - 1)]
-    one, two = (tensors(source.read(indices, seed=loader.seed)) for indices in few)
-    grown = iter(zip(one, two, strict=True))
+    one, two = ([tensor.shape for tensor in tensors(source.read(indices, seed=loader.seed))] for indices in few)
 
-    def grow(tensor: torch.Tensor) -> torch.Tensor:
-        of_one, of_two = next(grown)
-        size = [n + (rows - 1) * (m - n) for n, m in zip(of_one.shape, of_two.shape, strict=True)]
-        return loader.to_device(tensor.new_empty(size))
+    def make_data(rows: int) -> Any:
+        grown = iter(zip(one, two, strict=True))
 
-    return map_tensors(grow, source.read([0], seed=loader.seed))
+        def grow(tensor: torch.Tensor) -> torch.Tensor:
+            size = [n + (rows - 1) * (m - n) for n, m in zip(*next(grown), strict=True)]
+            return loader.to_device(tensor.new_empty(size))
+
+        return map_tensors(grow, source.read([0], seed=loader.seed))
+
+    return make_data
 
 
 def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker) -> ParallelModel:

@@ -14,7 +14,7 @@ from runner.errors import InputError, did_you_mean, quantity
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
 from runner.planning.cell import Cell
-from runner.planning.costs import THIS, Device, load_device, load_device_here, with_measured_link
+from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
 from runner.records.record_files import write_atomically
@@ -44,10 +44,7 @@ class Plan(LaunchingTask):
                 "`python -m runner`"
             )
         directories = [CONF, *map(Path, request.config_dirs)]
-        if config.plan.device == THIS:
-            device = load_device_here(as_backend(config.backend).device_type(), directories)
-        else:
-            device = load_device(config.plan.device, directories)
+        device = load_device(config.plan.device, directories, kind=as_backend(config.backend).device_type())
         if config.plan.collectives:
             device = with_measured_link(device, Path(config.plan.collectives))
         cells = _plan(config, request, device)

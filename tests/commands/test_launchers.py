@@ -92,7 +92,7 @@ def test_ranks_save_and_exit_after_their_parent_was_killed(
 @pytest.mark.parametrize("way", ["hand", "agent", *(pytest.param(way, marks=soak) for way in ("spawn", "torchrun"))])
 def test_a_stopped_rank_0_is_named_and_all_ranks_exit(way: str, commands: Commands, tmp_path: Path) -> None:
     """Started by hand, rank 0 serves the ranks' store itself, which then does not respond."""
-    args = (*LONG, "backend.timeout_s=5", "checkpoint.every_epochs=100000")
+    args = (*LONG, "backend.timeout_s=20", "checkpoint.every_epochs=100000")
     write_files(tmp_path, SLOW)
     if way == "hand":
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

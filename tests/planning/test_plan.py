@@ -22,7 +22,7 @@ from runner.errors import InputError
 from runner.input.datasets import load_data
 from runner.paths import CONF
 from runner.planning.cell import Cell, distinct_ranks, plan_cell
-from runner.planning.costs import Costs, load_device, load_device_here, with_measured_link
+from runner.planning.costs import Costs, load_device, with_measured_link
 from runner.planning.imagined_rank import RankPlan, plan_rank, without_forward
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.modes import plan_modes
@@ -239,13 +239,14 @@ def test_messages_of_a_process_group_may_take_longer() -> None:
     ("gpu", "sheet"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("Quadro", "a100")]
 )
 def test_a_gpu_is_planned_by_its_data_sheet(gpu: str, sheet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_device_here("cuda", [CONF]).name == "this"  # a plan for GPUs on a machine without one
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 40 * 2**30))
-    device = load_device_here("cuda", [CONF])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = load_device("this", [CONF], kind="cuda")
     assert (device.name, device.memory_gib) == (sheet, 40)
-    assert load_device_here("cpu", [CONF]).name == "this"
+    assert load_device("this", [CONF]).name == "this"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert load_device("this", [CONF], kind="cuda").name == "this"  # a plan for GPUs on a machine without one
 
 
 def test_convolutions_on_gpus_use_tf32() -> None:

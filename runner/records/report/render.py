@@ -48,7 +48,7 @@ def effects(report: Summary) -> Cells:
 
 
 def failures(report: Summary) -> Cells:
-    """Return a table of the unfinished jobs, each with the last line of its error."""
+    """Return a table of the unfinished jobs, each with the line that names its error."""
     cells = [["job", "state", "why"]]
     return cells + [[job.label, job.state, error_line(job.error) or ""] for job in report.unfinished]
 
