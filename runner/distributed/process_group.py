@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.distributed.backend import Backend
-from runner.distributed.environment import RankInfo
+from runner.distributed.environment import IMAGINED, RankInfo
 from runner.distributed.local import exchange
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.local.sockets import Listener
@@ -68,7 +68,8 @@ class ProcessGroup:
         """
         while self._callbacks:
             self._callbacks.pop()(went_well)
-        gc.collect()
+        if self._rank_info.source != IMAGINED:  # the group of an imagined rank has no connections to close
+            gc.collect()
         if dist.is_initialized():
             _destroy()
 

@@ -38,7 +38,7 @@ from runner.training.trainer import Trainer
 
 MLP = ("model=mlp", "model.hidden=[16,16,16]", "data.sample_shape=[1,8,8]", "batch_size=16")
 WITH_BATCH_NORM = ("model=convnet", "model.channels=[4,8]", "data.sample_shape=[1,8,8]", "batch_size=16")
-GPT = ("model=gpt", "model.dim=16", "model.depth=4", "data=text", "data.sample_shape=[16]", "batch_size=16")
+GPT = ("model=gpt", "model.dim=16", "model.depth=2", "data=text", "data.sample_shape=[16]", "batch_size=16")
 MODES = ("allreduce", "ddp", "fsdp", "local_sgd", "pipeline", "ps", "tp", "zero")
 
 
