@@ -1,7 +1,7 @@
 """The two sides of a checkpoint: LocalState, which a rank writes, and SavedState, from which it fills its tensors."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,22 +57,6 @@ def merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**other, **one, **both}
 
 
-class Weights(Mapping[str, Tensor]):
-    """Some tensors of a checkpoint by name. Each is read when it is accessed, and not cached."""
-
-    def __init__(self, tensors: Mapping[str, SavedTensor]):
-        self.tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name].read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-
 @dataclass(frozen=True)
 class SavedState:
     """A checkpoint to read from. Each rank reads the tensors that it needs, without waiting for other ranks."""
@@ -98,16 +82,16 @@ class SavedState:
 
     def evaluated(self) -> "SavedState":
         """Return the state with the averages (ema.decay) in place of their weights: what the run evaluated."""
-        averages = {MODEL + name: tensor for name, tensor in _strip(self.tensors, AVERAGE).items()}
+        averages = {MODEL + name: tensor for name, tensor in self.average().items()}
         return replace(self, tensors={**self.tensors, **averages})
 
-    def model(self) -> Weights:
-        """Return the model's state dict."""
-        return Weights(_strip(self.tensors, MODEL))
+    def model(self) -> dict[str, SavedTensor]:
+        """Return the weights of the model by name."""
+        return _strip(self.tensors, MODEL)
 
-    def average(self) -> Weights:
-        """Return the averages of the weights; empty without ema.decay."""
-        return Weights(_strip(self.tensors, AVERAGE))
+    def average(self) -> dict[str, SavedTensor]:
+        """Return the averages of the weights by name; empty without ema.decay."""
+        return _strip(self.tensors, AVERAGE)
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors, and convert dtypes. Raise ValueError if one is missing or has another shape."""
@@ -179,12 +163,13 @@ def check_fits(
             )
 
 
-def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
+def weights_sha256(model_state: Mapping[str, Tensor | SavedTensor]) -> str:
     """Return one hash over the names, sorted, and the bytes of a full state dict. Tensors are read one at a time."""
     digest = hashlib.sha256()
     for name in sorted(model_state):
         digest.update(name.encode())
-        value = model_state[name].detach().cpu().contiguous()
+        found = model_state[name]
+        value = (found.read() if isinstance(found, SavedTensor) else found.detach()).cpu().contiguous()
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

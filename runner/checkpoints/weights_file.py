@@ -44,7 +44,7 @@ def open_weights(path: Path) -> WeightsFile:
     Raise ValueError if the file contains no weights, is truncated, or cannot be read without executing code.
     """
     if path.is_dir() or path.suffix in SAFETENSORS:
-        tensors = SavedState.open(path).evaluated().model().tensors if path.is_dir() else open_shards([path])
+        tensors = SavedState.open(path).evaluated().model() if path.is_dir() else open_shards([path])
         headers = {name: Header(tensor.shape, tensor.dtype.is_floating_point) for name, tensor in tensors.items()}
         return WeightsFile(headers, lambda name: tensors[name].read())
     if path.suffix in PICKLED:

@@ -1,15 +1,13 @@
 """task=compare: run the model for a few steps in every mode that supports it, and compare speed, memory and weights."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import open_checkpoint
+from runner.checkpoints.shard_file import SavedTensor
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -165,11 +163,12 @@ def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info:
         if reference.metrics:
             expected, found = _weights(reference, path), _weights(cell, path)
             cell.difference = max(
-                float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()
+                float((found[name].read().double() - tensor.read().double()).abs().max())
+                for name, tensor in expected.items()
             )
 
 
-def _weights(cell: Cell, path: Path) -> Mapping[str, torch.Tensor]:
+def _weights(cell: Cell, path: Path) -> dict[str, SavedTensor]:
     (newest,) = list_checkpoints(path / CELLS / cell.name / CHECKPOINTS)
     return open_checkpoint(newest).model()
 
