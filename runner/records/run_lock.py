@@ -72,16 +72,11 @@ class RunLock:
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that has locked a directory.
-
-    Attributes:
-        is_here: True if the process runs, or ran, on this machine.
-        is_owner: True if the process belongs to the owner of the lock file; only then may it be signaled.
-    """
+    """The process that has locked a directory."""
 
     is_alive: bool
-    is_here: bool
-    is_owner: bool
+    is_here: bool  # it runs, or ran, on this machine
+    is_owner: bool  # it belongs to the owner of the lock file; only then may it be signaled
     pid: int | None
     host: str
 
