@@ -98,7 +98,9 @@ class RunDirectory:
             return
         previous = started_at(self.path) if (self.path / RESULT).exists() else None
         started = datetime.fromtimestamp(previous or time.time(), UTC).isoformat(timespec="milliseconds")
-        self.result = Result(started=started, command=list(request.command), **provenance.origin(), **facts)
+        self.result = Result(started=started, command=list(request.command), **facts)
+        self.result.git, self.result.versions = provenance.git_state(), provenance.versions()
+        self.result.machine = provenance.machine()
         values, directories = asdict(config), [provenance.original_path(directory) for directory in request.config_dirs]
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
