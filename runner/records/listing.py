@@ -29,6 +29,8 @@ from runner.records.tables import Cells, as_number, without_empty_columns
 STATES = ("running", "queued", "lost", "failed", "refused", "preempted", "removed", "waiting", "pruned", "finished")
 UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
+Name = str | os.PathLike[str]  # of a run or sweep, or of a directory
+
 
 @dataclass(frozen=True, eq=False)
 class Row:
@@ -127,13 +129,14 @@ def read_row(path: Path, folder: Path) -> Row:
     return Row(path, name, state, records, started, monitor, *values, read_labels(path), is_sweep=True)
 
 
-def find_record(text: str, folder: Path, adds_jobs: bool = False) -> Path:
-    """Return the path of the run or sweep that `text` names by a path, "last" (newest) or a unique prefix of a name.
+def find_record(run: Name, outputs: Name = "outputs", adds_jobs: bool = False) -> Path:
+    """Return the path of the run or sweep that `run` names by a path, "last" (newest) or a unique prefix of a name.
 
     Parent directories may precede a name: run/2026, sweep-20261120-192348/3. Raises InputError unless one matches.
 
     adds_jobs: also find jobs of sweeps that have no directory, because they have not started.
     """
+    text, folder = os.fspath(run), Path(outputs).absolute()
     if text == "last" and (newest := newest_record([folder, *(path for path in folder.glob("*") if path.is_dir())])):
         return newest
     path = Path(text).absolute()
