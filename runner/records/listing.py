@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -162,9 +162,9 @@ def select(
     rows: Sequence[Row],
     where: Sequence[str],
     tags: Iterable[str],
-    states: Iterable[str],
+    states: Collection[str],
     name: str,
-    skipped: list[str] | None = None,
+    skipped: list[str],
 ) -> list[Row]:
     """Return the rows that match all conditions. Raises InputError for a key or a tag that no row has.
 
@@ -177,7 +177,6 @@ def select(
         if tag not in known:
             raise InputError(f"--tag {tag}: no run has this tag{did_you_mean(tag, known)}")
         chosen = [row for row in chosen if tag in row.labels.tags]
-    skipped = [] if skipped is None else skipped
     records = {row: [each for each in row.records if _is_readable(each, skipped)] for row in rows if where}
     for condition in where:
         key, equals, value = condition.partition("=")
@@ -189,8 +188,7 @@ def select(
             known = sorted({key for found in keys for key in found})
             raise InputError(f"--where {condition}: no run has recorded {key}{did_you_mean(key, known)}")
         chosen = [row for row in chosen if any(_equal(record.value(key), value) for record in records[row])]
-    wanted = set(states)
-    return [row for row in chosen if not wanted or row.state in wanted]
+    return [row for row in chosen if not states or row.state in states]
 
 
 def as_cells(rows: Sequence[Row]) -> Cells:
