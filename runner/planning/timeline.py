@@ -96,10 +96,6 @@ class Timeline(CommunicationCounter):
             self._append("receive", sum(t.nbytes for t in args[0]), group, args[2])
         return result
 
-    def __enter__(self) -> "Timeline":
-        super().__enter__()
-        return self
-
     def add(self, kind: str, num_bytes: int, group: Any = None, peer: int | None = None) -> None:
         super().add(kind, num_bytes, group, peer)
         if isinstance(group, torch.ScriptObject):
