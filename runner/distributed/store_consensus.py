@@ -64,13 +64,6 @@ class StoreConsensus:
             raise InputError(*message.splitlines()) if kind else ValueError(message)
         return json.loads(text if self._store.job is None else self._get(topic, topic))
 
-    def broadcast_once(self, topic: str, make: Callable[[], str]) -> str:
-        """Return the value of `broadcast`; after a restart by an agent, the value from before the restart."""
-        before = self.before_restart(topic)
-        value = self.broadcast(topic, make if before is None else lambda: before)
-        self.keep_for_restart(topic, value)
-        return value
-
     def keep_for_restart(self, topic: str, value: str) -> None:
         """Keep a value for `before_restart`, in the restart file of each agent."""
         if self._rank_info.local_rank == 0 and (file := self._store.restart_file()) is not None:
