@@ -14,7 +14,7 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
-from runner.errors import InputError, JobFailed, did_you_mean
+from runner.errors import InputError, JobFailed
 from runner.jobs.task import LaunchingTask
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
@@ -106,13 +106,9 @@ class Compare(LaunchingTask):
 
 
 def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[Cell]:
-    from runner.config.compose import modes_to_compare, options_of  # the command line imports tasks before it composes
+    from runner.config.compose import modes_to_compare  # the command line imports tasks before it composes
 
-    known = options_of("parallel")
-    modes = modes_to_compare(request.choices["parallel"]) if config.compare.modes is None else config.compare.modes
-    for mode in modes:
-        if mode not in known:
-            raise InputError(f"compare.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
+    modes = modes_to_compare(request.choices["parallel"], "compare.modes", config.compare.modes)
     sizes = config.compare.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
     if not sizes or min(sizes) < 1:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
