@@ -113,11 +113,9 @@ def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[Cell]:
     if not sizes or min(sizes) < 1:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
     cells = [Cell(mode, size) for size in sizes for mode in modes]
-    reference = Cell("none", 1)
-    # The reference, a world of one process, comes first. An existing world of several ranks cannot run it.
-    if rank_info.world_size == 1:
-        cells = [reference, *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
-    return cells
+    if rank_info.world_size > 1:
+        return cells  # this world cannot run the reference, a world of one process
+    return [Cell("none", 1), *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
 
 
 def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> None:
