@@ -33,8 +33,6 @@ class Stream:
     the dataset draws for a sample depend only on the seed, the epoch and the position.
     """
 
-    reads_ahead = False
-
     def __init__(self, iterable: Any):
         self.iterable = iterable
         self._length = UNKNOWN_LENGTH
