@@ -172,21 +172,16 @@ class Replica:
         return function(self.module, *args)
 
     def state(self) -> LocalState:
-        state = self.model_state()  # first, because it drops gathered parameters
-        if self._local_optimizer is None:
-            state |= optimizer_state(self.module, self.optimizer)
-        else:
-            state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
-        return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
-
-    def model_state(self) -> LocalState:
-        """Return what this rank writes of the model."""
         self._after_write()  # get_model_state_dict must find shards, not gathered parameters
         tensors: dict[str, Any] = get_model_state_dict(self.module)
         state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in tensors.items()}))
         if self._duplicates == 1:  # otherwise each rank computes the same gradients itself; GPUs may round differently
             state.replica_hashes = tensor_hashes(self.local_parameters())
-        return state
+        if self._local_optimizer is None:
+            state |= optimizer_state(self.module, self.optimizer)
+        else:
+            state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
+        return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
 
     def weights(self) -> dict[str, torch.Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
