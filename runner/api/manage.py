@@ -14,28 +14,21 @@ from typing import Any
 from runner.errors import InputError, did_you_mean
 from runner.records.labels import read_labels, write_labels
 from runner.records.ledger import STOPPING, is_sweep, read_ledger, write_state
-from runner.records.listing import find_record, read_row
+from runner.records.listing import Name, find_record, read_row
 from runner.records.records import CELLS, find_records
 from runner.records.result import read_result
 from runner.records.run_lock import living_owner, lock_directory
 
-Name = str | os.PathLike[str]
-
-
-def find(run: Name, outputs: Name = "outputs", adds_jobs: bool = False) -> Path:
-    """Return the absolute path of the run or sweep. adds_jobs: as in `find_record`."""
-    return find_record(os.fspath(run), Path(outputs).absolute(), adds_jobs)
-
 
 def show(run: Name, outputs: Name = "outputs") -> dict[str, Any]:
     """Return what `runs show --json` prints: state, monitor, best and last value, labels, size, and result.json."""
-    path = find(run, outputs)
+    path = find_record(run, outputs)
     return read_row(path, Path(outputs).absolute()).as_dict() | {"result": read_result(path) or {}}
 
 
 def tag(run: Name, *words: str, remove: bool = False, outputs: Name = "outputs") -> None:
     """Add tags to a run or sweep, or remove them. Raise InputError for an invalid tag, or a removed one if missing."""
-    path = find(run, outputs)
+    path = find_record(run, outputs)
     labels = read_labels(path)
     if remove and (missing := [word for word in words if word not in labels.tags]):
         raise InputError(f"{path} has no tag {missing[0]}{did_you_mean(missing[0], labels.tags)}")
@@ -45,13 +38,13 @@ def tag(run: Name, *words: str, remove: bool = False, outputs: Name = "outputs")
 
 def note(run: Name, text: str, outputs: Name = "outputs") -> None:
     """Set the note of a run or sweep, one line. An empty text removes it."""
-    path = find(run, outputs)
+    path = find_record(run, outputs)
     write_labels(path, replace(read_labels(path), note=text))
 
 
 def archive(run: Name, restore: bool = False, outputs: Name = "outputs") -> None:
     """Hide a run or sweep from `runs list`, or list it again. Raise InputError for a job of a sweep."""
-    path = find(run, outputs)
+    path = find_record(run, outputs)
     if is_sweep(path.parent):
         raise InputError(f"{path} is a job; archive its sweep, {path.parent}")
     write_labels(path, replace(read_labels(path), archived=not restore))
@@ -65,7 +58,7 @@ def stop(run: Name, outputs: Name = "outputs") -> int | None:
 
     Raise InputError if the run is not in progress, or if its process is on another machine or of another user.
     """
-    path = find(run, outputs, adds_jobs=True)
+    path = find_record(run, outputs, adds_jobs=True)
     owner = living_owner(path)
     jobs = read_ledger(path.parent) if is_sweep(path.parent) and living_owner(path.parent) else []
     job = next((job for job in jobs if job.directory == path), None)
@@ -95,7 +88,7 @@ def delete(run: Name, outputs: Name = "outputs") -> None:
 
     Raise InputError if it is in progress or queued, if it is a job of a sweep, or if a file cannot be deleted.
     """
-    path = find(run, outputs)
+    path = find_record(run, outputs)
     check_deletable(path)
     lock = lock_directory(path)  # so that no process starts in it
     try:

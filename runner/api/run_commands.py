@@ -153,14 +153,14 @@ def _list(args: Namespace) -> None:
 
 def _watch(args: Namespace) -> int:
     folder = Path(args.folder)
-    return watch(folder.absolute() if folder.is_dir() else manage.find(args.folder))
+    return watch(folder.absolute() if folder.is_dir() else listing.find_record(args.folder))
 
 
 def _show(args: Namespace) -> None:
     if args.json:
         print(dumps(manage.show(args.run, args.outputs), indent=1))
         return
-    path, folder = manage.find(args.run, args.outputs), Path(args.outputs).absolute()
+    path, folder = listing.find_record(args.run, args.outputs), Path(args.outputs).absolute()
     row, result = listing.read_row(path, folder), read_result(path) or {}
     facts = {
         "path": str(path),
@@ -194,12 +194,13 @@ def _note(args: Namespace) -> None:
 
 
 def _archive(args: Namespace) -> None:
-    for path in [manage.find(run, args.outputs) for run in args.runs]:  # `last` of all runs before the first change
+    paths = [listing.find_record(run, args.outputs) for run in args.runs]  # `last` before the first change
+    for path in paths:
         manage.archive(path, args.restore)
 
 
 def _stop(args: Namespace) -> None:
-    path = manage.find(args.run, args.outputs, adds_jobs=True)
+    path = listing.find_record(args.run, args.outputs, adds_jobs=True)
     if process := manage.stop(path):
         print(f"sent SIGTERM to process {process}: {path} saves a checkpoint after the current step, and ends")
     else:
@@ -208,7 +209,7 @@ def _stop(args: Namespace) -> None:
 
 def _delete(args: Namespace) -> None:
     folder = Path(args.outputs).absolute()
-    paths = list(dict.fromkeys(manage.find(run, folder) for run in args.runs))
+    paths = list(dict.fromkeys(listing.find_record(run, folder) for run in args.runs))
     for path in paths:
         manage.check_deletable(path)
     rows = [listing.read_row(path, folder) for path in paths]

@@ -1,7 +1,7 @@
 """The two sides of a checkpoint: LocalState, which a rank writes, and SavedState, from which it fills its tensors."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,22 +57,6 @@ def merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**other, **one, **both}
 
 
-class Weights(Mapping[str, Tensor]):
-    """Some tensors of a checkpoint by name. Each is read when it is accessed, and not cached."""
-
-    def __init__(self, tensors: Mapping[str, SavedTensor]):
-        self.tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name].read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-
 @dataclass(frozen=True)
 class SavedState:
     """A checkpoint to read from. Each rank reads the tensors that it needs, without waiting for other ranks."""
@@ -98,22 +82,34 @@ class SavedState:
 
     def evaluated(self) -> "SavedState":
         """Return the state with the averages (ema.decay) in place of their weights: what the run evaluated."""
-        averages = {MODEL + name: tensor for name, tensor in _strip(self.tensors, AVERAGE).items()}
+        averages = {MODEL + name: tensor for name, tensor in self.average().items()}
         return replace(self, tensors={**self.tensors, **averages})
 
-    def model(self) -> Weights:
-        """Return the model's state dict."""
-        return Weights(_strip(self.tensors, MODEL))
+    def model(self) -> dict[str, SavedTensor]:
+        """Return the weights of the model by name."""
+        return _strip(self.tensors, MODEL)
 
-    def average(self) -> Weights:
-        """Return the averages of the weights; empty without ema.decay."""
-        return Weights(_strip(self.tensors, AVERAGE))
+    def average(self) -> dict[str, SavedTensor]:
+        """Return the averages of the weights by name; empty without ema.decay."""
+        return _strip(self.tensors, AVERAGE)
 
-    def read(self, targets: Mapping[str, Tensor]) -> None:
+    def read(self, targets: Mapping[str, Tensor], subject: str = "the current state") -> None:
         """Fill tensors, and convert dtypes. Raise ValueError if one is missing or has another shape."""
-        check_fits(self, {name: tuple(target.shape) for name, target in targets.items()}, "the current state")
+        self.refuse(subject, "lacks", [name for name in targets if name not in self.tensors])
+        shapes = {name: (list(self.tensors[name].shape), list(target.shape)) for name, target in targets.items()}
+        different = [f"{name} {there} there and {here} here" for name, (there, here) in shapes.items() if there != here]
+        self.refuse(subject, "has other shapes:", different)
         for name, target in targets.items():
             self.tensors[name].fill(target)
+
+    def refuse(self, subject: str, what: str, names: Sequence[str]) -> None:
+        """Raise ValueError if there are names by which the checkpoint differs from the subject."""
+        if names:
+            listed = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+            raise ValueError(
+                f"{subject} does not match the checkpoint {self.path}, which {what} {listed}; use the code and "
+                "options of the run"
+            )
 
 
 def open_checkpoint(path: Path) -> SavedState:
@@ -139,52 +135,32 @@ def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
     return SavedState.open(choose_checkpoint(directory, name, paths, check))
 
 
-def read_weights(saved: SavedState, weights: Mapping[str, Tensor], all_names: Mapping[str, Any] | None = None) -> None:
-    """Fill a model's tensors, by full names. Raise ValueError if the checkpoint has other tensors.
-
-    all_names: the names of the whole model, if `weights` is only a part of it.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    check_fits(saved, shapes, "the model", MODEL, (all_names or weights).keys())
-    saved.read({MODEL + name: tensor for name, tensor in weights.items()})
-
-
-def check_fits(
+def read_weights(
     saved: SavedState,
-    shapes: Mapping[str, tuple[int, ...]],
-    subject: str,
-    prefix: str = "",
+    weights: Mapping[str, Tensor],
     all_names: Collection[str] | None = None,
+    subject: str = "the model",
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Raise ValueError if the checkpoint lacks tensors of these names, after the prefix, and shapes.
+    """Fill a model's tensors, by full names. Raise ValueError, which names the subject, if the checkpoint has others.
 
-    If all expected names are given, it must have no others with the prefix, unless they start with an ignored one.
+    all_names: the names of the whole model, if `weights` is only a part of it. ignored: the first parts of the names
+    that only the checkpoint may have.
     """
-    found = _strip(saved.tensors, prefix)
-    expected = shapes if all_names is None else all_names
-    extra = [name for name in found if all_names is not None and name not in expected and not name.startswith(ignored)]
-    missing = [name for name in expected if name not in found]
-    different = [
-        f"{name} {list(found[name].shape)} there and {list(shape)} here"
-        for name, shape in shapes.items()
-        if name in found and found[name].shape != shape
-    ]
-    for what, names in (("lacks", missing), ("also has", extra), ("has other shapes:", different)):
-        if names:
-            listed = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
-            raise ValueError(
-                f"{subject} does not match the checkpoint {saved.path}, which {what} {listed}; use the code and "
-                "options of the run"
-            )
+    model, expected = replace(saved, tensors=saved.model()), weights if all_names is None else all_names
+    extra = [name for name in model.tensors if name not in expected and not name.startswith(ignored)]
+    model.refuse(subject, "lacks", [name for name in expected if name not in model.tensors])
+    model.refuse(subject, "also has", extra)
+    model.read(weights, subject)
 
 
-def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
+def weights_sha256(model_state: Mapping[str, Tensor | SavedTensor]) -> str:
     """Return one hash over the names, sorted, and the bytes of a full state dict. Tensors are read one at a time."""
     digest = hashlib.sha256()
     for name in sorted(model_state):
         digest.update(name.encode())
-        value = model_state[name].detach().cpu().contiguous()
+        found = model_state[name]
+        value = (found.read() if isinstance(found, SavedTensor) else found.detach()).cpu().contiguous()
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -75,6 +75,11 @@ class SavedTensor:
     dtype: torch.dtype
     chunks: list[SavedChunk] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> "SavedTensor":
+        """Return a tensor that another file format contains."""
+        return cls(tensor.dtype, [SavedChunk((0,) * tensor.dim(), tuple(tensor.shape), tensor.__getitem__)])
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor, which the chunks cover without a hole."""

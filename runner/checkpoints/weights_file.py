@@ -3,8 +3,7 @@
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,24 @@ import torch
 from torch import Tensor
 
 from runner.checkpoints.saved_state import SavedState
-from runner.checkpoints.shard_file import open_shards
+from runner.checkpoints.shard_file import SavedTensor, open_shards
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 NESTED = ("model", "state_dict")  # the keys under which training programs save a state dict among other objects
 FIX = "save only the state dict, with torch.save(model.state_dict(), FILE)"
 
 
-@dataclass(frozen=True)
-class Header:
-    """The shape and kind of a tensor, which are known before it is read."""
-
-    shape: tuple[int, ...]
-    is_floating_point: bool
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)}" + ("" if self.is_floating_point else " of integers")
-
-
-@dataclass(frozen=True)
-class WeightsFile:
-    """An open file. `read` returns a tensor by name, as a view of the file if possible."""
-
-    headers: Mapping[str, Header]
-    read: Callable[[str], Tensor]
-
-
-def open_weights(path: Path) -> WeightsFile:
+def open_weights(path: Path) -> dict[str, SavedTensor]:
     """Open a file of weights, or a verified checkpoint's directory, of which the evaluated weights are read.
 
     Raise ValueError if the file contains no weights, is truncated, or cannot be read without executing code.
     """
-    if path.is_dir() or path.suffix in SAFETENSORS:
-        tensors = SavedState.open(path).evaluated().model().tensors if path.is_dir() else open_shards([path])
-        headers = {name: Header(tensor.shape, tensor.dtype.is_floating_point) for name, tensor in tensors.items()}
-        return WeightsFile(headers, lambda name: tensors[name].read())
+    if path.is_dir():
+        return SavedState.open(path).evaluated().model()
+    if path.suffix in SAFETENSORS:
+        return open_shards([path])
     if path.suffix in PICKLED:
-        state = _state_dict(_load(path))
-        headers = {name: Header(tuple(t.shape), t.is_floating_point()) for name, t in state.items()}
-        return WeightsFile(headers, state.__getitem__)
+        return {name: SavedTensor.of(tensor) for name, tensor in _state_dict(_load(path)).items()}
     raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
 
 

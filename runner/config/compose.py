@@ -20,7 +20,7 @@ from runner.config.diagnostics.overrides import explain
 from runner.config.recorded import check_resumable
 from runner.config.schema import Config, apply_debug, as_config
 from runner.config.validate import check_input, check_types
-from runner.errors import InputError
+from runner.errors import InputError, did_you_mean
 from runner.paths import CONF
 
 
@@ -71,13 +71,18 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
         raise InputError(*explain(error, list(overrides), GlobalHydra.instance().config_loader())) from None
 
 
-def options_of(group: str) -> list[str]:
-    return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
+def modes_to_compare(chosen: str, key: str = "", named: list[str] | None = None) -> list[str]:
+    """Return the modes that the option `key` names, or else all but auto. Raise InputError for an unknown mode.
 
-
-def modes_to_compare(chosen: str) -> list[str]:
-    """Return all modes but auto; mesh only if it is chosen, because without options it is the same as fsdp."""
-    return [mode for mode in options_of("parallel") if mode not in ("auto", "mesh") or mode == chosen == "mesh"]
+    mesh is included only if it is named or chosen, because without options it is the same as fsdp.
+    """
+    known = sorted(GlobalHydra.instance().config_loader().get_group_options("parallel"))
+    if named is None:
+        return [mode for mode in known if mode not in ("auto", "mesh") or mode == chosen == "mesh"]
+    for mode in named:
+        if mode not in known:
+            raise InputError(f"{key}={named}: unknown mode {mode}{did_you_mean(mode, known)}")
+    return named
 
 
 def for_mode(overrides: Sequence[str], chosen: str, mode: str, dropped: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -25,11 +26,9 @@ class RecordedModules(MetaPathFinder, Loader):
         modules = self.code.modules
         if name in modules:
             file = self.code.current_file(name)
-            spec = ModuleSpec(name, self, origin=str(file), is_package=modules[name].copy.endswith("__init__.py"))
-            spec.has_location = True
-            if spec.submodule_search_locations is not None:
-                spec.submodule_search_locations.append(str(file.parent))
-            return spec
+            is_package = modules[name].copy.endswith("__init__.py")
+            search = [str(file.parent)] if is_package else None
+            return spec_from_file_location(name, file, loader=self, submodule_search_locations=search)
         if any(each.startswith(f"{name}.") for each in modules) and PathFinder.find_spec(name, path) is None:
             return ModuleSpec(name, None, is_package=True)  # a namespace package whose directory has been removed
         return None

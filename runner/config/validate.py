@@ -96,8 +96,6 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
             f"activation_checkpointing={config.activation_checkpointing}: compile=true decides by itself what is "
             "stored and what is recomputed; leave one of them out"
         )
-    if config.resume and config.run:
-        messages.append(f"resume={config.resume} and run={config.run} exclude each other; drop one")
     return messages
 
 

@@ -1,7 +1,7 @@
 """The communication backend: its library, the kind of device, and the rendezvous of the ranks."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -9,7 +9,7 @@ class Backend:
     """The options of the group `backend`. `init` is env (the launcher's variables), file:///PATH or tcp://HOST:PORT."""
 
     name: str = "auto"
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     init: str = "env"
     timeout_s: float = 300.0
     devices_per_rank: int = 1
@@ -41,9 +41,7 @@ class Backend:
         messages = []
         if self.name != "auto" and not dist.is_backend_available(self.name):
             messages.append(f"backend={self.name}: this torch was built without it; try backend=auto")
-        if self.device not in ("auto", "cpu", "cuda"):
-            messages.append(f"backend.device={self.device} must be auto, cpu or cuda")
-        elif self.device == "cuda" and not torch.cuda.is_available():
+        if self.device == "cuda" and not torch.cuda.is_available():
             key = "backend=nccl" if self.name == "nccl" else "backend.device=cuda"
             messages.append(f"{key} needs a GPU, and torch finds none here; try backend=gloo or backend=auto")
         elif self.name == "nccl" and self.device_type() == "cpu":

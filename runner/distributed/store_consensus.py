@@ -41,7 +41,11 @@ class StoreConsensus:
         store.set(f"{topic}/{rank}", json.dumps(messages))
         if rank == 0:
             store.set(f"{topic}/all", json.dumps(self._collect(topic)))
-        result = json.loads(self._get(f"{topic}/all", topic))
+        # Rank 0 sets the key after it has waited for all ranks. So a rank waits a little longer for rank 0.
+        if not self._wait_for([f"{topic}/all"], time.monotonic() + self.timeout_s + REPORT_TIMEOUT_S):
+            is_reporter = store.compare_set("absent", "", str(rank)).decode() == str(rank)
+            raise RanksMissing(self._describe_missing([0], topic), is_reporter)
+        result = json.loads(store.get(f"{topic}/all"))
         if isinstance(result, str):
             raise RanksMissing(result, is_reporter=rank == 0)
         return result
@@ -51,25 +55,18 @@ class StoreConsensus:
 
         Raises InputError on every rank if `make` does, and ValueError if `make` raises another ValueError or OSError.
         """
-        text, errors = "", list[str]()
+        result = list[str]()
         if self._rank_info.rank == 0:
             try:
-                text = json.dumps(make())
+                result = ["value", json.dumps(make())]
+            except InputError as error:
+                result = ["input error", str(error)]
             except (ValueError, OSError) as error:
-                errors = [InputError.__name__ if isinstance(error, InputError) else "", str(error)]
-            if self._store.job is not None:
-                self._store.job.set(topic, text)
-        if errors := self.first_error(f"{topic}/made", errors):
-            kind, message = errors
-            raise InputError(*message.splitlines()) if kind else ValueError(message)
-        return json.loads(text if self._store.job is None else self._get(topic, topic))
-
-    def broadcast_once(self, topic: str, make: Callable[[], str]) -> str:
-        """Return the value of `broadcast`; after a restart by an agent, the value from before the restart."""
-        before = self.before_restart(topic)
-        value = self.broadcast(topic, make if before is None else lambda: before)
-        self.keep_for_restart(topic, value)
-        return value
+                result = ["error", str(error)]
+        kind, text = self.first_error(topic, result)
+        if kind == "value":
+            return json.loads(text)
+        raise InputError(*text.splitlines()) if kind == "input error" else ValueError(text)
 
     def keep_for_restart(self, topic: str, value: str) -> None:
         """Keep a value for `before_restart`, in the restart file of each agent."""
@@ -124,15 +121,6 @@ class StoreConsensus:
                 return self._describe_missing(missing, topic)
         messages = (json.loads(text) for text in store.multi_get(keys))
         return next((each for each in messages if each), [])
-
-    def _get(self, key: str, topic: str) -> str:
-        store, own = self._store.job, str(self._rank_info.rank)
-        assert store is not None
-        # Rank 0 sets the key after it has waited for all ranks. So a rank waits a little longer for rank 0.
-        if not self._wait_for([key], time.monotonic() + self.timeout_s + REPORT_TIMEOUT_S):
-            is_reporter = store.compare_set("absent", "", own).decode() == own
-            raise RanksMissing(self._describe_missing([0], topic), is_reporter)
-        return store.get(key).decode()
 
     def _describe_missing(self, ranks: list[int], topic: str) -> str:
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -20,14 +20,12 @@ def normalizes_in_evaluation(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
 
 
-def synchronize_batch_norm(
-    model: nn.Module, process_group: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> nn.Module:
-    """Let each nn.BatchNorm1d, 2d and 3d of `model` normalize over the group's whole batch. Return `model`.
+def synchronize_batch_norm(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """Let each nn.BatchNorm1d, 2d and 3d of `model` normalize over the whole batch of all ranks. Return `model`.
 
     A layer on CUDA or XPU becomes torch's nn.SyncBatchNorm, any other one the SyncBatchNorm below. Only the class of
     the object changes, so that its parameters, buffers and hooks, and all references to it stay valid. Call it when
-    the model is on its device, before DDP or FSDP wraps it. The process group need not exist yet; None means all ranks.
+    the model is on its device, before DDP or FSDP wraps it. The process group need not exist yet.
 
     Raises ValueError, before any change, for another kind of batch norm, whose forward would be lost.
     """
@@ -48,7 +46,7 @@ def synchronize_batch_norm(
         kind = device.type if device is not None else tensors[0].device.type if tensors else "cpu"
         is_accelerated = kind in ("cuda", "xpu")
         layer.__class__ = nn.SyncBatchNorm if is_accelerated else SyncBatchNorm
-        layer.process_group = process_group
+        layer.process_group = None  # all ranks
     return model
 
 
@@ -77,15 +75,11 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     process_group: dist.ProcessGroup | None = None
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
 
     def forward(self, input: Tensor) -> Tensor:  # (N, C, ...) -> (N, C, ...)
-        is_joined = dist.is_available() and dist.is_initialized()
         uses_batch = self.training or self.running_mean is None
-        if not (uses_batch and is_joined and dist.get_world_size(self.process_group) > 1):
+        if not (uses_batch and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
             return super().forward(input)
         return self._forward_synchronized(input)
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +40,7 @@ class CommunicationCounter(TorchDispatchMode):
         """Count a message. group: as an operator's argument. peer: the rank in the group that receives the message."""
         self.bytes[kind] += num_bytes
 
-    def __enter__(self) -> "CommunicationCounter":
+    def __enter__(self) -> Self:
         _entered.append(self)
         return super().__enter__()
 

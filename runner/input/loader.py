@@ -19,8 +19,8 @@ from runner.input.batch import MicroBatch, StepBatch, cast_floating
 from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_weights
 from runner.input.sampler import Sampler
-from runner.input.source import Request, Source
-from runner.input.stream import Position, StepReader, StepRequest, StepSamples, Stream
+from runner.input.source import Source
+from runner.input.stream import Position, StepReader, StepSamples, Stream
 
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
@@ -180,7 +180,7 @@ class Loader:
                 yield MicroBatch(part, indices)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield each request, starting at the current position. DataLoader iterates over the requests once per epoch.
+        """Yield the arguments of each read from the current position on. DataLoader iterates over them once per epoch.
 
         DataLoader requests batches before they are needed, and returns them in the order of the requests.
         """
@@ -188,7 +188,7 @@ class Loader:
         if self.is_stream:
             start = self.stream_position if first_step else None
             for step in range(first_step, self.sampler.steps_per_epoch):  # if it has no length, also after its end
-                yield StepRequest(step, epoch, self.sampler, self.allow_empty, start)
+                yield step, epoch, self.sampler, self.allow_empty, start
             return
         local_batches = self.sampler.local_batches(epoch, first_step)
         for first in local_batches:
@@ -196,7 +196,7 @@ class Loader:
             # An empty local micro-batch cannot be split from others.
             for block in [together] if all(together) else [[indices] for indices in together]:
                 self._requested.append(block)
-                yield Request(list(itertools.chain.from_iterable(block)), epoch, self.seed, self.allow_empty)
+                yield list(itertools.chain.from_iterable(block)), epoch, self.seed, self.allow_empty
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a batch on the device, in the dtype and memory format of the model."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -11,15 +11,6 @@ from torch.utils.data import Dataset, get_worker_info
 from runner.input.pytree import collate, describe, map_tensors, tensors
 from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated, seeded
 from runner.input.sample_cache import CannotCache, SampleCache
-
-
-class Request(NamedTuple):
-    """Samples of one epoch that are read and collated together."""
-
-    indices: list[int]
-    epoch: int = 0
-    seed: int = 0
-    allow_empty: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -105,10 +96,10 @@ class Source(Dataset[Any]):
             return batch
         return map_tensors(lambda tensor: tensor[:0] if allow_empty else tensor.nan_to_num(0.0, 0.0, 0.0), batch)
 
-    def __getitems__(self, request: Request) -> Any:
-        """Return a batch, for DataLoader. In a worker, SystemExit and KeyboardInterrupt become a RuntimeError."""
+    def __getitems__(self, arguments: tuple[Any, ...]) -> Any:
+        """Call `read` for DataLoader. In a worker, SystemExit and KeyboardInterrupt become a RuntimeError."""
         try:
-            return self.read(*request)
+            return self.read(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:
             if get_worker_info() is None:
                 raise

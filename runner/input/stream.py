@@ -33,8 +33,6 @@ class Stream:
     the dataset draws for a sample depend only on the seed, the epoch and the position.
     """
 
-    reads_ahead = False
-
     def __init__(self, iterable: Any):
         self.iterable = iterable
         self._length = UNKNOWN_LENGTH
@@ -132,16 +130,6 @@ class Stream:
         return taken
 
 
-class StepRequest(NamedTuple):
-    """A step whose local micro-batches are read from a stream."""
-
-    step: int
-    epoch: int
-    sampler: Sampler
-    allow_empty: bool
-    start: Position | None  # of the first step that is read in this epoch; None: position 0
-
-
 class StepSamples(NamedTuple):
     """The local micro-batches of a step."""
 
@@ -153,13 +141,13 @@ class StepSamples(NamedTuple):
 
 
 class StepReader:
-    """A dataset that DataLoader queries with step requests. Any worker can read any step."""
+    """A dataset from which DataLoader reads whole steps. Any worker can read any step."""
 
     def __init__(self, source: Any):
         self.source = source  # of a Stream
 
-    def __getitems__(self, request: StepRequest) -> StepSamples:
-        step, epoch, sampler, allow_empty, start = request
+    def __getitems__(self, request: tuple[int, int, Sampler, bool, Position | None]) -> StepSamples:
+        step, epoch, sampler, allow_empty, start = request  # start: where the epoch is resumed; None: position 0
         stream: Stream = self.source.dataset
         first = step * sampler.batch_size
         with seeded(sampler.seed, epoch, EPOCH):

@@ -55,12 +55,6 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
     ]
 
 
-def find_start(parent: Path, name: str) -> Path:
-    """Return the verified checkpoint from which a fork starts. Raise InputError if it is missing or damaged."""
-    with as_input_error(f"fork={parent}: "):
-        return choose_checkpoint(parent / CHECKPOINTS, name)
-
-
 def copy_start(checkpoint: Path, directory: Path) -> None:
     """Copy a checkpoint, and the metrics of its run, into the directory of a new run, which continues from there.
 
@@ -86,25 +80,28 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
 def agree_on_directory(config: Config, request: Request, world: World) -> Path:
     """Return the run directory, which rank 0 creates for a new run. All ranks must call it.
 
-    Raises InputError if it cannot be created, or if the run of `fork=` has no such checkpoint.
+    Raises InputError if it cannot be created, or if the run of `fork=` has no such checkpoint, or only damaged ones.
     """
 
     def create() -> str:
-        starts = config.fork and not (request.directory and Path(request.directory, OVERRIDES).exists())
-        start = find_start(Path(str(config.fork)), config.checkpoint.load) if starts else None
-        directory = request.directory or str(new_directory(config.outputs, config.name))
-        os.makedirs(directory, exist_ok=True)
-        if start is not None:
-            copy_start(start, Path(directory))
+        if before := world.consensus.before_restart("directory"):
+            return before
+        start = None
+        if config.fork and not (request.directory and Path(request.directory, OVERRIDES).exists()):
+            with as_input_error(f"fork={config.fork}: "):
+                start = choose_checkpoint(Path(config.fork, CHECKPOINTS), config.checkpoint.load)
+        try:
+            directory = request.directory or str(new_directory(config.outputs, config.name))
+            os.makedirs(directory, exist_ok=True)
+            if start is not None:
+                copy_start(start, Path(directory))
+        except (ValueError, OSError) as error:
+            reason = f"cannot create a run directory there ({error}); name another directory"
+            raise InputError(f"outputs={config.outputs}: {reason}") from None
         return directory
 
-    try:
-        path = world.consensus.broadcast_once("directory", create)
-    except InputError:  # of fork=
-        raise
-    except ValueError as error:
-        message = f"outputs={config.outputs}: cannot create a run directory there ({error}); name another directory"
-        raise InputError(message) from None
+    path = world.consensus.broadcast("directory", create)
+    world.consensus.keep_for_restart("directory", path)
     if world.rank_info.local_rank == 0 and request.directory_file is not None:
         Path(request.directory_file).write_text(path)  # for the launcher of each machine
     return Path(path)

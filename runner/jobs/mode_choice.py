@@ -54,8 +54,10 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
 
     def candidates() -> dict[str, Any]:
         directory = request.directory or world.consensus.before_restart("directory")
-        if directory and (choice := _read(Path(directory))).get("world_size") == world.world_size:
-            return choice
+        if directory and Path(directory, CHOICE).exists():
+            choice = read_mapping(Path(directory, CHOICE))
+            if choice.get("world_size") == world.world_size:
+                return choice
         return {"candidates": _candidates(modes, config, request, world, options)}
 
     choice = from_rank_0(world, as_backend(config.backend), candidates)
@@ -74,10 +76,6 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
         overrides=tuple(for_mode(overrides, chosen, choice["mode"], ())),
         choices={**request.choices, "parallel": choice["mode"]},
     )
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    return read_mapping(directory / CHOICE) if (directory / CHOICE).exists() else {}
 
 
 def _candidates(modes: Modes, config: Config, request: Request, world: World, options: Auto) -> dict[str, Any]:

@@ -49,10 +49,8 @@ def reset_process(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-@cache
-def _freeze_imports() -> None:
-    """Exclude the first job's imports from the garbage collection after each further job: saves 0.4 s of 0.9 s."""
-    freeze_objects()
+# Excludes the first job's imports from the garbage collection after each further job: saves 0.4 s of 0.9 s.
+_freeze_imports = cache(freeze_objects)
 
 
 def _keep_settings() -> list[Callable[[], Any]]:

@@ -18,22 +18,14 @@ class Task(Protocol):
     """The attributes of every task; one file of runner/tasks and one YAML file of conf/task.
 
     A task derives from `JobTask` or `LaunchingTask` and overrides only the attributes that differ.
-
-    Attributes:
-        reads_run: The task reads an earlier run, which `run=` names.
-        reads_checkpoint: That run must have a checkpoint.
-        needs_experiment: Model, data and the other groups are built for the task.
-        trains: `profile=` and `debug=` have an effect.
-        picks_split: `split=` has an effect.
-        section: The top-level key whose keys only this task reads.
     """
 
-    reads_run: bool = False
-    reads_checkpoint: bool = False
-    needs_experiment: bool
-    trains: bool = False
-    picks_split: bool = False
-    section: str | None = None
+    reads_run: bool = False  # the task reads an earlier run, which `run=` names
+    reads_checkpoint: bool = False  # that run must have a checkpoint
+    needs_experiment: bool  # model, data and the other groups are built for the task
+    trains: bool = False  # `profile=` and `debug=` have an effect
+    picks_split: bool = False  # `split=` has an effect
+    section: str | None = None  # the top-level key whose keys only this task reads
 
 
 class JobTask(Task, Protocol):

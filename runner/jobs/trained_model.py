@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from runner.checkpoints.layout import LAST, TrainState, choose_checkpoint, read_train_state
-from runner.checkpoints.saved_state import MODEL, SavedState, check_fits
+from runner.checkpoints.saved_state import SavedState, read_weights
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
@@ -66,13 +66,9 @@ def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpo
     saved = SavedState.open(path)
     if config.ema.decay is not None:  # as task=evaluate
         saved = saved.evaluated()
-    weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
-    shapes = {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in weights.items()}
-    # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.
-    ignored = ("loss.", "objective.")
     named = f"model={choices.get('model', config.model['_target_'])}"
-    check_fits(saved, shapes, named, MODEL, shapes.keys(), ignored)
-    saved.read(weights)
+    # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.
+    read_weights(saved, model.state_dict(), subject=named, ignored=("loss.", "objective."))
     return Trained(model.eval(), path, read_train_state(path))
 
 

@@ -15,20 +15,13 @@ class Launcher(Protocol):
     """How the processes of one run are started; one file of runner/launchers and one YAML file of conf/launcher.
 
     A launcher derives from this class and overrides only the attributes that differ.
-
-    Attributes:
-        starts_processes: The launcher starts the ranks; otherwise the calling process is one of them.
-        queues: The jobs of a sweep are submitted together instead of launched one by one; see `Queue`.
-        started_on_each: The same command is started on several machines.
-        world_size: Number of processes that the launcher starts; None if it is not known in advance.
-        join_timeout_s: Seconds that a process waits for the others to join.
     """
 
-    starts_processes: bool = False
-    queues: bool = False
-    started_on_each: bool = False
-    world_size: int | None = None
-    join_timeout_s: float = JOIN_TIMEOUT_S
+    starts_processes: bool = False  # the launcher starts the ranks; otherwise the calling process is one of them
+    queues: bool = False  # the jobs of a sweep are submitted together instead of launched one by one; see `Queue`
+    started_on_each: bool = False  # the same command is started on several machines
+    world_size: int | None = None  # number of processes that the launcher starts; None if it is not known in advance
+    join_timeout_s: float = JOIN_TIMEOUT_S  # that a process waits for the others to join
 
     @abstractmethod
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
@@ -41,14 +34,11 @@ class Queue(Launcher, Protocol):
     A queue derives from this class, and defines `launch`, `submit_sweep` and `find_ended`. `launch` submits a single
     run. The job starts `python -m runner` with the overrides of the request and with its directory in RUNNER_DIRECTORY,
     which keeps the run from being submitted again.
-
-    Attributes:
-        dry_run: The jobs are printed instead of submitted, and nothing is written.
     """
 
     starts_processes: bool = True
     queues: bool = True
-    dry_run: bool = False
+    dry_run: bool = False  # the jobs are printed instead of submitted, and nothing is written
 
     @abstractmethod
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:

@@ -115,14 +115,12 @@ def data_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return (data if data.ndim == 1 else data._flatten()).get_group()
 
 
-def data_options(
-    mesh: DeviceMesh, group: dist.ProcessGroup | None, shard_model: Callable[[DeviceMesh], nn.Module]
-) -> dict[str, Any]:
+def data_options(mesh: DeviceMesh, shard_model: Callable[[DeviceMesh], nn.Module]) -> dict[str, Any]:
     """Return the options of Replica that combine gradients along the axes replicate and shard. All ranks must call it.
 
-    group: the mesh's `data_group`. shard_model: shards the model over a mesh, if there is an axis shard, and returns
-    the sharded module.
+    shard_model: shards the model over a mesh, if there is an axis shard, and returns the sharded module.
     """
+    group = data_group(mesh)
 
     def sum_over(flat: torch.Tensor) -> None:
         dist.all_reduce(flat, group=group)

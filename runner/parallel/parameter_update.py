@@ -77,13 +77,6 @@ def _align_strides(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = as_local_part_of(parameter, torch.empty_like(local).copy_(local_gradient))
 
 
-@torch.no_grad()
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return what this rank has of the gradients: whole, its shards, or the values of sparse ones."""
-    local = [local_part(p.grad) for p in parameters if p.grad is not None]
-    return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in local]
-
-
 def norm_over_meshes(groups: list[list[nn.Parameter]]) -> Tensor:
     """Return the norm of the whole gradient on every rank, (). All ranks that share a mesh must call it."""
     norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]

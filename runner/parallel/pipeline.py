@@ -163,8 +163,8 @@ class Pipeline(Parallel):
             for stage in own.values():
                 shard_layers(module, stage, mesh["tensor"], recipe.draws)
         options: dict[str, Any] = {"make_schedule": self._make_schedule, "num_micro_batches": self.micro_batches}
-        options |= {"mesh": mesh, "data_group": replicas, "tied": tied}
-        return PipelineReplica(recipe, own, owners, outputs, sum_over=world.collectives.sum, **options)
+        options |= {"sum_over": world.collectives.sum, "mesh": mesh, "tied": tied}
+        return PipelineReplica(recipe, own, owners, outputs, **options)
 
     def _make_schedule(self, stages: Sequence[PipelineStage], loss: Callable[..., torch.Tensor]) -> Any:
         options = {"n_microbatches": self.micro_batches, "loss_fn": loss, "scale_grads": False}

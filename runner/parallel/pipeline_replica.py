@@ -30,7 +30,7 @@ class PipelineReplica(Replica):
     """This rank's stages of one replica of the model.
 
     `layers` has this rank's stages by number, and `owners` the pipeline's rank that has each stage. The mesh has the
-    axis stage and any others. `data_group` is its group of ranks with the same stages and different samples.
+    axis stage and any others.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class PipelineReplica(Replica):
         num_micro_batches: int,
         sum_over: Callable[[torch.Tensor], torch.Tensor],
         mesh: DeviceMesh,
-        data_group: dist.ProcessGroup | None,
         tied: TiedParameters,
     ):
         assert isinstance(recipe.objective, Supervised)
@@ -61,7 +60,7 @@ class PipelineReplica(Replica):
             self._stages[number] = StageModule(chain, number, self._micro_batches, recipe, output, self._compute_loss)
         if (loss := attached_loss(recipe.module)) is not None and self._last in self._stages:
             self._stages[self._last].loss = loss  # trained with the last stage
-        options = data_options(mesh, data_group, self._shard)
+        options = data_options(mesh, self._shard)
         tied.tie()
         self._schedule: Any = None
         self._num_samples = 0  # of the step, over all ranks and micro-batches

@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, local_part, read_weights, tensor_hashes
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
 from runner.objectives.objective import LossGroup, Prediction, loss_groups
 from runner.optimization.parameter_patterns import names_of
 from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
-from runner.parallel.parameter_update import ParameterUpdate, local_gradients, scale_gradients, weight_factor
+from runner.parallel.parameter_update import ParameterUpdate, scale_gradients, weight_factor
 from runner.training.mode import Recipe, Stepper
 from runner.training.model.forward_state import restoring_state
 
@@ -146,8 +146,11 @@ class Replica:
                 weights += loss.weight
         return self._sum_over(weights / self._duplicates)
 
+    @torch.no_grad()
     def gradients(self) -> list[torch.Tensor]:
-        return local_gradients(self.loss_group.parameters)
+        """Return what this rank has of the gradients: whole, its shards, or the values of sparse ones."""
+        local = [local_part(p.grad) for p in self.loss_group.parameters if p.grad is not None]
+        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in local]
 
     def skip(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -172,21 +175,16 @@ class Replica:
         return function(self.module, *args)
 
     def state(self) -> LocalState:
-        state = self.model_state()  # first, because it drops gathered parameters
-        if self._local_optimizer is None:
-            state |= optimizer_state(self.module, self.optimizer)
-        else:
-            state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
-        return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
-
-    def model_state(self) -> LocalState:
-        """Return what this rank writes of the model."""
         self._after_write()  # get_model_state_dict must find shards, not gathered parameters
         tensors: dict[str, Any] = get_model_state_dict(self.module)
         state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in tensors.items()}))
         if self._duplicates == 1:  # otherwise each rank computes the same gradients itself; GPUs may round differently
             state.replica_hashes = tensor_hashes(self.local_parameters())
-        return state
+        if self._local_optimizer is None:
+            state |= optimizer_state(self.module, self.optimizer)
+        else:
+            state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
+        return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
 
     def weights(self) -> dict[str, torch.Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

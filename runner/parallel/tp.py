@@ -60,9 +60,9 @@ class TP(Parallel):
 
 def prepare_layers(recipe: Recipe, world: World, mesh: DeviceMesh) -> Replica:
     """Prepare the model over a mesh with the axis tensor, and with replicate, shard or both. All ranks must call it."""
-    module, group = recipe.module, data_group(mesh)
+    module = recipe.module
     shard_layers(module, module, mesh["tensor"], recipe.draws)
-    if group is not None:
+    if (group := data_group(mesh)) is not None:
         use_group(module, group)
 
     def shard_model(data: DeviceMesh) -> nn.Module:
@@ -71,7 +71,7 @@ def prepare_layers(recipe: Recipe, world: World, mesh: DeviceMesh) -> Replica:
             module.get_submodule(name).register_forward_hook(lambda layer, inputs, output: output.clone())
         return shard(replace(recipe, materialize=lambda parts: _materialize(parts, recipe)), data)
 
-    options = data_options(mesh, group, shard_model)
+    options = data_options(mesh, shard_model)
     optimizer = recipe.make_optimizer(module.parameters())
     return Replica(recipe, optimizer, sum_over=world.collectives.sum, duplicates=mesh["tensor"].size(), **options)
 

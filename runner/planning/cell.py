@@ -24,29 +24,18 @@ MAX_PLANNED = 4  # the largest number of ranks, or of stages, that are all plann
 
 @dataclass
 class Cell:
-    """The plan of one mode at one world size: a row of the tables of task=plan.
-
-    Attributes:
-        reason: Why the mode cannot be planned. `ranks` is then empty.
-        is_refused: True if a run would be refused for the same reason.
-        ranks: The plans of the distinct ranks, without their events.
-        round_steps: `Parallel.round_steps` of the mode.
-        limit: The memory of a rank, in bytes.
-        step_s: The time of a step, in seconds.
-        bubble: The fraction of a step in which a rank waits for others, averaged over the ranks.
-        samples_per_s: Samples per second over all ranks.
-    """
+    """The plan of one mode at one world size: a row of the tables of task=plan."""
 
     mode: str
     world_size: int
-    reason: str = ""
-    is_refused: bool = False
-    ranks: list[RankPlan] = field(default_factory=list)
-    round_steps: int = 1
-    limit: float = math.inf
+    reason: str = ""  # why the mode cannot be planned; `ranks` is then empty
+    is_refused: bool = False  # a run would be refused for the same reason
+    ranks: list[RankPlan] = field(default_factory=list)  # the distinct ones, without their events
+    round_steps: int = 1  # of the mode: see runner.training.mode.Parallel
+    limit: float = math.inf  # the memory of a rank, in bytes
     step_s: float = 0.0
-    bubble: float = 0.0
-    samples_per_s: float = 0.0
+    bubble: float = 0.0  # the fraction of a step in which a rank waits for others, averaged over the ranks
+    samples_per_s: float = 0.0  # over all ranks
 
     @property
     def worst(self) -> RankPlan:

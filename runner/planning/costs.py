@@ -35,27 +35,15 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """A data sheet: a file of conf/device.
-
-    Attributes:
-        memory_gib: The memory of a rank; None if the ranks divide the memory of this machine.
-        ranks_per_machine: The number of ranks on a machine; None if all ranks are on one machine.
-        operator_s: The time in which the CPU launches an operator. A GPU computes earlier operators meanwhile.
-        step_s: The time of a step in addition to its operators and messages.
-        link: The connection between ranks on the same machine.
-        group_link: The same through torch's process group, if that is slower, as gloo is; by default `link`.
-        network: The connection between ranks on different machines.
-        flops: The peak rate in operations per second, by precision. Empty if operators are measured.
-        memory_bandwidth: The memory bandwidth in bytes per second.
-    """
+    """A data sheet: a file of conf/device, in which h100.yaml and this.yaml explain the keys."""
 
     name: str
     memory_gib: float | None
     ranks_per_machine: float | None
-    operator_s: float
+    operator_s: float  # a GPU computes earlier operators meanwhile
     step_s: float
     link: Link
-    group_link: Link
+    group_link: Link  # by default `link`
     network: Link
     flops: Mapping[str, float]
     memory_bandwidth: float
@@ -131,10 +119,8 @@ def _rounds(kind: str, num_ranks: int) -> int:
 class Costs:
     """The times of operators and messages of a rank, in seconds.
 
-    Args:
-        device: The device of all ranks.
-        world_size: The number of ranks. If operators are measured, the ranks divide the cores of this machine.
-        threads: The number of threads of a rank; None for its part of the cores of this machine.
+    If operators are measured, the ranks divide the cores of this machine. threads: the number of threads of a rank;
+    None for its part of the cores.
     """
 
     def __init__(self, device: Device, world_size: int, threads: int | None = None):

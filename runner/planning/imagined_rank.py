@@ -38,28 +38,17 @@ MakeData = Callable[[int], Any]  # the data of a micro-batch, given its number o
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The memory and the events of one rank.
-
-    Attributes:
-        axes: The mesh of the mode.
-        memory: The bytes at the peak of a step, by kind (runner.planning.memory.KINDS).
-        num_samples: The number of samples in a step, over all ranks.
-        rows: The number of samples in its largest local micro-batch: as many as any rank has.
-        bytes_per_row: The memory per sample of a large micro-batch, in bytes; None for a rank without samples.
-        bytes_between: The memory between two steps, in bytes.
-        bytes_per_step: The exchanged bytes by collective, averaged over the steps of a round.
-        events: The operators and messages of a round, in order.
-    """
+    """The memory and the events of one rank."""
 
     rank: int
     axes: Axes
-    memory: Mapping[str, int]
-    num_samples: int
-    rows: int
-    bytes_per_row: float | None
-    bytes_between: int
-    bytes_per_step: Mapping[str, float]
-    events: Sequence[Counter[Operator] | Message] = field(repr=False)
+    memory: Mapping[str, int]  # bytes at the peak of a step, by kind (runner.planning.memory.KINDS)
+    num_samples: int  # of a step, over all ranks
+    rows: int  # the samples of its largest local micro-batch: as many as any rank has
+    bytes_per_row: float | None  # memory per sample of a large micro-batch; None for a rank without samples
+    bytes_between: int  # memory between two steps
+    bytes_per_step: Mapping[str, float]  # exchanged, by collective, averaged over the steps of a round
+    events: Sequence[Counter[Operator] | Message] = field(repr=False)  # of a round, in order
 
     @property
     def peak(self) -> int:

@@ -53,13 +53,10 @@ def plan_modes(
     device: Device,
     num_processes: int = 1,
 ) -> list[Cell]:
-    """Plan each mode at each world size.
+    """Plan each mode at each world size. A refused mode results in cells with the reason.
 
-    Args:
-        modes: The result of compose_modes. A refused mode results in cells with the reason.
-        limits: The memory of a rank in bytes, by world size.
-        device: The data sheet from which times are estimated.
-        num_processes: The processes that plan. Only one measures operators, because others would slow it down.
+    limits: the memory of a rank in bytes, by world size. num_processes: the number of processes that plan. Only one
+    measures operators, because others would slow it down.
     """
     costs = dict[int, Costs]()
     data: list[tuple[Source, Source]] = []

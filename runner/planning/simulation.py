@@ -28,9 +28,7 @@ def simulate(timelines: Mapping[int, Sequence[Counter[Operator] | Message]], cos
     parameter server and its trainers wait for each other, so the times of the server and the slowest trainer are added.
     Both count their messages: the time of messages is that of the rank with the most.
 
-    Args:
-        timelines: The events of the distinct ranks, by rank.
-        costs: The times of operators and messages.
+    timelines: the events of the distinct ranks, by rank.
     """
     ranks = {rank: _Rank(events) for rank, events in timelines.items()}
     arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)  # times of messages, by sender and receiver

@@ -53,23 +53,14 @@ class Operator:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of the ranks of a group, or a message to or from one rank.
+    """A collective of the ranks of a group, or a message to or from one rank."""
 
-    Attributes:
-        kind: One of runner.distributed.traffic.KINDS, or `receive`.
-        num_bytes: The larger of input and output.
-        ranks: The number of participating ranks.
-        span: The lowest and the highest participating rank.
-        peer: The other rank of a send or receive.
-        uses_group: True for a message of torch's process group, False for one through shared memory or RPC.
-    """
-
-    kind: str
-    num_bytes: int
-    ranks: int
-    span: tuple[int, int]
-    peer: int | None = None
-    uses_group: bool = False
+    kind: str  # one of runner.distributed.traffic.KINDS, or `receive`
+    num_bytes: int  # the larger of input and output
+    ranks: int  # the number of participating ranks
+    span: tuple[int, int]  # the lowest and the highest participating rank
+    peer: int | None = None  # the other rank of a send or receive
+    uses_group: bool = False  # True for a message of torch's process group, False for shared memory or RPC
 
 
 class Timeline(CommunicationCounter):
@@ -95,10 +86,6 @@ class Timeline(CommunicationCounter):
             group = dist.ProcessGroup.unbox(args[1])
             self._append("receive", sum(t.nbytes for t in args[0]), group, args[2])
         return result
-
-    def __enter__(self) -> "Timeline":
-        super().__enter__()
-        return self
 
     def add(self, kind: str, num_bytes: int, group: Any = None, peer: int | None = None) -> None:
         super().add(kind, num_bytes, group, peer)

@@ -66,7 +66,7 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
         if not any(isinstance(handler, _ConsoleHandler) for handler in LOGGER.handlers):  # in task=compare
             handlers.append(_ConsoleHandler(console))
     else:
-        handlers = [_LazyFileHandler(directory / LOGS / f"rank_{rank}.txt")]
+        handlers = [_FileHandler(directory / LOGS / f"rank_{rank}.txt", delay=True)]
         handlers[0].setLevel(logging.WARNING)
     loggers = [LOGGER, logging.getLogger("py.warnings")]
     for handler in handlers:
@@ -98,25 +98,16 @@ class _Formatter(logging.Formatter):
 
 
 class _FileHandler(logging.FileHandler):
-    """Appends to a regular file. Opening a link raises OSError."""
-
-    def _open(self) -> Any:
-        return _FailSafeStream(open(self.baseFilename, self.mode, opener=without_links))
-
-
-class _LazyFileHandler(_FileHandler):
-    """Creates the file and its directory with the first record."""
-
-    def __init__(self, path: Path):
-        super().__init__(path, delay=True)
+    """Appends to a regular file. Opening a link raises OSError. With `delay`, the first record creates the file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # the disk is full
             super().emit(record)
 
     def _open(self) -> Any:
-        make_directory(Path(self.baseFilename).parent)
-        return super()._open()
+        if self.delay:
+            make_directory(Path(self.baseFilename).parent)
+        return _FailSafeStream(open(self.baseFilename, self.mode, opener=without_links))
 
 
 def is_terminal() -> bool:

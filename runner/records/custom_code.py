@@ -33,17 +33,11 @@ DECISIVE = ("model", "data", "transforms", "transform_targets", "loss", "objecti
 
 @dataclass(frozen=True)
 class CustomModule:
-    """A custom module.
+    """A custom module."""
 
-    Attributes:
-        file: The absolute path of the original file.
-        copy: The path of the copy, relative to the directory of the record, such as nets/blocks.py.
-        decisive: True if a group or key in DECISIVE names the module, or names one that imports it.
-    """
-
-    file: str
-    copy: str
-    decisive: bool
+    file: str  # the absolute path of the original file
+    copy: str  # the path of the copy, relative to the directory of the record, such as nets/blocks.py
+    decisive: bool  # a group or key in DECISIVE names the module, or names one that imports it
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -28,6 +28,8 @@ from runner.records.tables import Cells, as_number, without_empty_columns
 # The state of a sweep is the first of these states that one of its jobs has.
 STATES = ("running", "queued", "lost", "failed", "refused", "preempted", "removed", "waiting", "pruned", "finished")
 UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+
+Name = str | os.PathLike[str]  # of a run or sweep, or of a directory
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +129,14 @@ def read_row(path: Path, folder: Path) -> Row:
     return Row(path, name, state, records, started, monitor, *values, read_labels(path), is_sweep=True)
 
 
-def find_record(text: str, folder: Path, adds_jobs: bool = False) -> Path:
-    """Return the path of the run or sweep that `text` names by a path, "last" (newest) or a unique prefix of a name.
+def find_record(run: Name, outputs: Name = "outputs", adds_jobs: bool = False) -> Path:
+    """Return the path of the run or sweep that `run` names by a path, "last" (newest) or a unique prefix of a name.
 
     Parent directories may precede a name: run/2026, sweep-20261120-192348/3. Raises InputError unless one matches.
 
     adds_jobs: also find jobs of sweeps that have no directory, because they have not started.
     """
+    text, folder = os.fspath(run), Path(outputs).absolute()
     if text == "last" and (newest := newest_record([folder, *(path for path in folder.glob("*") if path.is_dir())])):
         return newest
     path = Path(text).absolute()
@@ -159,9 +162,9 @@ def select(
     rows: Sequence[Row],
     where: Sequence[str],
     tags: Iterable[str],
-    states: Iterable[str],
+    states: Collection[str],
     name: str,
-    skipped: list[str] | None = None,
+    skipped: list[str],
 ) -> list[Row]:
     """Return the rows that match all conditions. Raises InputError for a key or a tag that no row has.
 
@@ -174,7 +177,6 @@ def select(
         if tag not in known:
             raise InputError(f"--tag {tag}: no run has this tag{did_you_mean(tag, known)}")
         chosen = [row for row in chosen if tag in row.labels.tags]
-    skipped = [] if skipped is None else skipped
     records = {row: [each for each in row.records if _is_readable(each, skipped)] for row in rows if where}
     for condition in where:
         key, equals, value = condition.partition("=")
@@ -186,8 +188,7 @@ def select(
             known = sorted({key for found in keys for key in found})
             raise InputError(f"--where {condition}: no run has recorded {key}{did_you_mean(key, known)}")
         chosen = [row for row in chosen if any(_equal(record.value(key), value) for record in records[row])]
-    wanted = set(states)
-    return [row for row in chosen if not wanted or row.state in wanted]
+    return [row for row in chosen if not states or row.state in states]
 
 
 def as_cells(rows: Sequence[Row]) -> Cells:

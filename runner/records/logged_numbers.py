@@ -67,14 +67,10 @@ def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = Tru
         return max(allowed, math.sqrt(tolerance)) if is_evaluation else allowed
 
     one, other = map(_logged, runs)
-    pairs = {
-        step: [
-            Difference(step, name, (one[step][name], other[step][name])) for name in one[step] if name in other[step]
-        ]
-        for step in sorted(one.keys() & other.keys())
-    }
     largest, before, num_steps = Difference(0, "", (0.0, 0.0)), 0, 0
-    for step, found in pairs.items():
+    for step in sorted(one.keys() & other.keys()):
+        both = [name for name in one[step] if name in other[step]]
+        found = [Difference(step, name, (one[step][name], other[step][name])) for name in both]
         if not found:
             continue
         num_steps += 1

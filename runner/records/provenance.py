@@ -51,11 +51,6 @@ def original_path(path: str) -> str:
     return path
 
 
-def origin() -> dict[str, Any]:
-    """Return the fields git, versions and machine of result.json."""
-    return {"git": git_state(), "versions": versions(), "machine": machine()}
-
-
 def submission_time() -> str | None:
     """Return the time at which the code that this process runs was frozen; None if it is not frozen."""
     return extracted[1].at if (extracted := _extracted_code()) else None

@@ -49,7 +49,7 @@ class RunRecord:
     monitor: Monitor | None = None  # None if the monitored metric was not measured
     world_size: int = 1
     best: float = math.nan  # the best value of the monitor
-    started: str = ""  # in UTC; empty for runs of earlier versions
+    started: str = ""  # in UTC; empty if it is not recorded
     error: str = ""
     code: str = ""  # the hash of its custom modules
 
@@ -57,11 +57,6 @@ class RunRecord:
     def settings(self) -> Section:
         """The resolved configuration, by dotted key. Raises InputError if the file is damaged."""
         return read_settings(self.directory / CONFIG, self.chosen)
-
-    @property
-    def starts_processes(self) -> bool:
-        """True if its launcher starts the ranks."""
-        return not str(self.settings.get("launcher._target_", "")).endswith(".Env")
 
     @functools.cached_property
     def overrides_by_key(self) -> dict[str, str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from runner.errors import InputError
 from runner.records.console import LOG
-from runner.records.record_files import dumps, parse_json, parse_metrics, read_bytes, without_links, write_atomically
+from runner.records.record_files import dumps, parse_metrics, read_mapping, without_links, write_atomically
 from runner.records.run_lock import living_owner
 
 RESULT = "result.json"
@@ -64,10 +65,9 @@ def read_result(path: Path) -> dict[str, Any] | None:
     The keys state, error and metrics always exist.
     """
     try:
-        result = parse_json(read_bytes(path / RESULT))
-    except (OSError, ValueError, RecursionError):
+        return valid_result(read_mapping(path / RESULT))
+    except InputError:
         return None
-    return valid_result(result) if isinstance(result, dict) else None
 
 
 def valid_result(result: Mapping[str, Any]) -> dict[str, Any]:

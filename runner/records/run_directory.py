@@ -1,11 +1,13 @@
 """The run directory: its creation, and the files that record what ran and how it ended."""
 
 import errno
+import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,7 +100,9 @@ class RunDirectory:
             return
         previous = started_at(self.path) if (self.path / RESULT).exists() else None
         started = datetime.fromtimestamp(previous or time.time(), UTC).isoformat(timespec="milliseconds")
-        self.result = Result(started=started, command=list(request.command), **provenance.origin(), **facts)
+        self.result = Result(started=started, command=list(request.command), **facts)
+        self.result.git, self.result.versions = provenance.git_state(), provenance.versions()
+        self.result.machine = provenance.machine()
         values, directories = asdict(config), [provenance.original_path(directory) for directory in request.config_dirs]
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
@@ -207,14 +211,11 @@ def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
     parent = Path(outputs).absolute() / name
     parent.mkdir(parents=True, exist_ok=True)
     stamp = prefix + time.strftime(STAMP)
-    path, number = parent / stamp, 0
-    while True:
-        try:
+    for number in itertools.count():
+        path = parent / (f"{stamp}-{number}" if number else stamp)
+        with suppress(FileExistsError):
             path.mkdir()
             break
-        except FileExistsError:
-            number += 1
-            path = parent / f"{stamp}-{number}"
     disk = os.statvfs(path)  # a file system may report 0 blocks or files in total if it does not count them
     if (disk.f_blocks and disk.f_bavail * disk.f_frsize < MIN_BYTES) or (disk.f_files and disk.f_favail < MIN_FILES):
         path.rmdir()

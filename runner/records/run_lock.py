@@ -21,7 +21,7 @@ from typing import Any
 from runner.distributed.failures.heartbeat import machine_id, started_at
 from runner.errors import InputError, print_messages
 from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
-from runner.records.record_files import parse_json, read_bytes, without_links
+from runner.records.record_files import read_mapping, without_links
 
 HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
@@ -72,16 +72,11 @@ class RunLock:
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that has locked a directory.
-
-    Attributes:
-        is_here: True if the process runs, or ran, on this machine.
-        is_owner: True if the process belongs to the owner of the lock file; only then may it be signaled.
-    """
+    """The process that has locked a directory."""
 
     is_alive: bool
-    is_here: bool
-    is_owner: bool
+    is_here: bool  # it runs, or ran, on this machine
+    is_owner: bool  # it belongs to the owner of the lock file; only then may it be signaled
     pid: int | None
     host: str
 
@@ -178,10 +173,10 @@ def _lock_files(directory: Path) -> dict[int, Path]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        found = parse_json(read_bytes(path))
-        return found if isinstance(found, dict) else {}
-    return {}
+    try:
+        return read_mapping(path)
+    except InputError:
+        return {}
 
 
 def _mtime(path: Path) -> float:

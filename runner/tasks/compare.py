@@ -1,20 +1,18 @@
 """task=compare: run the model for a few steps in every mode that supports it, and compare speed, memory and weights."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import open_checkpoint
+from runner.checkpoints.shard_file import SavedTensor
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
-from runner.errors import InputError, JobFailed, did_you_mean
+from runner.errors import InputError, JobFailed
 from runner.jobs.task import LaunchingTask
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
@@ -106,22 +104,16 @@ class Compare(LaunchingTask):
 
 
 def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[Cell]:
-    from runner.config.compose import modes_to_compare, options_of  # the command line imports tasks before it composes
+    from runner.config.compose import modes_to_compare  # the command line imports tasks before it composes
 
-    known = options_of("parallel")
-    modes = modes_to_compare(request.choices["parallel"]) if config.compare.modes is None else config.compare.modes
-    for mode in modes:
-        if mode not in known:
-            raise InputError(f"compare.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
+    modes = modes_to_compare(request.choices["parallel"], "compare.modes", config.compare.modes)
     sizes = config.compare.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
     if not sizes or min(sizes) < 1:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
     cells = [Cell(mode, size) for size in sizes for mode in modes]
-    reference = Cell("none", 1)
-    # The reference, a world of one process, comes first. An existing world of several ranks cannot run it.
-    if rank_info.world_size == 1:
-        cells = [reference, *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
-    return cells
+    if rank_info.world_size > 1:
+        return cells  # this world cannot run the reference, a world of one process
+    return [Cell("none", 1), *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
 
 
 def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> None:
@@ -165,11 +157,12 @@ def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info:
         if reference.metrics:
             expected, found = _weights(reference, path), _weights(cell, path)
             cell.difference = max(
-                float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()
+                float((found[name].read().double() - tensor.read().double()).abs().max())
+                for name, tensor in expected.items()
             )
 
 
-def _weights(cell: Cell, path: Path) -> Mapping[str, torch.Tensor]:
+def _weights(cell: Cell, path: Path) -> dict[str, SavedTensor]:
     (newest,) = list_checkpoints(path / CELLS / cell.name / CHECKPOINTS)
     return open_checkpoint(newest).model()
 

@@ -10,7 +10,7 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import allowed_cores, available_memory
-from runner.errors import InputError, did_you_mean, quantity
+from runner.errors import InputError, quantity
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
 from runner.planning.cell import Cell
@@ -67,13 +67,10 @@ class Plan(LaunchingTask):
 
 def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
     # Imported here, because the command line imports tasks before it composes the configuration.
-    from runner.config.compose import modes_to_compare, options_of
+    from runner.config.compose import modes_to_compare
     from runner.planning.modes import compose_modes, plan_modes
 
-    modes = modes_to_compare(request.choices["parallel"]) if config.plan.modes is None else config.plan.modes
-    for mode in modes:
-        if mode not in (known := options_of("parallel")):
-            raise InputError(f"plan.modes={modes}: unknown mode {mode}{did_you_mean(mode, known)}")
+    modes = modes_to_compare(request.choices["parallel"], "plan.modes", config.plan.modes)
     sizes = config.plan.world_sizes
     if not sizes or min(sizes) < 1:
         raise InputError(f"plan.world_sizes={sizes} must list numbers of ranks of at least 1; try [1,8]")

@@ -44,7 +44,8 @@ def columns_of(outputs: Any, targets: Any, indices: Sequence[int], by_sample: Co
     columns |= {PROBABILITY + path: probability for path, (_, probability) in predicted.items()}
     columns |= {OUTPUT + path: tensor for path, tensor in found.items()}
     return {name: _as_array(tensor) for name, tensor in columns.items()} | {
-        name: _as_objects([map_tensors(lambda tensor: _as_array(tensor).tolist(), sample) for sample in tree])
+        # np.array would combine lists of equal lengths.
+        name: np.fromiter((map_tensors(lambda t: _as_array(t).tolist(), sample) for sample in tree), dtype=object)
         for name, tree in listed.items()
     }
 
@@ -73,12 +74,6 @@ def _classify(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
     wide = output.double() if output.dtype == torch.float64 else output.float()
     probability, classes = wide.softmax(dim).max(dim)
     return classes, probability
-
-
-def _as_objects(samples: list[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(samples), dtype=object)  # np.array would combine lists of equal lengths
-    array[:] = samples
-    return array
 
 
 def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -19,19 +19,12 @@ Records = Mapping[int, Mapping[str, Any]]  # of a step and a loss, by rank
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between two tensors, or between their rows of a sample.
-
-    Attributes:
-        difference: The absolute difference.
-        values: The two values.
-        sample: The dataset's index of the sample.
-        ranks: The ranks of both runs that computed the rows.
-    """
+    """The largest difference between two tensors, or between their rows of a sample."""
 
     difference: float
     values: tuple[float, float]
-    sample: int
-    ranks: tuple[int, int]
+    sample: int  # the dataset's index
+    ranks: tuple[int, int]  # of both runs, which computed the rows
 
     def __str__(self) -> str:
         return f"the largest difference is {self.difference:.1e}: {self.values[0]!r} in A, {self.values[1]!r} in B"

@@ -136,7 +136,7 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5)
     path = save(tmp_path, 5, weight=torch.ones(3))
-    assert open_checkpoint(path).model()["weight"].tolist() == [1, 1, 1]
+    assert open_checkpoint(path).model()["weight"].read().tolist() == [1, 1, 1]
     assert names(tmp_path) == ["last", "step_5"]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from runner.distributed.sync_batch_norm import SyncBatchNorm, has_batch_norm, synchronize_batch_norm
+from runner.distributed.sync_batch_norm import SyncBatchNorm, has_batch_norm, synchronize_batch_norm, use_group
 
 EXACT = 1e-12  # of float64
 
@@ -183,7 +183,8 @@ def test_group_synchronizes_only_its_ranks() -> None:
     def run(rank: int, world_size: int) -> None:
         group, _ = dist.new_subgroups(2)
         layer = nn.BatchNorm1d(3).double()
-        synchronized = synchronize_batch_norm(copy.deepcopy(layer), group)
+        synchronized = synchronize_batch_norm(copy.deepcopy(layer))
+        use_group(synchronized, group)  # type: ignore[arg-type]
         half = batch.split(4)[rank // 2]
         check_close(synchronized(half.split(2)[rank % 2]), layer(half).split(2)[rank % 2], EXACT)
 

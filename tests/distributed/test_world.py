@@ -95,7 +95,9 @@ def test_values_kept_by_any_agent_are_known_after_a_restart(tmp_path: Path) -> N
         world.begin_job(world.backend)
         world.consensus.load_kept()
         before = world.consensus.before_restart("directory")
-        return before, world.consensus.broadcast_once("directory", lambda: f"made at start {restart}")
+        directory = before or world.consensus.broadcast("directory", lambda: f"made at start {restart}")
+        world.consensus.keep_for_restart("directory", directory)
+        return before, directory
 
     first = "made at start 0"
     assert run_ranks(begin, 2, 0, ["a", "b"], forms_group=False) == [(None, first)] * 2

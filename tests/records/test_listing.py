@@ -62,7 +62,7 @@ def test_conditions_are_compared_with_the_recorded_configuration(outputs: Path) 
     rows = list_rows(outputs)
 
     def names(*where: str, tags: tuple[str, ...] = (), states: tuple[str, ...] = (), name: str = "") -> list[str]:
-        return sorted(row.name for row in select(rows, where, tags, states, name))
+        return sorted(row.name for row in select(rows, where, tags, states, name, []))
 
     assert names("optimizer.lr=0.50") == ["run/20260101-000000"]
     assert names("optimizer.lr=0.2") == ["run/sweep-20260101-000000"]  # a job has it

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ranks import kept_ranks, run_ranks
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import SavedState, open_checkpoint
+from runner.checkpoints.shard_file import SavedTensor
 from runner.config.compose import checked, compose
 from runner.config.custom_dirs import absolute_dirs, add_to_path, on_search_path
 from runner.config.resume import add_recorded
@@ -72,7 +74,7 @@ class Run:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        return dict(self.saved.model())
+        return _read(self.saved.model())
 
 
 def only_run(folder: Path, name: str = "run") -> Run:
@@ -86,11 +88,15 @@ def jobs_of(folder: Path) -> list[JobRecord]:
     return read_ledger(only_run(folder).path)
 
 
+def _read(tensors: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.read() for name, tensor in tensors.items()}
+
+
 def state_of(saved: SavedState) -> dict[str, Any]:
     """Return a checkpoint as nested dicts of whole tensors."""
     facts = {key: fact for key, fact in saved.facts.items() if key not in ("world_size", "parallel")}
-    state: dict[str, Any] = {"model": dict(saved.model()), **facts}
-    if average := dict(saved.average()):
+    state: dict[str, Any] = {"model": _read(saved.model()), **facts}
+    if average := _read(saved.average()):
         state["average"] = average
     for facts, part in [
         (state.get("optimizer", {}), saved),

@@ -48,7 +48,7 @@ def load(held: Mapping[str, Any], path: Path, *entries: str, strict: bool = True
     module = into or Net()
     initial = InitialWeights(InitFrom(str(path), list(entries), strict), path, module)
     initial.fill(module)
-    assert initial._file is None  # closed once all is copied
+    assert not initial._file  # closed once all is copied
     return module.state_dict(), "\n".join(initial.describe())
 
 

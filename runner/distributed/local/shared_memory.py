@@ -5,11 +5,11 @@ The order of summation is that of gloo's ring, so that the result is identical t
 
 import mmap
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 
 PIECE = 2**22  # bytes of each rank at a time, so that those of a few ranks fit into the caches of most processors
-_LINE = 64  # bytes of a cache line, into which only one rank writes
 _SEGMENT = 2**20  # bytes that gloo's ring sends at once (kMaxSegmentSize in gloo/allreduce.h)
 
 
@@ -34,7 +34,8 @@ class SharedMemory:
         own, total = areas[self._position], areas[-1]
         chunk = _chunk_of_ring(flat, self._num_ranks)
         for count, piece in enumerate(flat.split(len(own))):
-            parts = list(self._parts(piece))
+            bounds = [len(piece) * position // self._num_ranks for position in range(self._num_ranks + 1)]
+            parts = [slice(start, stop) for start, stop in pairwise(bounds)]  # the part that each rank sums
             for position, part in enumerate(parts):
                 if position != self._position:
                     own[part] = piece[part]
@@ -50,13 +51,6 @@ class SharedMemory:
 
     def _area(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.frombuffer(self._memory, dtype=dtype, count=PIECE // dtype.itemsize, offset=number * PIECE)
-
-    def _parts(self, piece: torch.Tensor) -> Iterator[slice]:
-        """Yield the part of the piece that each rank sums. The last parts may be empty."""
-        line = _LINE // piece.itemsize
-        size = -(-len(piece) // (self._num_ranks * line)) * line
-        for start in range(0, self._num_ranks * size, size):
-            yield slice(min(start, len(piece)), min(start + size, len(piece)))
 
 
 def _chunk_of_ring(flat: torch.Tensor, num_ranks: int) -> int:

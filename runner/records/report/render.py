@@ -20,7 +20,8 @@ MAX_HOLES = 6  # configurations that are named
 def command_of(job: RunRecord, without: Sequence[str] = ()) -> str:
     """Return the shell command that runs the job again, without the overrides of the keys in `without`."""
     runner = ["python", "-m", "runner"]
-    if job.world_size > 1 and not job.starts_processes:
+    launcher = str(job.settings.get("launcher._target_", ""))
+    if job.world_size > 1 and launcher.endswith(".Env"):  # other launchers start the ranks
         runner = ["torchrun", "--nproc-per-node", str(job.world_size), "-m", "runner"]
     config_dirs = [f"--config-dir={path}" for path in job.config_dirs]
     overrides = [override for override in job.overrides if override.lstrip("+").partition("=")[0] not in without]

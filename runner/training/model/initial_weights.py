@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.checkpoints.layout import MANIFEST, choose_checkpoint, list_checkpoints, verify
-from runner.checkpoints.weights_file import Header, WeightsFile, open_weights
+from runner.checkpoints.weights_file import open_weights
 from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config, InitFrom
 from runner.distributed.world import World
@@ -72,12 +72,12 @@ class InitialWeights:
         self._option = f"init_from.path={options.path}"
         self._path = path
         with as_input_error(f"{self._option}: "):
-            self._file: WeightsFile | None = open_weights(path)
-        in_file = self._file.headers
+            self._file = open_weights(path)
+        in_file = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in self._file.items()}
         self._renamed = _rename(options.map, in_file)
         state = module.state_dict()
         tensors = {name: tensor for name, tensor in _named_tensors(module) if name in state}
-        self._in_model = {name: Header(tuple(t.shape), t.is_floating_point()) for name, t in tensors.items()}
+        self._in_model = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         aliases = names_of(tensors.items())
         # Names in the file by the model's; the file may contain a shared tensor once, under any of its names.
         sources: dict[str, str] = {}
@@ -142,19 +142,23 @@ class InitialWeights:
         """Copy the values of those tensors of the module that have memory and were not filled before."""
         for name, tensor in _named_tensors(module):
             if name in self._pending and not tensor.is_meta:
-                assert self._file is not None
-                tensor.copy_(self._file.read(self._pending.pop(name)))
+                tensor.copy_(self._file[self._pending.pop(name)].read())
         if not self._pending:
-            self._file = None
+            self._file = {}  # closes it
 
 
 def _named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
-def _rename(entries: Sequence[str], headers: Mapping[str, Header]) -> dict[str, str]:
+def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return the shape and kind of a tensor, by which tensors of the file and of the model are compared."""
+    return f"{list(shape)}{'' if dtype.is_floating_point else ' of integers'}"
+
+
+def _rename(entries: Sequence[str], in_file: Iterable[str]) -> dict[str, str]:
     """Apply the entries to the file's names in order. Return the original names by the new, non-empty ones."""
-    names = {name: name for name in headers}
+    names = {name: name for name in in_file}
     for index, entry in enumerate(entries):
         pattern, replacement = entry.split(ARROW)
         option = f"init_from.map.{index}={entry}"
