@@ -125,10 +125,10 @@ class Objective:
         try:
             result = getattr(self, name)(model, micro_batch.data)
             if not self.terms:
-                return _counted(*as_sum_and_weight(result, what), is_counted)
+                return _as_loss(result, what, is_counted)
             if not isinstance(result, Mapping) or result.keys() != self.terms.keys():
                 raise TypeError(f"{what} must return {{name: (sum, weight)}} with the names {list(self.terms)}")
-            losses = [_counted(*as_sum_and_weight(result[term], f"{what}, {term},"), is_counted) for term in self.terms]
+            losses = [_as_loss(result[term], f"{what}, {term},", is_counted) for term in self.terms]
             for term, loss in zip(self.terms, losses, strict=True):
                 self.log(term, loss.value, loss.weight)
         finally:
@@ -143,19 +143,16 @@ class Objective:
         return Prediction(losses, outputs, targets)
 
 
-def _counted(total: torch.Tensor, weight: torch.Tensor | float, is_counted: bool) -> Loss:
-    return Loss(total, weight) if is_counted else Loss(total.nan_to_num() * 0.0, 0.0)  # a mean over no rows is NaN
-
-
-def as_sum_and_weight(result: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _as_loss(result: Any, name: str, is_counted: bool) -> Loss:
     """Return the sum and the weight that a custom loss returned. Raise TypeError for anything else."""
     if isinstance(result, tuple) and len(result) == 2:
         total, weight = result
         is_sum = isinstance(total, torch.Tensor) and total.dim() == 0 and total.is_floating_point()
-        if is_sum and isinstance(weight, torch.Tensor) and weight.dim() == 0:
-            return total, weight.detach()
-        if is_sum and isinstance(weight, (int, float)):
-            return total, float(weight)
+        is_number = isinstance(weight, (int, float)) or (isinstance(weight, torch.Tensor) and weight.dim() == 0)
+        if is_sum and is_number:
+            if not is_counted:
+                return Loss(total.nan_to_num() * 0.0, 0.0)  # a mean over no rows is NaN
+            return Loss(total, weight.detach() if isinstance(weight, torch.Tensor) else float(weight))
     kinds = ", ".join(type(value).__name__ for value in (result if isinstance(result, tuple) else [result]))
     raise TypeError(
         f"{name} must return (sum, weight), the sum of the losses of a batch as a scalar tensor, and its weight; not "
