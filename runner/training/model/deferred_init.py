@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from runner.errors import first_line
+from runner.input.pytree import tensors
 from runner.objectives.objective import ForwardWrapper
 
 PLACEHOLDER = 0.01  # not 0, because normalizing weights would divide by it
@@ -48,10 +49,10 @@ class Deferred(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = _tensors((args, kwargs))
-        if not tensors and any(argument.name == "device" for argument in func._schema.arguments):
+        given = tensors((args, kwargs))
+        if not given and any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"] = torch.device("meta")
-        elif not any(tensor.is_meta for tensor in tensors):
+        elif not any(tensor.is_meta for tensor in given):
             return func(*args, **kwargs)  # only constants
         seen = tree_map_only(Tensor, _alias, (args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -110,7 +111,7 @@ class Deferred(TorchDispatchMode):
                 generator.set_state(call.random_state)
             outputs = self._run(call.operator, (call.args, call.kwargs), memory)
             generator.set_state(before)
-            for alias, output in zip(_metas(call.outputs), _tensors(outputs), strict=True):
+            for alias, output in zip(_metas(call.outputs), tensors(outputs), strict=True):
                 assert alias.stride() == output.stride()
                 memory.setdefault(_key(alias), output.untyped_storage())
         return memory
@@ -166,25 +167,21 @@ def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: t
     return call_with(placeholders, module, function, *args)
 
 
-def call_with(tensors: Mapping[Any, Tensor], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of the model and these arguments. tensors: replacements of the model's tensors."""
+def call_with(new: Mapping[Any, Tensor], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of the model and these arguments. new: the replacements of the model's tensors."""
     wrapper = ForwardWrapper(module)
     by_name = {
-        f"{prefix}.{name}": tensors[tensor]
+        f"{prefix}.{name}": new[tensor]
         for prefix, part in wrapper.named_modules()
         for name, tensor in chain(part._parameters.items(), part._buffers.items())
-        if tensor is not None and tensor in tensors
+        if tensor is not None and tensor in new
     }
     # With tie_weights=True, functional_call does not restore a module that is registered twice.
     return functional_call(wrapper, by_name, (function, *args), tie_weights=False)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _metas(tree: Any) -> list[Tensor]:
-    return [tensor for tensor in _tensors(tree) if tensor.is_meta]
+    return [tensor for tensor in tensors(tree) if tensor.is_meta]
 
 
 def _alias(tensor: Tensor) -> Tensor:
