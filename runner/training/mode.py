@@ -17,8 +17,6 @@ from runner.objectives.objective import Objective, Prediction
 from runner.optimization.precision import Precision
 from runner.training.draws.following import Draws
 
-SupportedObjectives = Literal["supervised", "one_loss", "several_losses"]
-
 
 @dataclass(frozen=True)
 class Axes:
@@ -145,7 +143,7 @@ class Parallel(Protocol):
     needs_all_gradients: bool = False
     shards_matrices: bool = False
     can_recompute: bool = True
-    supported_objectives: SupportedObjectives = "one_loss"
+    supported_objectives: Literal["supervised", "one_loss", "several_losses"] = "one_loss"
     round_steps: int = 1
     fails_at_once: bool = True
 

@@ -18,7 +18,6 @@ from runner.training.draws.generator import Rows, sample_keys
 from runner.training.model.submodules import called_modules
 
 log = logging.getLogger(__name__)
-Kind = tuple[str, int]  # the name of a function, and the number of dims that it draws
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Draws:
     Attributes:
         follows: True if the random numbers follow the samples. False if nothing is drawn, or if a draw cannot follow
             them: torch then draws all numbers, with a different seed for each data rank.
-        sample_dims: The dim of the samples, by kind of draw.
+        sample_dims: The dim of the samples, by function and number of dims.
         common: The functions and shapes of draws that all samples share.
         of_samples: The functions and shapes, without the dim of the samples, of the other draws.
         recomputes: True if the model itself calls torch.utils.checkpoint around a draw.
@@ -37,7 +36,7 @@ class Draws:
 
     device: torch.device = field(default_factory=functools.partial(torch.device, "cpu"))
     follows: bool = False
-    sample_dims: dict[Kind, int] = field(default_factory=dict)
+    sample_dims: dict[tuple[str, int], int] = field(default_factory=dict)
     common: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     of_samples: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     recomputes: bool = False
