@@ -35,12 +35,11 @@ def try_options(node: Mapping[str, Any], choices: Mapping[str, str]) -> list[Opt
     default = _try(choices, "optimizer", options)
     of_groups = []
     for (key, of_group), group in zip(nodes, node.get("groups", []), strict=True):
-        overrides = {name: value for name, value in group.items() if name != "match"}
-        unknown = [name for name in overrides if name not in default]
+        unknown = [name for name in group if name not in ("match", *default)]
         if TARGET not in group and unknown:
             known = ", ".join(name for name in default if name in options)
             raise InputError(
-                f"{key}.{unknown[0]}={show(overrides[unknown[0]])}: {node[TARGET]} has one {unknown[0]} for "
+                f"{key}.{unknown[0]}={show(group[unknown[0]])}: {node[TARGET]} has one {unknown[0]} for "
                 f"all parameters; options that may differ between groups: {known}"
             )
         of_groups.append(_try({key: show(group)}, key, of_group))
