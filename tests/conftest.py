@@ -12,6 +12,7 @@ import pytest
 import torch
 import worlds
 from commands import Commands
+from ranks import kept_ranks
 
 from runner.cli import main
 
@@ -38,6 +39,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_unconfigure() -> None:
+    kept_ranks.end()
     gc.unfreeze()  # some objects print a warning if they are never collected
 
 

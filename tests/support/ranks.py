@@ -117,6 +117,7 @@ class KeptRanks:
                 raise RankError(_explain(statuses, Path(name), timeout_s))
 
     def end(self) -> None:
+        """Kill the ranks. Python would otherwise wait for them at its exit."""
         _end([rank.process for rank in self._ranks])
         self._ranks.clear()
 
@@ -126,7 +127,7 @@ kept_ranks = KeptRanks()
 
 def _start_kept(rank: int) -> KeptRank:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(rank, ours, theirs), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(rank, ours, theirs))
     with warnings.catch_warnings():  # as in run_ranks
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         process.start()
@@ -138,6 +139,7 @@ def _serve(rank: int, ours: Connection, theirs: Connection) -> None:
     """Run jobs until one fails or the tests' process has exited."""
     ours.close()
     gc.freeze()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     while True:
