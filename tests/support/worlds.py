@@ -166,11 +166,13 @@ def run_world(config: Config, request: Request, world_size: int, folder: Path, t
     """Run a job on forked ranks, whose store is a new file in the folder. Raise what a rank raises.
 
     They are kept ranks unless the test may have patched something, or the job imports modules from a temporary
-    directory, of which another test may have others with the same names.
+    directory, of which another test may have others with the same names, or uses RPC, whose keys in the store contain
+    the number of earlier jobs with RPC, which must be the same on all ranks.
     """
     store_path = folder / f"store-{next(_numbers)}"  # a used file would be read as this world's
     args = (config, request, str(store_path))
-    if sees_patches or world_size > 4 or not all(Path(each).is_relative_to(_TESTS) for each in request.config_dirs):
+    has_fixed_modules = all(Path(each).is_relative_to(_TESTS) for each in request.config_dirs)
+    if sees_patches or world_size > 4 or not has_fixed_modules or request.choices["parallel"] == "ps":
         run_ranks(_run_rank, world_size, *args, timeout_s=timeout_s, forms_group=False)  # the job forms its own group
     else:
         kept_ranks.run(_run_rank, world_size, *args, timeout_s=timeout_s)
