@@ -10,13 +10,10 @@ from pathlib import Path
 import parity_table
 import pytest
 import torch
-import worlds
 from commands import Commands
-from ranks import kept_ranks
 
 from runner.cli import main
 
-PATCHING = {"monkeypatch", "capsys", "capfd", "caplog", "recwarn"}  # fixtures with effects that ranks may need to see
 pytest_plugins = ("fault_matrix", "leftovers")
 gc.disable()  # until the tests are collected, which creates no garbage: saves 0.7 s in each worker
 
@@ -34,12 +31,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # collections during tests, and in forked ranks, skip what exists by now
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    worlds.sees_patches = not PATCHING.isdisjoint(getattr(item, "fixturenames", ()))
-
-
 def pytest_unconfigure() -> None:
-    kept_ranks.end()
     gc.unfreeze()  # some objects print a warning if they are never collected
 
 

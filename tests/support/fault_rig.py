@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
 from commands import wait_until
 from ranks import RankError
 from worlds import Run, run
@@ -36,7 +35,6 @@ def before_each_step(act: Callable[[Trainer, Any], None]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", act_and_step)
-        patch.setattr(worlds, "sees_patches", True)
         yield
 
 

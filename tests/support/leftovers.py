@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from commands import accepting, listening, sockets_of
-from ranks import kept_ranks
 
 MARK = "RUNNER_TEST"
 WAIT_S = 60.0  # time for processes to exit after their parent, on a loaded machine
@@ -132,12 +131,11 @@ def running() -> set[int]:
 
 
 def marked_processes(value: str, pids: set[int]) -> list[int]:
-    """Return the processes that run under this mark, without kept ranks and the servers of multiprocessing."""
+    """Return the processes that run under this mark, without multiprocessing's servers of the tests' process."""
     servers = {
         getattr(resource_tracker, "_resource_tracker")._pid,  # noqa: B009
         getattr(forkserver, "_forkserver")._forkserver_pid,  # noqa: B009
         os.getpid(),
-        *kept_ranks.pids,
     }
     return [pid for pid in sorted(pids - servers) if mark.marks(pid, value) and not is_zombie(pid)]
 

@@ -1,4 +1,4 @@
-"""Run a function on several ranks from inside one test: forked processes, new ones or ones that are kept."""
+"""Run a function on several ranks from inside one test: forked processes that share a gloo group."""
 
 import faulthandler
 import gc
@@ -7,15 +7,12 @@ import multiprocessing.connection
 import os
 import resource
 import signal
-import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -67,111 +64,6 @@ def run_ranks(
             raise RankError(_explain(statuses, directory, timeout_s))
         # The ranks of this call wrote these files, so unpickling them is safe.
         return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-@dataclass
-class KeptRank:
-    process: BaseProcess
-    connection: Connection
-
-
-class KeptRanks:
-    """Ranks that run one job after the other, as those of a sweep do. A job costs half as much as on new ranks.
-
-    They were forked from an earlier test and do not see what the running test has patched.
-    """
-
-    def __init__(self) -> None:
-        self._ranks: list[KeptRank] = []
-
-    @property
-    def pids(self) -> set[int]:
-        return {rank.process.pid for rank in self._ranks if rank.process.pid is not None}
-
-    def run(self, function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 300) -> None:
-        """Call `function(rank, world_size, *args)`, which is pickled, on every rank; otherwise as run_ranks.
-
-        After a failure, later jobs get new ranks.
-        """
-        deadline = time.monotonic() + timeout_s
-        while len(self._ranks) < world_size:
-            self._ranks.append(_start_kept(len(self._ranks)))
-        used = self._ranks[:world_size]
-        statuses: list[int | None] = [None] * world_size
-        with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-            try:
-                for rank in used:
-                    rank.connection.send((function, world_size, args, name, os.getcwd(), sys.path, warnings.filters))
-                while None in statuses and not any(statuses):
-                    waiting = [rank.connection for rank, status in zip(used, statuses, strict=True) if status is None]
-                    ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-                    if not ready:
-                        break
-                    for number, rank in enumerate(used):
-                        if rank.connection in ready:
-                            statuses[number] = _status_of(rank)
-            finally:
-                if any(status != 0 for status in statuses):
-                    self.end()
-            if any(status != 0 for status in statuses):
-                raise RankError(_explain(statuses, Path(name), timeout_s))
-
-    def end(self) -> None:
-        """Kill the ranks. Python would otherwise wait for them at its exit."""
-        _end([rank.process for rank in self._ranks])
-        self._ranks.clear()
-
-
-kept_ranks = KeptRanks()
-
-
-def _start_kept(rank: int) -> KeptRank:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(rank, ours, theirs))
-    with warnings.catch_warnings():  # as in run_ranks
-        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-        process.start()
-    theirs.close()
-    return KeptRank(process, ours)
-
-
-def _serve(rank: int, ours: Connection, theirs: Connection) -> None:
-    """Run jobs until one fails or the tests' process has exited."""
-    ours.close()
-    gc.freeze()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    while True:
-        try:
-            function, world_size, args, path, directory, search_path, filters = theirs.recv()
-        except EOFError:
-            os._exit(0)
-        with (Path(path) / f"{rank}.txt").open("w") as report, warnings.catch_warnings():
-            faulthandler.enable(report)
-            os.chdir(directory)
-            sys.path[:] = search_path
-            warnings.filters[:] = filters  # type: ignore[index]
-            warnings._filters_mutated()  # type: ignore[attr-defined]
-            try:
-                function(rank, world_size, *args)
-                left = multiprocessing.active_children()
-                assert not left, f"the job has left these processes: {left}"
-            except BaseException:
-                traceback.print_exc(file=report)
-                report.flush()
-                os._exit(1)
-            faulthandler.disable()
-        theirs.send(0)
-
-
-def _status_of(rank: KeptRank) -> int:
-    """Return 0 if the rank has finished its job, or else the status with which it has exited."""
-    try:
-        return int(rank.connection.recv())
-    except EOFError:
-        rank.process.join()
-        return rank.process.exitcode or 1
 
 
 def exit_statuses(

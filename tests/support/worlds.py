@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra import initialize_config_dir
-from ranks import kept_ranks, run_ranks
+from ranks import run_ranks
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import SavedState, open_checkpoint
@@ -33,8 +33,6 @@ from runner.training.build import Experiment, build
 # Without options, mesh is fsdp; test_mesh.py has its combinations. auto is one of the others.
 MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml") if path.stem not in ("auto", "mesh"))
 _numbers = itertools.count()
-_TESTS = Path(__file__).parents[1]
-sees_patches = True  # set for each test: whether its jobs may depend on what it has patched or captures
 
 
 @dataclass(frozen=True)
@@ -163,29 +161,19 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
 
 
 def run_world(config: Config, request: Request, world_size: int, folder: Path, timeout_s: float = 300) -> None:
-    """Run a job on forked ranks, whose store is a new file in the folder. Raise what a rank raises.
-
-    They are kept ranks unless the test may have patched something, or the job imports modules from a temporary
-    directory, of which another test may have others with the same names, or uses RPC, whose keys in the store contain
-    the number of earlier jobs with RPC, which must be the same on all ranks.
-    """
+    """Run a job on forked ranks, whose store is a new file in the folder. Raise what a rank raises."""
     store_path = folder / f"store-{next(_numbers)}"  # a used file would be read as this world's
-    args = (config, request, str(store_path))
-    has_fixed_modules = all(Path(each).is_relative_to(_TESTS) for each in request.config_dirs)
-    if sees_patches or world_size > 4 or not has_fixed_modules or request.choices["parallel"] == "ps":
-        run_ranks(_run_rank, world_size, *args, timeout_s=timeout_s, forms_group=False)  # the job forms its own group
-    else:
-        kept_ranks.run(_run_rank, world_size, *args, timeout_s=timeout_s)
 
+    def run_rank(rank: int, world_size: int) -> None:
+        rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
+        store = dist.FileStore(str(store_path), world_size)
+        world = World(rank_info, store if world_size > 1 else None, as_backend(config.backend))
+        try:
+            run_job(config, request, world)
+        finally:  # as the command does: a failed rank exits after rank 0 has reported the failure
+            world.shutdown.report_before_exit(lambda: None)
 
-def _run_rank(rank: int, world_size: int, config: Config, request: Request, store_path: str) -> None:
-    rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
-    store = dist.FileStore(store_path, world_size) if world_size > 1 else None
-    world = World(rank_info, store, as_backend(config.backend))
-    try:
-        run_job(config, request, world)
-    finally:  # as the command does: a failed rank exits after rank 0 has reported the failure
-        world.shutdown.report_before_exit(lambda: None)
+    run_ranks(run_rank, world_size, timeout_s=timeout_s, forms_group=False)  # the job forms its own group
 
 
 def _runs(folder: Path) -> set[Path]:
