@@ -34,7 +34,7 @@ FEW = ("model=mlp", "model.hidden=[12,10]", "data=toy", "data.num_train=33", "da
     ("axes", "experiment"),
     [
         ("shard=2 tensor=2", FEW),
-        ("shard=2 stage=2", DROPOUT),
+        pytest.param("shard=2 stage=2", DROPOUT, marks=pytest.mark.thorough),
         ("tensor=2 stage=2", WEIGHTED),
         pytest.param("shard=2 tensor=2", DROPOUT, marks=pytest.mark.soak),
         pytest.param("tensor=2 stage=2", FEW, marks=pytest.mark.soak),
