@@ -16,6 +16,7 @@ from runner.records.result import RESULT
 
 STAMP = "%Y%m%d-%H%M%S"  # in the name of a directory, in local time
 _STARTED = re.compile(rb'"started": "([^"]*)"')  # in result.json, which is not parsed, for speed
+_FILES = ("overrides.yaml", LEDGER)
 MAX_TIME = 2**37  # seconds since 1970, in the year 6325
 
 
@@ -23,7 +24,7 @@ def started_at(directory: Path, recorded: str = "") -> float | None:
     """Return the first start of a run or a sweep in seconds since 1970, or None if the directory is new.
 
     recorded: the time in result.json, if the caller has read it. If a directory has no recorded time, the local time
-    in its name is used.
+    in its name is used, or else the modification time of its files.
     """
     for time in chain([recorded], _recorded_times(directory)):
         with suppress(OverflowError, TypeError, ValueError):
@@ -55,3 +56,4 @@ def _recorded_times(directory: Path) -> Iterator[Any]:
     for stamp in reversed(re.findall(r"\d{8}-\d{6}", f"{directory.parent.name}/{directory.name}")):
         with suppress(ValueError):
             yield datetime.strptime(stamp, STAMP).timestamp()
+    yield from ((directory / name).stat().st_mtime for name in _FILES if (directory / name).exists())

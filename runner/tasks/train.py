@@ -156,7 +156,7 @@ def make_all_callbacks(
     if config.ema.decay is not None:
         ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
         callbacks.add("ema", ema)
-    callbacks.add("buffer_check", BufferCheck(experiment, world))
+    callbacks.add("buffer_check", BufferCheck(experiment, parallel_model, world))
     callbacks.add("recorder", recorder)
     callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:

@@ -1,6 +1,7 @@
 """The order of runs and sweeps by the time at which they were started."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -66,7 +67,7 @@ def test_the_first_start_counts_and_is_kept_by_a_resume(here: Callable[..., int]
     assert [run.path for run in runner.runs()] == [first.path, second.path]
 
 
-def test_directories_without_a_result_are_ordered_by_what_they_have_recorded(tmp_path: Path) -> None:
+def test_directories_of_earlier_versions_are_ordered_by_what_they_have_recorded(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / name, started=None) for name in ("a", "20260101-000000", "b-20260102-000000-1")]
     (paths[0] / "attempts.jsonl").write_text(json.dumps({"number": 1, "started": "2026-01-03T23:00:00+00:00"}) + "\n")
     sweep = make_sweep(tmp_path / "sweep-20260102-000001", "finished", age_s=time.time() - 1_000_000)
@@ -74,3 +75,6 @@ def test_directories_without_a_result_are_ordered_by_what_they_have_recorded(tmp
     assert newest_record([tmp_path]) == paths[0]
     assert started_at(sweep) == pytest.approx(1_000_000)
     assert started_at(tmp_path / "new") is None
+    hand_made = make_run(tmp_path / "x", started="yesterday")
+    os.utime(hand_made / "overrides.yaml", (5, 5))
+    assert started_at(hand_made) == 5.0

@@ -10,6 +10,7 @@ from runner.distributed.world import World
 from runner.optimization.parameter_patterns import counted
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callback, Progress
+from runner.training.mode import ParallelModel
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +18,8 @@ log = logging.getLogger(__name__)
 class BufferCheck(Callback):
     """Compares the buffers of all ranks after steps 1, 2, 4, 8, ..., except those of BatchNorm (`sync_batchnorm`)."""
 
-    def __init__(self, experiment: Experiment, world: World):
-        self._module, self._world = experiment.recipe.module, world
-        # The replicas of local_sgd, whose rounds have several steps, differ anyway.
-        self._is_enabled = world.world_size > 1 and experiment.parallel.round_steps == 1
+    def __init__(self, experiment: Experiment, parallel_model: ParallelModel, world: World):
+        self._module, self._parallel_model, self._world = experiment.recipe.module, parallel_model, world
         axes, rank = experiment.axes, world.rank
         # Ranks with the same index along the stage and tensor axes have the same tensors, and read different samples.
         # A server calls no forward.
@@ -28,25 +27,28 @@ class BufferCheck(Callback):
         self._has_warned = False
 
     def after_step(self, now: Progress) -> None:
-        if not self._is_enabled or now.step & (now.step - 1):
+        if self._world.world_size == 1 or now.step & (now.step - 1):
             return
         layers = [each for each in self._module.named_modules() if not isinstance(each[1], _BatchNorm)]
         buffers = {name: b for prefix, layer in layers for name, b in layer.named_buffers(prefix, recurse=False)}
-        hashes: dict[tuple[int | None, str], int] = {}
-        for name, buffer in buffers.items():
-            if not buffer.is_meta:
-                with suppress(NotImplementedError):  # torch cannot hash sparse tensors, for example
-                    hashes |= {(self._part, key): value for key, value in tensor_hashes({name: buffer}).items()}
+        hashes: dict[tuple[int, str], int] = {}
+        if self._part is not None and buffers:
+            for name, tensor in {**self._parallel_model.local_parameters(), **buffers}.items():
+                if not tensor.is_meta:
+                    with suppress(NotImplementedError):  # torch cannot hash sparse tensors, for example
+                        hashes |= {(self._part, key): value for key, value in tensor_hashes({name: tensor}).items()}
         # All ranks gather, also those without buffers: a forward may create one, and some ranks call none.
-        gathered = self._world.collectives.gather_objects(hashes) or []
-        first: dict[tuple[int | None, str], int] = {}
+        gathered = self._world.collectives.gather_objects((hashes, list(buffers))) or []
+        names = {name for _, of_rank in gathered for name in of_rank}
+        first: dict[tuple[int, str], int] = {}
         differ = {
             key[1]: None
-            for of_rank in gathered
+            for of_rank, _ in gathered
             for key, value in of_rank.items()
             if first.setdefault(key, value) != value
         }
-        if differ and not self._has_warned:
+        # If parameters differ, the ranks are not replicas: local_sgd trains them separately.
+        if differ and differ.keys() <= names and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "buffers differ between ranks after step %d: %s; forward computes them from the samples of one rank, "
