@@ -16,7 +16,7 @@ from runner.input.batch import MicroBatch
 from runner.input.rng import isolated, seed_all
 from runner.input.source import Source
 from runner.objectives.objective import Objective
-from runner.training.draws.following import Draws, without
+from runner.training.draws.following import Draws, of_sample
 from runner.training.draws.functions import DrawMode
 from runner.training.dry_run import read_float32
 from runner.training.model.deferred_init import probe
@@ -41,7 +41,7 @@ class Recording(DrawMode):
         self.draws: list[Draw] = []
         self._expected = torch.get_rng_state()
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> None:
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, in_order: bool = False) -> None:
         problem = "uses a custom generator" if kwargs.get("generator") is not None else ""
         is_recomputed = any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in traceback.walk_stack(None))
         self.draws.append(Draw(function.__name__, tuple(shape), calling_line(), problem, is_recomputed))
@@ -139,10 +139,13 @@ def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
             return f"{where} draws {list(draw.shape)} numbers for two samples together"
         if draws.sample_dims.setdefault(kind, grown[0]) != grown[0]:
             return f"{where} has the samples along dim {grown[0]}, another call along dim {draws.sample_dims[kind]}"
-        draws.of_samples.add((draw.name, without(draw.shape, grown[0])))
+        draws.of_samples.setdefault((draw.name, of_sample(draw.shape, grown[0], 2)), set()).add(draw.line)
     for name, shape in draws.common:
         dim = draws.sample_dims.get((name, len(shape)))
-        if dim is not None and (name, without(shape, dim)) in draws.of_samples:
-            same = quantity(shape[dim], "sample")
-            return f"{name} draws {list(shape)} numbers for all samples, and the same shape for {same} in another call"
+        for other, of_one in draws.of_samples:
+            if dim is not None and other == name and len(of_one) == len(shape):
+                count = shape[dim] // max(1, of_one[dim])
+                if count and shape == tuple(n * count if d == dim else n for d, n in enumerate(of_one)):
+                    same = f"the same shape for {quantity(count, 'sample')} in another call"
+                    return f"{name} draws {list(shape)} numbers for all samples, and {same}"
     return ""
