@@ -101,6 +101,30 @@ def attend_flattened(x: Tensor) -> Tensor:
     return (F.dropout(query @ query.mT) @ query).unflatten(0, (-1, 2)).sum(1)
 
 
+VMAPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "noise": lambda x: x + torch.randn_like(x),
+    "rand": lambda x: torch.rand(3) + x.sum(),
+    "dropout": F.dropout,
+    "dropout in place": lambda x: F.dropout(x + 1, inplace=True),
+    "dropout1d": lambda x: F.dropout1d(x[None])[0],
+    "fill": lambda x: torch.empty_like(x).exponential_(),
+    "multinomial": lambda x: torch.multinomial(x.exp(), 3),
+    "gradient": torch.func.grad(lambda x: (F.dropout(x) ** 2).sum()),
+    "nested": torch.vmap(F.dropout, randomness="different"),
+}
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+def test_iterations_of_vmap_follow_the_samples(name: str) -> None:
+    function = torch.vmap(VMAPPED[name], randomness="different")
+    draws, problem = record(function)
+    assert not problem
+    whole = call(function, draws, *range(6))
+    parts = [call(function, draws, 2, 0, 1), call(function, draws, 3), call(function, draws, 5, 4)]
+    assert torch.allclose(torch.cat(parts), whole[[2, 0, 1, 3, 5, 4]], rtol=0, atol=1e-6)
+    assert not torch.equal(*call(function, draws, 0, 1, samples=X[:1].expand(2, -1, -1)))
+
+
 PADDED: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": F.dropout,
     "dropout of channels first": lambda x: F.dropout(x.mT).mT,
@@ -224,6 +248,7 @@ PROBLEMS: dict[str, Callable[[Tensor], Tensor]] = {
     "rand_like in": lambda x: torch.rand_like(torch.complex(x, x)).real,
     "multinomial in": lambda x: torch.multinomial(torch.ones(5), len(x)),
     "custom generator": lambda x: torch.rand(8, generator=OWN),
+    "poisson": torch.vmap(lambda x: torch.poisson(x.exp()), randomness="different"),
     "two samples together": lambda x: x[torch.randperm(len(x))],
     "another call along dim 0": lambda x: F.dropout(x) + F.dropout(x.transpose(0, 1)).transpose(0, 1),
     "for 1 sample in another call": lambda x: torch.rand(len(x), 8) + torch.rand(1, 8).expand(len(x), -1),
@@ -306,7 +331,7 @@ def test_the_sharded_dim(
     name = function.__name__
     draws = Draws(follows=True, sample_dims={(name, len(drawn)): 0}, shard=(1, 2))
     draws.of_samples.update({(name, shape): {"model.py:1"} for shape in shapes})
-    rows = Following(draws, range(2)).rows(function, (2 * drawn[0], *drawn[1:]), {})
+    rows = Following(draws, range(2)).rows(function, (2 * drawn[0], *drawn[1:]), {}, None, in_order=False)
     assert rows is not None
     assert rows.start == (() if split is None else tuple(n if d == split else 0 for d, n in enumerate(drawn)))
 

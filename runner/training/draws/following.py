@@ -28,6 +28,8 @@ class Draws:
         follows: True if the random numbers follow the samples. False if nothing is drawn, or if a draw cannot follow
             them: torch then draws all numbers, with a different seed for each data rank.
         sample_dims: The dim of the samples, by function and number of dims.
+        repeats: How many times the samples occur along their dim, by function and number of dims; 1 if it is missing. 0
+            means that the entries of a sample are not adjacent, as in torch.cat([x, x]).
         common: The functions and shapes of draws that all samples share.
         of_samples: The functions and shapes of the other draws for one sample, and the lines of user code.
         recomputes: True if the model itself calls torch.utils.checkpoint around a draw.
@@ -37,6 +39,7 @@ class Draws:
     device: torch.device = field(default_factory=functools.partial(torch.device, "cpu"))
     follows: bool = False
     sample_dims: dict[tuple[str, int], int] = field(default_factory=dict)
+    repeats: dict[tuple[str, int], int] = field(default_factory=dict)
     common: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     of_samples: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)
     recomputes: bool = False
@@ -128,7 +131,7 @@ class Following(DrawMode):
     def _keys(self) -> Tensor:
         return sample_keys(self._indices, self._draws.device)
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, in_order: bool = False) -> Rows | None:
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool) -> Rows | None:
         name, draws, size, count = function.__name__, self._draws, torch.Size(shape), max(1, len(self._indices))
         if draws.precedes_stage:
             draws.warn(f"{name} draws before the first module of a pipeline's stage")
@@ -139,10 +142,19 @@ class Following(DrawMode):
             return None
         of_one = of_sample(size, dim, count)
         start = self._start(name, of_one, dim)
-        if in_order and (start or (name, of_one) not in draws.of_samples):
+        repeats = self.repeats((name, len(size)), of_one[dim], dim, like)
+        if in_order and (start or repeats > 1 or (name, of_one) not in draws.of_samples):
             draws.warn(f"{name} draws {[*of_one]} numbers of a sample, unlike in the dry run")
         call = torch.empty(2, dtype=torch.int64).random_().to(draws.device)
-        return Rows(self._keys + call, size, dim, start=start)
+        return Rows(self._keys + call, size, dim, repeats, start)
+
+    def repeats(self, kind: tuple[str, int], width: int, dim: int, like: Tensor | None) -> int:
+        """Return how many times the samples occur along their dim, which has `width` entries per sample."""
+        repeats = self._draws.repeats.get(kind, 1) or width
+        if width % repeats:
+            self._draws.warn(f"{kind[0]} draws for {width} entries per sample, unlike in the dry run")
+            return 1
+        return repeats
 
     def _start(self, name: str, of_one: tuple[int, ...], dim: int) -> tuple[int, ...]:
         """Return the first index along each dim of the part of a sample that this rank draws; () if it draws all.

@@ -3,12 +3,18 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 from torch.overrides import TorchFunctionMode
 
 from runner.input.rng import seed_torch
@@ -19,12 +25,31 @@ from runner.training.draws.generator import Rows
 class DrawMode(TorchFunctionMode):
     """Calls `rows` for each random function, with the shape that it draws. If `rows` returns None, torch draws."""
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, in_order: bool = False) -> Rows | None:
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool) -> Rows | None:
         """Return the random numbers of a tensor of this shape.
 
-        `in_order` means that torch's generator draws the numbers of a sample, one after the other.
+        Args:
+            function: The random function.
+            shape: The shape that it draws.
+            kwargs: Its keyword arguments.
+            like: A tensor with the same samples along the same dim, if the function has one.
+            in_order: True if torch's generator draws the numbers of a sample, one after the other.
         """
         raise NotImplementedError
+
+    def draw(
+        self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None = None, in_order: bool = False
+    ) -> Rows | None:
+        """Call `rows`. The iterations of torch.vmap(randomness="different") become the first dims of the shape."""
+        interpreters = [each for each in retrieve_all_functorch_interpreters() if isinstance(each, VmapInterpreter)]
+        if not interpreters:
+            return self.rows(function, shape, kwargs, like, in_order)
+        vmaps = sorted((each.level(), each.batch_size()) for each in interpreters if each.randomness() == "different")
+        if in_order and vmaps:
+            return None
+        with temporarily_clear_interpreter_stack():
+            rows = self.rows(function, [*(size for _, size in vmaps), *shape], kwargs, None, in_order)
+        return None if rows is None else replace(rows, levels=tuple(level for level, _ in vmaps))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # compiled code uses torch's generator
@@ -64,7 +89,7 @@ def _drop(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     if not named["train"] or p == 0:
         return None
     whole = 2 if "feature" in name else features.dim()
-    rows = mode.rows(func, [size if dim < whole else 1 for dim, size in enumerate(features.shape)], kwargs)
+    rows = mode.draw(func, [size if dim < whole else 1 for dim, size in enumerate(features.shape)], kwargs, features)
     if rows is None:
         return None
     kept = rows.bernoulli(1 - p).to(features)
@@ -82,7 +107,7 @@ def _leak(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Multiply elements that are not positive by random slopes."""
     named = dict(zip(("input", "lower", "upper", "training"), args, strict=False)) | kwargs
     features, low, high = named["input"], named.get("lower", 1 / 8), named.get("upper", 1 / 3)
-    rows = mode.rows(func, features.shape, kwargs) if named.get("training") else None
+    rows = mode.draw(func, features.shape, kwargs, features) if named.get("training") else None
     if rows is None:
         return None
     slopes = rows.uniform(features.dtype) * (high - low) + low
@@ -95,7 +120,8 @@ def _attend(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = dict(zip(names, args, strict=False)) | kwargs
     p, value = named.pop("dropout_p", 0.0), named["value"]
-    rows = mode.rows(func, [*named["query"].shape[:-1], named["key"].size(-2)], {}) if p > 0 else None
+    query, shape = named["query"], [*named["query"].shape[:-1], named["key"].size(-2)]
+    rows = mode.draw(func, shape, {}, query) if p > 0 else None
     if rows is None:
         return None
     if (mask := named.get("attn_mask")) is not None and mask.dtype == torch.bool:
@@ -117,14 +143,16 @@ def _create(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "randint" and "out" not in kwargs and kwargs.get("dtype") is None:
             options["dtype"] = torch.int64
     tensor = (torch.empty_like if name.endswith("like") else torch.empty)(*args, **options)
-    rows = None if tensor.is_complex() else mode.rows(func, tensor.shape, kwargs)
+    like = args[0] if args and isinstance(args[0], Tensor) else None
+    rows = None if tensor.is_complex() else mode.draw(func, tensor.shape, kwargs, like)
     if rows is None:
         return None
     if bounds:
         drawn = rows.integers(*[0, *map(int, bounds)][-2:])
     else:
         drawn = rows.normal(tensor.dtype) if name.startswith("randn") else rows.uniform(tensor.dtype)
-    return tensor.copy_(drawn).requires_grad_(kwargs.get("requires_grad", False))
+    drawn = drawn.to(tensor) if rows.levels else tensor.copy_(drawn)
+    return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
 
 
 def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -134,7 +162,7 @@ def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     if func.__name__ == "random_" and len(given) == 1:
         given = [0, *given]
     values = {**defaults, **dict(zip(defaults, given, strict=False)), **kwargs}
-    rows = None if tensor.is_complex() else mode.rows(func, tensor.shape, kwargs)
+    rows = None if tensor.is_complex() else mode.draw(func, tensor.shape, kwargs)
     return None if rows is None else tensor.copy_(draw(rows, tensor.dtype, *(values[key] for key in defaults)))
 
 
@@ -144,7 +172,7 @@ def _sample(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     named = dict(zip(names, args, strict=False)) | kwargs
     given = [named[name].detach() for name in names if isinstance(named.get(name), Tensor)]
     shape = named["size"] if "size" in named else torch.broadcast_shapes(*(tensor.shape for tensor in given))
-    rows = mode.rows(func, shape, kwargs)
+    rows = mode.draw(func, shape, kwargs, next((tensor for tensor in given if tensor.shape == shape), None))
     if rows is None:
         return None
     dtype = kwargs.get("dtype") or (given[0].dtype if given else torch.get_default_dtype())
@@ -163,8 +191,11 @@ def _choose(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     is_common = weights.dim() == 1  # then the drawn indices, not the weights, may have a dim of the samples
     if is_common and not replacement:
         return None
-    rows = mode.rows(func, [*weights.shape[:-1], count] if replacement else weights.shape, kwargs)
-    if rows is None or not (weights.amin() >= 0 and weights.sum(-1).min() > 0 and weights.sum().isfinite()):
+    shape = [*weights.shape[:-1], count] if replacement else weights.shape
+    rows = mode.draw(func, shape, kwargs, None if is_common else weights)
+    if rows is None:
+        return None
+    if not rows.levels and not (weights.amin() >= 0 and weights.sum(-1).min() > 0 and weights.sum().isfinite()):
         return None  # torch reports invalid weights
     drawn = multinomial(rows, weights, replacement)[..., :count]
     return drawn if kwargs.get("out") is None else kwargs["out"].copy_(drawn)
@@ -175,7 +206,7 @@ def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     given = [*args, *kwargs.values()]
     shapes = [value.shape for value in given if isinstance(value, Tensor)]
     shape = torch.broadcast_shapes(*shapes) if shapes else given[:1]
-    rows = mode.rows(func, shape, kwargs, in_order=True)
+    rows = mode.draw(func, shape, kwargs, in_order=True)
     if rows is None or not len(rows.keys):
         return None
     dim, seeds, device = rows.dim, rows.seeds(), rows.keys.device

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _add_batch_dim
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # The constants of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), as int64.
 _GAMMA, _FIRST, _SECOND = (
@@ -66,6 +68,7 @@ class Rows:
         repeats: How many times the samples occur along the dim. The entries of a sample in one occurrence are adjacent.
         start: The first index along each dim, if the tensor is a part of the tensor to draw. Along the dim of the
             samples, it is the first of the adjacent entries of a sample.
+        levels: The levels of torch.vmap whose iterations are the first dims of the shape, from the outermost.
     """
 
     keys: Tensor
@@ -73,9 +76,17 @@ class Rows:
     dim: int
     repeats: int = 1
     start: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
 
     def words(self, size: int) -> Tensor:
         """Return 32 or 64 random bits for each element, as integers."""
+        with temporarily_clear_interpreter_stack():  # also of torch.func.grad
+            words = self._words(size)
+            for level in self.levels:
+                words = _add_batch_dim(words, 0, level)
+            return words
+
+    def _words(self, size: int) -> Tensor:
         dim, count = self.dim, len(self.keys)
         width = self.shape[dim] // max(1, count * self.repeats)
         start = self.start or (0,) * len(self.shape)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from runner.config.schema import Config
@@ -41,7 +41,7 @@ class Recording(DrawMode):
         self.draws: list[Draw] = []
         self._expected = torch.get_rng_state()
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, in_order: bool = False) -> None:
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool) -> None:
         problem = "uses a custom generator" if kwargs.get("generator") is not None else ""
         is_recomputed = any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in traceback.walk_stack(None))
         self.draws.append(Draw(function.__name__, tuple(shape), calling_line(), problem, is_recomputed))
