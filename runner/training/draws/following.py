@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ class Draws:
         sample_dims: The dim of the samples, by function and number of dims.
         repeats: How many times the samples occur along their dim, by function and number of dims; 1 if it is missing. 0
             means that the entries of a sample are not adjacent, as in torch.cat([x, x]).
+        find_repeats: Returns the number of repeats for a tensor that a random function receives, in a dry run.
         common: The functions and shapes of draws that all samples share.
         of_samples: The functions and shapes of the other draws for one sample, and the lines of user code.
         recomputes: True if the model itself calls torch.utils.checkpoint around a draw.
@@ -40,6 +41,7 @@ class Draws:
     follows: bool = False
     sample_dims: dict[tuple[str, int], int] = field(default_factory=dict)
     repeats: dict[tuple[str, int], int] = field(default_factory=dict)
+    find_repeats: Callable[[tuple[str, int], int, int, Tensor], int] | None = None
     common: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     of_samples: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)
     recomputes: bool = False
@@ -109,6 +111,16 @@ class Draws:
         """True until the computed stage of a pipeline calls its first module, which seeds the generators."""
         return self._stage < self._computed_stage
 
+    def repeats_of(self, kind: tuple[str, int], width: int, dim: int, like: Tensor | None) -> int:
+        """Return how many times the samples occur along their dim, which has `width` entries per sample."""
+        if self.find_repeats is not None and like is not None and width > 1:
+            return self.find_repeats(kind, width, dim, like)
+        repeats = self.repeats.get(kind, 1) or width
+        if width % repeats:
+            self.warn(f"{kind[0]} draws for {width} entries per sample, unlike in the dry run")
+            return 1
+        return repeats
+
     def warn(self, what: str) -> None:
         """Log once that a draw does not follow the samples."""
         if not self._has_warned:
@@ -131,7 +143,9 @@ class Following(DrawMode):
     def _keys(self) -> Tensor:
         return sample_keys(self._indices, self._draws.device)
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool) -> Rows | None:
+    def rows(
+        self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool
+    ) -> Rows | None:
         name, draws, size, count = function.__name__, self._draws, torch.Size(shape), max(1, len(self._indices))
         if draws.precedes_stage:
             draws.warn(f"{name} draws before the first module of a pipeline's stage")
@@ -142,19 +156,11 @@ class Following(DrawMode):
             return None
         of_one = of_sample(size, dim, count)
         start = self._start(name, of_one, dim)
-        repeats = self.repeats((name, len(size)), of_one[dim], dim, like)
+        repeats = draws.repeats_of((name, len(size)), of_one[dim], dim, like)
         if in_order and (start or repeats > 1 or (name, of_one) not in draws.of_samples):
             draws.warn(f"{name} draws {[*of_one]} numbers of a sample, unlike in the dry run")
         call = torch.empty(2, dtype=torch.int64).random_().to(draws.device)
         return Rows(self._keys + call, size, dim, repeats, start)
-
-    def repeats(self, kind: tuple[str, int], width: int, dim: int, like: Tensor | None) -> int:
-        """Return how many times the samples occur along their dim, which has `width` entries per sample."""
-        repeats = self._draws.repeats.get(kind, 1) or width
-        if width % repeats:
-            self._draws.warn(f"{kind[0]} draws for {width} entries per sample, unlike in the dry run")
-            return 1
-        return repeats
 
     def _start(self, name: str, of_one: tuple[int, ...], dim: int) -> tuple[int, ...]:
         """Return the first index along each dim of the part of a sample that this rank draws; () if it draws all.

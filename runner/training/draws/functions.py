@@ -25,7 +25,9 @@ from runner.training.draws.generator import Rows
 class DrawMode(TorchFunctionMode):
     """Calls `rows` for each random function, with the shape that it draws. If `rows` returns None, torch draws."""
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool) -> Rows | None:
+    def rows(
+        self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool
+    ) -> Rows | None:
         """Return the random numbers of a tensor of this shape.
 
         Args:

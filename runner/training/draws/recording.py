@@ -1,5 +1,6 @@
 """A dry run that records the random functions of a model, and finds the dim of the samples in their draws."""
 
+import functools
 import random
 import traceback
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import von_mises
 from torch.utils import checkpoint
 
 from runner.config.schema import Config
@@ -18,6 +20,7 @@ from runner.input.source import Source
 from runner.objectives.objective import Objective
 from runner.training.draws.following import Draws, of_sample
 from runner.training.draws.functions import DrawMode
+from runner.training.draws.verification import Read, compare_apart, find_order
 from runner.training.dry_run import read_float32
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
@@ -31,6 +34,8 @@ class Draw(NamedTuple):
     line: str
     problem: str = ""  # why the draw cannot follow the samples
     is_recomputed: bool = False  # True within torch.utils.checkpoint, which may recompute the draw
+    is_rejected: bool = False  # True if the draw is repeated until the numbers of all samples are accepted
+    in_backward: bool = False  # True in a hook of a gradient
 
 
 class Recording(DrawMode):
@@ -39,16 +44,23 @@ class Recording(DrawMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws: list[Draw] = []
+        self.has_hooks = False  # True if the forward has registered hooks of gradients
+        self.in_backward = False
         self._expected = torch.get_rng_state()
 
     def rows(self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool) -> None:
         problem = "uses a custom generator" if kwargs.get("generator") is not None else ""
-        is_recomputed = any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in traceback.walk_stack(None))
-        self.draws.append(Draw(function.__name__, tuple(shape), calling_line(), problem, is_recomputed))
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
+        is_recomputed, is_rejected = (module.__file__ in files for module in (checkpoint, von_mises))
+        line = calling_line()
+        self.draws.append(
+            Draw(function.__name__, tuple(shape), line, problem, is_recomputed, is_rejected, self.in_backward)
+        )
         torch.default_generator.manual_seed(len(self.draws))  # later draws do not depend on this shape
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.check("code before a function of torch")
+        self.has_hooks |= func is Tensor.register_hook
         num_draws = len(self.draws)
         result = super().call(func, args, kwargs)
         if len(self.draws) > num_draws:
@@ -104,8 +116,29 @@ def record_draws(
     if not problem and config.compile:
         problem = "compile=true draws the random numbers of compiled code by torch's generator"
     draws.follows = not problem
+    if not problem:
+        problem = _verify(module, objective, source, draws, functools.partial(read_float32, config, source))
     end = "so that results depend on the number of ranks and micro_batches"
     return [f"{problem}, {end}"] if problem else [], replaced
+
+
+def _verify(module: nn.Module, objective: Objective, source: Source, draws: Draws, read: Read) -> str:
+    """Find the order of the samples in draws. Return why the loss depends on the number of ranks, or "".
+
+    Exceptions are ignored, because training reports them.
+    """
+    if len(source) < 2:
+        return ""
+    try:
+        if problem := find_order(draws, module, objective, read):
+            draws.follows = False
+            return problem
+        if source.collate_draws.has_drawn:
+            return ""
+        # Padding may change the outputs of a model, so samples of different lengths are not compared.
+        return compare_apart(draws, module, objective, read, [0, 0] if hasattr(source, "collate") else [0, 1])
+    except Exception:
+        return ""
 
 
 def _run(
@@ -114,11 +147,22 @@ def _run(
     parameters = {name: tensor for name, tensor in model.named_parameters() if name in trained}
     with recording:
         for name in objective.losses:
-            objective.measure(model, name, micro_batch)
+            loss = objective.measure(model, name, micro_batch)
+            if recording.has_hooks or _has_hooks(model):
+                recording.in_backward = True
+                loss.value.sum().backward()
+                recording.in_backward = False
+                model.zero_grad()
         model.eval()
         objective.evaluate(model, micro_batch)
     model.train()  # also modules that the passes have added
     return [name for name, tensor in model.named_parameters() if parameters.get(name, tensor) is not tensor]
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Return True if the model has hooks of gradients, which may draw random numbers."""
+    parts: list[Any] = [*model.modules(), *model.parameters()]
+    return any(part._backward_hooks for part in parts) or any(part._backward_pre_hooks for part in model.modules())
 
 
 def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
@@ -131,8 +175,12 @@ def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
             return f"{where} {draw.problem}"
         draws.recomputes |= draw.is_recomputed
         if draw.shape == larger.shape:
+            if draw.in_backward and not draw.is_recomputed:
+                return f"{where} draws for a gradient of all samples"
             draws.common.add((draw.name, draw.shape))
             continue
+        if draw.is_rejected:
+            return f"{where} draws until the numbers of all samples are accepted"
         kind, pairs = (draw.name, len(draw.shape)), list(zip(draw.shape, larger.shape, strict=False))
         grown = [dim for dim, (size, size_of_three) in enumerate(pairs) if size != size_of_three]
         if len(grown) != 1 or 3 * pairs[grown[0]][0] != 2 * pairs[grown[0]][1] or draw.name == "randperm":
