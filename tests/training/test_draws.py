@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Beta, Categorical, Normal
+from torch.distributions import Beta, Categorical, Normal, VonMises
 from torch.utils.checkpoint import checkpoint
 from worlds import build_experiment
 
@@ -277,6 +277,41 @@ class NoisyInEvaluation(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if self.training else x + torch.randn_like(x))
+
+
+class Drawing(nn.Linear):
+    def __init__(self, sample_shape: list[int], num_outputs: int, way: str) -> None:
+        super().__init__(sample_shape[0], num_outputs)
+        self.way = way
+        if way == "gradient":
+            self.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(F.dropout(x))
+        if self.way == "views":
+            first, second = torch.randn(2 * len(x), 1).exp().chunk(2)
+            return outputs * first * second
+        if self.way == "rejection":
+            return outputs + VonMises(outputs.detach(), 0.1).sample()
+        if self.way == "orders":
+            return outputs + F.dropout(torch.cat([x, x]))[: len(x)].mean() + F.dropout(x.repeat_interleave(2, 0)).mean()
+        return outputs + x.flip(0).mean(1, keepdim=True) if self.way == "mixed" else outputs
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("views", "a draw does not follow the samples"),
+        ("mixed", "the model or the objective combines samples"),
+        ("rejection", "draws until the numbers of all samples are accepted"),
+        ("orders", "with the samples in different orders"),
+        ("gradient", "draws for a gradient of all samples"),
+    ],
+)
+def test_the_header_warns_of_draws_that_depend_on_other_samples(way: str, message: str) -> None:
+    model = ("model=linear", "model._target_=test_draws.Drawing", f"+model.way={way}")
+    (warning,) = build_experiment(*model, "data=toy").warnings
+    assert message in warning and warning.endswith("the number of ranks and micro_batches")
 
 
 def test_draws_that_happen_only_in_evaluation_follow_the_samples() -> None:
