@@ -1,11 +1,12 @@
 """A counter-based generator: each sample has its own stream of random numbers in each call of a random function."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim
+from torch._C._functorch import _add_batch_dim, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # The constants of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), as int64.
@@ -42,6 +43,7 @@ def random_bits(positions: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return state
 
 
+@functools.cache
 def _steps(count: int) -> list[int]:
     """Return the distance of the positions of neighbors along each of the last dims, as int64.
 
@@ -80,6 +82,8 @@ class Rows:
 
     def words(self, size: int) -> Tensor:
         """Return 32 or 64 random bits for each element, as integers."""
+        if peek_interpreter_stack() is None:
+            return self._words(size)
         with temporarily_clear_interpreter_stack():  # also of torch.func.grad
             words = self._words(size)
             for level in self.levels:
@@ -97,11 +101,12 @@ class Rows:
         if size == 32:  # the two halves of 64 bits belong to neighbors along the last dim
             starts[-1], offset = divmod(starts[-1], 2)
             sizes[-1] = (sizes[-1] + offset + 1) // 2
-        positions = torch.zeros((), dtype=torch.int64, device=self.keys.device)
-        for number, step in reversed([*enumerate(_steps(len(sizes)))]):
-            if number != dim + 1 and (starts[number] or sizes[number] != 1):
+        steps, positions = _steps(len(sizes)), None
+        for number in reversed(range(len(sizes))):
+            if number != dim + 1 and (positions is None or starts[number] or sizes[number] != 1):
                 indices = torch.arange(starts[number], starts[number] + sizes[number], device=self.keys.device)
-                positions = positions + (indices * step).view(-1, *[1] * (len(sizes) - number - 1))
+                indices = indices.mul_(steps[number]).view(-1, *[1] * (len(sizes) - number - 1))
+                positions = indices if positions is None else positions + indices
         first, second = self.keys.T.reshape(2, count, *[1] * (len(sizes) - dim - 2))
         words = random_bits(positions, first, second).expand(sizes)
         if size == 32:
