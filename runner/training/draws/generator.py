@@ -101,14 +101,13 @@ class Rows:
         if size == 32:  # the two halves of 64 bits belong to neighbors along the last dim
             starts[-1], offset = divmod(starts[-1], 2)
             sizes[-1] = (sizes[-1] + offset + 1) // 2
-        steps, positions = _steps(len(sizes)), None
+        terms: list[Tensor] = []
         for number in reversed(range(len(sizes))):
-            if number != dim + 1 and (positions is None or starts[number] or sizes[number] != 1):
+            if number != dim + 1 and (not terms or starts[number] or sizes[number] != 1):
                 indices = torch.arange(starts[number], starts[number] + sizes[number], device=self.keys.device)
-                indices = indices.mul_(steps[number]).view(-1, *[1] * (len(sizes) - number - 1))
-                positions = indices if positions is None else positions + indices
+                terms.append((indices * _steps(len(sizes))[number]).view(-1, *[1] * (len(sizes) - number - 1)))
         first, second = self.keys.T.reshape(2, count, *[1] * (len(sizes) - dim - 2))
-        words = random_bits(positions, first, second).expand(sizes)
+        words = random_bits(functools.reduce(torch.add, terms), first, second).expand(sizes)
         if size == 32:
             last = self.shape[-1] if dim + 1 < len(self.shape) else width
             words = words.view(torch.int32).narrow(-1, offset, last)
