@@ -16,7 +16,7 @@ from runner.records.monitor import main_metrics
 from runner.records.records import RunRecord, read_jobs
 from runner.records.report.render import closing
 from runner.records.report.statistics import monitors_of
-from runner.records.tables import text_table
+from runner.records.tables import format_number, text_table
 from runner.sweeps.jobs import first_job
 from runner.sweeps.queues import read_jobs_and_queues, submit
 from runner.sweeps.sweep import Sweep
@@ -103,6 +103,6 @@ def job_table(jobs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> str:
     cells = [["job", "state", *metrics, "why"]]
     for job in jobs:
         error = job.error.strip().splitlines() or [""]
-        values = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in metrics]
+        values = [format_number(job.metrics[key]) if key in job.metrics else "" for key in metrics]
         cells.append([job.label, job.state, *values, error[-1 if job.state == "failed" else 0]])
     return text_table(cells)
