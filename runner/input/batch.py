@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, dtype
 
 from runner.input.pytree import num_rows
@@ -14,6 +15,11 @@ def cast_floating(tensor: Tensor, to: dtype) -> Tensor:
     if tensor.is_complex():
         return tensor.to(to.to_complex())
     return tensor.to(to) if tensor.is_floating_point() else tensor
+
+
+def widen_integers(tensor: Tensor) -> Tensor:
+    """Convert integers and bools to int64: in narrower dtypes, comparisons wrap around and products overflow."""
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.to(torch.int64)
 
 
 @dataclass(frozen=True)

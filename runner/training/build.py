@@ -271,7 +271,7 @@ def _num_classes(prediction: Prediction) -> int | None:
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return None
     is_class = not targets.is_floating_point() and targets.dim() == 1 and outputs.dim() == 2
-    return outputs.size(1) if is_class and outputs.size(1) <= MAX_CLASSES else None
+    return outputs.size(1) if is_class and 1 < outputs.size(1) <= MAX_CLASSES else None
 
 
 def _memory_format(name: str, module: nn.Module) -> torch.memory_format:

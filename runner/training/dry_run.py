@@ -233,7 +233,7 @@ def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised
             f"loss={choices['loss']} compares numbers of one shape, but the model returns "
             f"{list(outputs.shape[1:])} and the data {list(targets.shape[1:])}; {fix}"
         )
-    value = function(objective.arrange(outputs), targets)
+    value = function(*objective.arrange(outputs, targets))
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         raise InputError(
             f"loss={choices['loss']} must return a scalar tensor, the mean over the samples, not {describe(value)}; "

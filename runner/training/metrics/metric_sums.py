@@ -15,6 +15,7 @@ from runner.training.metrics.contract import Metric, Rows
 
 DTYPES = (  # of sums and rows, which other ranks receive as an index of this list
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
 )
 
