@@ -43,7 +43,7 @@ from runner.training.components import (
 )
 from runner.training.draws.following import Draws
 from runner.training.draws.recording import record_draws
-from runner.training.dry_run import check_all_used, compare_samples, dry_run, read_sample
+from runner.training.dry_run import check_all_used, check_training, dry_run, read_sample
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
@@ -53,6 +53,7 @@ from runner.training.model.device_map import place_submodules
 from runner.training.model.forward_state import restoring_bounded
 from runner.training.model.initial_weights import InitialWeights
 from runner.training.model.submodules import offered
+from runner.training.sample_comparison import compare_samples
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,14 @@ def build(
     is_ragged = hasattr(train_data, "collate")
     with restoring_bounded(module):
         forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
-        if deferred is None and not world.is_imagined:
-            warnings += compare_samples(config, choices, module, objective, train_data)
         draws, replaced = Draws(world.device), list[str]()
         if not world.is_imagined:
+            if trains:
+                check_training(config, choices, module, objective, train_data)
             found, replaced = record_draws(config, choices, module, objective, train_data, draws)
             warnings += found
+            if deferred is None:
+                warnings += compare_samples(config, choices, module, objective, train_data, draws)
     prediction = forward.prediction
     if trains and replaced:
         raise InputError(
