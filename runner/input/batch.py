@@ -25,7 +25,7 @@ class MicroBatch:
     """
 
     data: Any  # a pytree of tensors, as the dataset collates it; by default (inputs, targets)
-    indices: Sequence[int]  # the dataset's indices of the samples that are counted
+    indices: Sequence[int]  # positions in the split of the samples that are counted; see Source.dataset_indices
 
     @property
     def num_samples(self) -> int:

@@ -23,7 +23,7 @@ class Predictions:
         self._sums = torch.zeros(num_classes**2 + self.num_samples, dtype=torch.int64, device=device)
 
     def add(self, outputs: torch.Tensor, targets: torch.Tensor, indices: Sequence[int]) -> None:
-        """Count the local samples of a batch: outputs (N, num_classes), targets (N,), dataset indices (N)."""
+        """Count the local samples of a batch: outputs (N, num_classes), targets (N,), positions in the split (N)."""
         predicted = outputs.argmax(-1)
         cells = self.num_classes**2
         # Ignored targets may be negative, and a model may have more outputs than there are classes.

@@ -111,7 +111,7 @@ class MetricSums:
         self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for is_rows, _ in layouts if is_rows]
 
     def add(self, outputs: Any, targets: Any, indices: Sequence[int]) -> None:
-        """Add a local batch. `compute` sorts Rows by `indices`, the positions of the samples in the dataset."""
+        """Add a local batch. `compute` sorts Rows by `indices`, the positions of the samples in their split."""
         rows, added = iter(self._rows), []
         for metric in self._tried.values():
             for leaf in metric.update(outputs, targets):
