@@ -15,6 +15,7 @@ from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
 from runner.config.pointers import ANY_NAME, check_location, find_directory, pin_checkpoint, pointer_to, quote
 from runner.config.recorded_code import CURRENT, RECORDED
+from runner.config.texts import keep_text
 from runner.config.trust import check_code, check_overrides, untrusted_owner
 from runner.errors import InputError
 from runner.records.custom_code import find_code
@@ -52,7 +53,7 @@ class Arguments:
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
     """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded."""
-    overrides, config_dirs = [_with_full_key(override) for override in overrides], list(config_dirs)
+    overrides, config_dirs = [keep_text(_with_full_key(override)) for override in overrides], list(config_dirs)
     unchanged = Arguments(overrides, overrides, config_dirs)
     try:
         given = OverridesParser.create().parse_overrides(overrides)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
 
 from runner.config.compose import compose
 from runner.config.resume import Arguments
+from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted
 from runner.records.ledger import DONE, SweepRecord, is_sweep, read_ledger, unlock_sweep
@@ -43,7 +45,8 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
         )
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
     swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    sweep = Sweep(rank_info, arguments, record, arguments.directory, dict(base.backend), swept_overrides)
+    backend = typed_options(OmegaConf.to_container(base.backend, resolve=True))
+    sweep = Sweep(rank_info, arguments, record, arguments.directory, backend, swept_overrides)
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)
