@@ -19,7 +19,7 @@ from commands import Commands, wait_until
 from custom_files import write_files
 from worlds import jobs_of, only_run
 
-from runner.records.ledger import JobRecord
+from runner.records.ledger import JobRecord, read_ledger
 from runner.records.records import RunRecord
 from runner.records.result import write_result
 from runner.sweeps.jobs import Job
@@ -123,6 +123,17 @@ def test_a_resumed_sweep_runs_unfinished_and_new_jobs(here: Here, tmp_path: Path
     untouched = {job.number: modification_times(job) for job in after}
     assert here("-m", f"resume={only_run(tmp_path).path}") == 0
     assert {job.number: modification_times(job) for job in jobs_of(tmp_path)} == untouched
+
+
+def test_jobs_with_equal_values_run_once_and_names_keep_what_was_typed(
+    here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swept = (*TOY, "max_steps=1", "name=1e5,x,1e5", "optimizer.lr=0.1,1e-1", "seed=1,'1'")
+    assert here("-m", *swept, "backend.timeout_s='60'") == 0
+    jobs = read_ledger(only_run(tmp_path, "1e5").path)
+    assert [(job.label, job.state) for job in jobs] == [("0-name-1e5", "finished"), ("1-name-x", "finished")]
+    assert "equal values: 10 of 12 jobs would repeat another one, and run only once\n" in capsys.readouterr().out
+    assert [result_of(job.directory)["seed"] for job in jobs] == [1, 1]
 
 
 @pytest.mark.thorough
