@@ -93,9 +93,17 @@ def keep_text(override: str) -> str:
 
 
 def _parse(key: str, text: str) -> Any:
-    """Return the value that the text has on the command line, or the text if it is not a single value there."""
+    """Return the value that the text has on the command line, or the text if it is not a single value there.
+
+    A mapping stays text, because it could name code, which untrusted text must not.
+    """
     try:
         override = OverridesParser.create().parse_override(keep_text(f"{key}={text}"))
-    except HydraException:
+    except (HydraException, RecursionError):
         return text
-    return override.value() if override.value_type == ValueType.ELEMENT else text
+    is_value = override.value_type == ValueType.ELEMENT and not _has_mapping(override.value())
+    return override.value() if is_value else text
+
+
+def _has_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_mapping, value)))

@@ -74,13 +74,15 @@ def test_options_are_converted_to_the_types_of_their_constructors(monkeypatch: p
         ("micro_batches=${oc.env:WORD}", "micro_batches=x must be int | auto; for example 1"),
         ("compile=${oc.env:WORD}", r"compile=\$\{oc.env:WORD\}: Value 'x' is not a valid bool"),
         ("optimizer.lr=${oc.env:WORD}", r"optimizer.lr=x must be float \| Tensor; for example 0.001"),
+        ("optimizer.lr='{_target_: torch.tensor}'", r"optimizer.lr=\{_target_: torch.tensor\} must be float \| Tensor"),
+        ("model=mlp model.hidden='[{_target_: x}]'", r"model.hidden=\[\{_target_: x\}\] must be Sequence\[int\]"),
         ("optimizer.lr='1,2'", r"optimizer.lr=1,2 must be float \| Tensor; for example 0.001"),
     ],
 )
 def test_text_that_is_not_of_the_type_is_refused(word: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORD", "x")
     with pytest.raises(InputError, match=f"^{message}"):
-        configure(word)
+        configure(*word.split(maxsplit=1) if word.startswith("model") else [word])
 
 
 def test_references_to_numbers_become_text() -> None:
