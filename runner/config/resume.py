@@ -9,6 +9,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoints.layout import LAST
 from runner.config.custom_dirs import absolute_dirs
@@ -53,7 +55,7 @@ class Arguments:
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
     """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded."""
-    overrides, config_dirs = [keep_text(_with_full_key(override)) for override in overrides], list(config_dirs)
+    overrides, config_dirs = [_with_full_key(override) for override in overrides], list(config_dirs)
     unchanged = Arguments(overrides, overrides, config_dirs)
     try:
         given = OverridesParser.create().parse_overrides(overrides)
@@ -64,6 +66,8 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
             key, _, value = str(override.input_line).partition("=")
             quoted = shlex.quote(f"{key}={quote(value)}")
             raise InputError(f"{override.input_line}: a path with a comma must be quoted; type {quoted}")
+    if (kept := [keep_text(_with_environment(override)) for override in given]) != overrides:
+        return add_recorded(kept, config_dirs, multirun)
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
     pointers = [override for override in given if override.key_or_group in POINTERS and override.value() is not None]
@@ -242,6 +246,22 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
     kept = [override for override in given if override.key_or_group not in paths]
     overrides = [*_merge([], kept), *(pointer_to(path, key) for key, path in paths.items())]
     return Arguments(overrides, overrides, unchanged.config_dirs)
+
+
+def _with_environment(override: Override) -> str:
+    """Return the override; if its key names a run, with the values of the environment variables in it.
+
+    The run must be known before the configuration is composed. `${oc.env:RUN,null}` may become null.
+    """
+    line, value = str(override.input_line), override.value()
+    if override.key_or_group not in LOCATIONS or not isinstance(value, str) or "${" not in value:
+        return line
+    try:
+        found = OmegaConf.create({"it": value}).it
+    except OmegaConfBaseException:  # another reference, or a missing variable, which composing reports
+        return line
+    found = "null" if found is None else quote(str(found))
+    return line if "${" in found else f"{line.partition('=')[0]}={found}"
 
 
 def _with_full_key(override: str) -> str:

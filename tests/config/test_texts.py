@@ -1,5 +1,6 @@
 """Text that is converted to the types of schema and constructors, and keys of type text that keep what was typed."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -105,6 +106,15 @@ def test_references_to_numbers_become_text() -> None:
 )
 def test_numbers_are_quoted_in_keys_of_type_text(override: str, kept: str) -> None:
     assert keep_text(override) == kept
+
+
+def test_the_environment_may_name_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PART", "none")
+    with pytest.raises(InputError, match=f"^run={tmp_path}/none is no directory"):
+        configure("task=evaluate", f"run={tmp_path}/${{oc.env:PART}}")
+    assert configure("resume=${oc.env:NOTHING,null}", "name=${oc.env:PART}-${seed}")[0].name == "none-0"
+    with pytest.raises(InputError, match="a path with a comma must be quoted; type 'name="):
+        configure("name=1e5,x")
 
 
 @pytest.mark.parametrize("name", ["12e4567", "1e5", "true", "1_000", "007", "1.50"])
