@@ -207,6 +207,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         *experiment.header_lines,
         f"data     {result.data}, {_size_of(train)} training and {_size_of(val)} validation "
         f"samples{name_classes(train.dataset)}",
+        *(f"data     {line}" for line in dict.fromkeys([*_header_lines(train.dataset), *_header_lines(val.dataset)])),
         *([_describe_stream(train)] if train.is_stream else []),
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",
         *([_describe_choice(directory)] if (directory.path / CHOICE).exists() else []),
@@ -244,3 +245,9 @@ def name_classes(dataset: Any) -> str:
         return ""
     named = [f"{number} {name}" for number, name in enumerate(classes[:10])]
     return f"; classes {', '.join(named)}" + (", ..." if len(classes) > 10 else "")
+
+
+def _header_lines(dataset: Any) -> list[str]:
+    """Return the lines about itself that a dataset lists in its attribute `header_lines`, if it has one."""
+    lines = getattr(dataset, "header_lines", None)
+    return [str(line) for line in lines] if isinstance(lines, (list, tuple)) else []

@@ -73,5 +73,31 @@ def test_image_folder_refuses_what_it_cannot_read(image_root, tmp_path):
     with pytest.raises(ValueError, match=r"must have the same class directories in train and val, .* third$"):
         make()
     (image_root / "train" / "third").mkdir()
-    with pytest.raises(ValueError, match=r"must contain an image of each class: .*third"):
+    with pytest.raises(ValueError, match=r"must contain an image of each class, but .*train/third has none$"):
         make(num_outputs=3)
+
+
+def test_image_folder_reports_what_it_skips(image_root):
+    def make(train=True):
+        return ImageFolder(train=train, sample_shape=(3, 8, 8), num_outputs=2, root=str(image_root))
+
+    assert make().header_lines == make(False).header_lines == []
+    train, pixels = image_root / "train", Image.new("RGB", (9, 9))
+    for path in (".checkpoints/0.png", "left/.cache/0.png", "left/._0.png", "right/nested/UPPER.GIF", "right/0.jp2"):
+        (train / path).parent.mkdir(parents=True, exist_ok=True)
+        pixels.save(train / path)
+    for path in ("left/0.heic", "left/1.HEIC", "right/README", "labels.csv"):
+        (train / path).write_text("not decoded")
+    data = make()
+    assert data.header_lines == [
+        f"skipped in {train}: files that are not images (.heic 2, without an ending 1), hidden files (1), hidden "
+        "directories (.cache, .checkpoints), files outside of the class directories (labels.csv)"
+    ]
+    assert [Path(path).relative_to(train).as_posix() for path, _ in data.files] == [
+        *("left/0.png", "left/1.png", "left/2.png"),
+        *("right/0.jp2", "right/0.png", "right/1.png", "right/2.png", "right/nested/UPPER.GIF"),
+    ]
+    for path in train.glob("left/*.png"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"train/left has none \(skipped in .*: files that are not images "):
+        make()
