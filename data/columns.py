@@ -16,7 +16,6 @@ from .parquet_files import is_parquet, read_parquet, read_parquet_names
 INDEX = re.compile(r"(Unnamed: \d+\S*|__index_level_\d+__)?")  # names of index columns in files that pandas has written
 # How pandas, R and collections of datasets write missing values. "None" is a label.
 MISSING = {"", "?", "NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "-nan", "NaT", "NULL", "null"}
-FEW = 20  # distinct numbers that could be classes
 
 Column = np.ndarray  # (N,) of numbers, or of text as objects
 
@@ -62,11 +61,6 @@ class Columns:
                 raise ValueError(f"{self._where(row)}: {name} is {label!r}, which does not occur in the training split")
             found[row] = known[label]
         return found
-
-    def are_few_integers(self, name: str) -> bool:
-        """Return True if the numbers of a column are integers, and at most `FEW` different ones."""
-        values = np.unique(self._as_numbers(name))
-        return len(values) <= FEW and bool((values == np.floor(values)).all())
 
     def _as_numbers(self, name: str) -> np.ndarray:
         column = self.columns[name]

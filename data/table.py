@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_sizes
+from .checks import check_sizes, could_be_classes
 from .columns import Columns, read_columns, read_names
 from .paths import find_files
 from .tensors import TensorData
@@ -69,7 +69,7 @@ class Table(TensorData):
         self.classes: list[str] = []  # the label of each class; empty for numbers
         if len(columns) == 1 and (kind == "classes" or (kind == "auto" and train.are_labels(columns[0]))):
             self.classes = train.labels(columns[0])
-        hint = kind == "auto" and len(columns) == 1 and not self.classes and train.are_few_integers(columns[0])
+        hint = kind == "auto" and len(columns) == 1 and not self.classes and could_be_classes(train.numbers(columns))
         if num_outputs != (width := len(self.classes) or len(columns)):
             listed = ", ".join(self.classes[:5]) + (", ..." if width > 5 else "")
             meaning = f"the classes of {columns[0]} ({listed})" if self.classes else "the target columns"
