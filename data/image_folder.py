@@ -50,6 +50,7 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
                 f"{directory / 'train'}; set data.num_outputs={len(classes)}"
             )
         images = _Images(directory / ("train" if train else "val"), root)
+        self.classes = classes  # their names
         self.files = images.files(classes)  # (path, class) of every image
         self.header_lines = images.describe_skipped()
         self.mode = MODES[sample_shape[0]]

@@ -81,7 +81,7 @@ def test_image_folder_reports_what_it_skips(image_root):
     def make(train=True):
         return ImageFolder(train=train, sample_shape=(3, 8, 8), num_outputs=2, root=str(image_root))
 
-    assert make().header_lines == make(False).header_lines == []
+    assert make().header_lines == make(False).header_lines == [] and make().classes == ["left", "right"]
     train, pixels = image_root / "train", Image.new("RGB", (9, 9))
     for path in (".checkpoints/0.png", "left/.cache/0.png", "left/._0.png", "right/nested/UPPER.GIF", "right/0.jp2"):
         (train / path).parent.mkdir(parents=True, exist_ok=True)
