@@ -119,9 +119,10 @@ def _open(path: str) -> np.ndarray:
     """Return the array, mapped read-only if it is a .npy file."""
     archive, name = Path(path).expanduser(), None
     if not archive.exists():  # FILE.npz/NAME; names may contain slashes
-        ends = (match.end() for match in re.finditer(r"\.npz(?=/)", path))
-        end = next((end for end in ends if Path(path[:end]).expanduser().is_file()), None)
-        archive, name = (archive, None) if end is None else (Path(path[:end]).expanduser(), path[end + 1 :])
+        for match in re.finditer(r"\.npz(?=/)", path):
+            if (file := Path(path[: match.end()]).expanduser()).is_file():
+                archive, name = file, path[match.end() + 1 :]
+                break
     try:
         found = np.load(archive, mmap_mode="r", allow_pickle=False)
         if isinstance(found, np.ndarray):

@@ -108,8 +108,11 @@ class _Images:
         return found
 
     def _search(self, directory: Path) -> list[str]:
-        found = []
+        found, read = [], set[str]()
         for parent, directories, names in os.walk(directory, onerror=self._refuse, followlinks=True):
+            if (real := os.path.realpath(parent)) in read:  # such as a link to the directory that contains it
+                raise ValueError(f"root={self._root}: {parent} links to {real}, which is read already; remove the link")
+            read.add(real)
             self._hidden_directories += sorted(name for name in directories if name.startswith("."))
             directories[:] = [name for name in directories if not name.startswith(".")]
             for name in names:

@@ -97,6 +97,9 @@ def test_image_folder_reports_what_it_skips(image_root):
         *("left/0.png", "left/1.png", "left/2.png"),
         *("right/0.jp2", "right/0.png", "right/1.png", "right/2.png", "right/nested/UPPER.GIF"),
     ]
+    (train / "right" / "loop").symlink_to(train / "right")
+    with pytest.raises(ValueError, match=r"right/loop links to .*train/right, which is read already; remove the link$"):
+        make()
     for path in train.glob("left/*.png"):
         path.unlink()
     with pytest.raises(ValueError, match=r"train/left has none \(skipped in .*: files that are not images "):
