@@ -111,8 +111,8 @@ def read_columns(paths: Sequence[str], names: Sequence[str], delimiter: str) -> 
     """Read columns of all files. Raise ValueError if a file lacks a column, or a line has another number of fields."""
     read, starts, count = [], {}, 0
     for path in paths:
-        missing = [name for name in names if name not in read_names(path, delimiter)[0]]
-        if missing:
+        found, _ = read_names(path, delimiter)
+        if missing := [name for name in names if name not in found]:
             raise ValueError(f"{path} has no column {missing[0]}, which the first file of the training split has")
         read.append(read_parquet(path, names) if is_parquet(path) else _read_csv(path, names, delimiter))
         starts[path] = count

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,17 +18,23 @@ MODES = {1: "L", 3: "RGB"}
 
 
 class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
-    """The images below root/train/CLASS or root/val/CLASS as (C, H, W) float32 in [0, 1], and their classes.
+    """The images below root/train/CLASS, root/val/CLASS or root/test/CLASS as (C, H, W) float32 in [0, 1].
+
+    The targets are their classes. The directories of validation and test images are optional.
 
     An image is scaled until it covers H x W, keeping its aspect ratio, and cropped to its center. Classes are numbered
-    in the order of their directories' names, which must be the same in both splits. Hidden files and directories, and
+    in the order of their directories' names, which must be the same in all splits. Hidden files and directories, and
     files that Pillow does not decode according to their endings, are skipped and counted in `header_lines`.
     Raises ValueError unless the samples have 1 or 3 channels, the directories exist, each class has an image and there
     are as many outputs as classes; reading raises it for an image that cannot be decoded.
     """
 
     def __init__(
-        self, train: bool, sample_shape: Sequence[int], num_outputs: int, root: str = "datasets/image_folder"
+        self,
+        split: Literal["train", "val", "test"],
+        sample_shape: Sequence[int],
+        num_outputs: int,
+        root: str = "datasets/image_folder",
     ) -> None:
         check_sizes(sample_shape, num_outputs)
         if len(sample_shape) != 3 or sample_shape[0] not in MODES:
@@ -37,19 +44,19 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
             )
         directory = Path(root).expanduser()
         classes = _classes(directory / "train", root)
-        different = sorted(set(classes) ^ set(_classes(directory / "val", root)))
-        if different:
-            # Otherwise validation and training would number their classes differently.
-            raise ValueError(
-                f"root={root} must have the same class directories in train and val, but only one of them has "
-                f"{', '.join(different)}"
-            )
+        if split != "train":
+            different = sorted(set(classes) ^ set(_classes(directory / split, root)))
+            if different:  # training would number its classes differently
+                raise ValueError(
+                    f"root={root} must have the same class directories in train and {split}, but only one of them has "
+                    f"{', '.join(different)}"
+                )
         if num_outputs != len(classes):
             raise ValueError(
                 f"num_outputs={num_outputs} must be {len(classes)}, the number of class directories in "
                 f"{directory / 'train'}; set data.num_outputs={len(classes)}"
             )
-        images = _Images(directory / ("train" if train else "val"), root)
+        images = _Images(directory / split, root)
         self.classes = classes  # their names
         self.files = images.files(classes)  # (path, class) of every image
         self.header_lines = images.describe_skipped()
@@ -150,6 +157,6 @@ def _classes(directory: Path, root: str) -> list[str]:
     """Return the names of the class directories, sorted."""
     if not directory.is_dir():
         raise ValueError(
-            f"root={root} must contain train and val with a directory per class, but {directory} does not exist"
+            f"root={root}: the {directory.name} split needs a directory per class in {directory}, which does not exist"
         )
     return sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and not entry.name.startswith("."))

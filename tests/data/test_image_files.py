@@ -21,10 +21,9 @@ def read(tmp_path):
     """Return a function that returns the pixels of a file as (H, W) or (H, W, 3) bytes."""
 
     def read(path, channels=1, size=SIZE):
-        for split in ("train", "val"):
-            (tmp_path / split / "a").mkdir(parents=True, exist_ok=True)
-            Image.fromarray(GRAY).save(tmp_path / split / "a" / "0.png")
-        data = ImageFolder(True, (channels, *size), 1, str(tmp_path))
+        (tmp_path / "train" / "a").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(GRAY).save(tmp_path / "train" / "a" / "0.png")
+        data = ImageFolder("train", (channels, *size), 1, str(tmp_path))
         data.files[0] = (str(path), 0)
         return (data[0][0] * 255).round().byte().permute(1, 2, 0).squeeze(2).numpy()
 
