@@ -15,6 +15,7 @@ from runner.checkpoints.shard_file import LocalChunk, SavedTensor, open_shards
 from runner.distributed.world import World
 
 MODEL, AVERAGE = "model.", "average."  # prefixes of the names of weights, and of their averages
+EXTRA_STATE = "_extra_state"  # the last part of the name of a module's extra state in a state dict
 LISTED = 5  # names in a message about weights that do not fit
 
 
@@ -148,7 +149,8 @@ def read_weights(
     that only the checkpoint may have.
     """
     model, expected = replace(saved, tensors=saved.model()), weights if all_names is None else all_names
-    extra = [name for name in model.tensors if name not in expected and not name.startswith(ignored)]
+    others = [name for name in model.tensors if name not in expected and not name.startswith(ignored)]
+    extra = [name for name in others if not name.endswith(EXTRA_STATE)]
     model.refuse(subject, "lacks", [name for name in expected if name not in model.tensors])
     model.refuse(subject, "also has", extra)
     model.read(weights, subject)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.checkpoints.saved_state import SavedState
+from runner.checkpoints.saved_state import EXTRA_STATE, SavedState
 from runner.checkpoints.shard_file import SavedTensor, open_shards
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
@@ -47,12 +47,16 @@ def _load(path: Path) -> Any:
 
 
 def _state_dict(content: Any) -> dict[str, Tensor]:
-    """Return the state dict at the top of the content or under one of NESTED. Raise ValueError if there is none."""
+    """Return the state dict at the top of the content or under one of NESTED, without extra states of modules.
+
+    Raise ValueError if there is none.
+    """
     found = content if isinstance(content, Mapping) else {}
     nested = [found[key] for key in NESTED if isinstance(found.get(key), Mapping)]
     state = dict(nested[0] if nested else found)
     if len(nested) > 1 or not state:
         raise ValueError(f"it must contain one state dict, at its top or under {' or '.join(NESTED)}; {FIX}")
+    state = {name: tensor for name, tensor in state.items() if not str(name).endswith(EXTRA_STATE)}
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"it contains no state dict: {name} is a {type(tensor).__name__}; {FIX}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,9 @@ class LocalReplica(Replica):
         self._parameters = [p for p in recipe.module.parameters() if p.requires_grad]
         norms = [m for m in recipe.module.modules() if isinstance(m, _NormBase) and not m.training]
         frozen = {buffer for norm in norms for buffer in norm.buffers()}
+        written = [recipe.module.get_parameter(name) for name in recipe.written]
         self._buffers = [buffer for buffer in recipe.module.buffers() if buffer not in frozen]
+        self._buffers += [parameter for parameter in written if not parameter.requires_grad]
         self._averaged = [*self._parameters, *self._buffers]
         self._anchor = [p.detach().clone() for p in self._parameters]  # the parameters at the start of the round
         self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
@@ -146,6 +149,7 @@ class LocalReplica(Replica):
         self._hide_average()
         rank = self._world.rank
         own = optimizer_state(self.module, self.optimizer, lambda parameter, tensor: True)
+        own |= self._extra_state()
         own.facts |= {"scaler": self.precision.scaler.state_dict(), "round_samples": self._round_samples}
         self._show_average()
         if self._round_steps:
@@ -189,7 +193,7 @@ class LocalReplica(Replica):
             self._round_steps = local["round_steps"]
             self._round_samples = own.facts["round_samples"]
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Any]:
         self._show_average()
         return super().weights()
 

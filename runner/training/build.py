@@ -50,9 +50,10 @@ from runner.training.mode import Axes, Parallel, Recipe, make_axes
 from runner.training.model.activation_checkpointing import checkpoint_activations
 from runner.training.model.deferred_init import build_deferred
 from runner.training.model.device_map import place_submodules
-from runner.training.model.forward_state import restoring_bounded
+from runner.training.model.forward_state import restoring_all
 from runner.training.model.initial_weights import InitialWeights
 from runner.training.model.submodules import offered
+from runner.training.state_check import StateOfForward, check_extra_state, find_state
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def build(
     make = functools.partial(make_group, choices)
     parallel = make_parallel(config, choices)
     train_data, val_data = data or load_data(config, choices, world)
-    make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
+    axes = make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
 
     torch.manual_seed(config.seed)
     make_model = functools.partial(make, "model", config.model)
@@ -120,14 +121,15 @@ def build(
     indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
     sample, data_warnings = read_sample(config, choices, train_data, indices)
     is_ragged = hasattr(train_data, "collate")
-    with restoring_bounded(module):
+    with restoring_all(module, objective):
         forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
-        if deferred is None and not world.is_imagined:
-            warnings += compare_samples(config, choices, module, objective, train_data)
-        draws, replaced = Draws(world.device), list[str]()
-        if not world.is_imagined:
-            found, replaced = record_draws(config, choices, module, objective, train_data, draws)
-            warnings += found
+    state = StateOfForward() if world.is_imagined else find_state(config, module, objective, train_data)
+    if deferred is None and not world.is_imagined:
+        warnings += compare_samples(config, choices, module, objective, train_data)
+    draws, replaced = Draws(world.device), list[str]()
+    if not world.is_imagined:
+        found, replaced = record_draws(config, choices, module, objective, train_data, draws)
+        warnings += found
     prediction = forward.prediction
     if trains and replaced:
         raise InputError(
@@ -150,6 +152,10 @@ def build(
     memory_format = _memory_format(config.memory_format, module)
     module.to(memory_format=memory_format)
     frozen = freeze(config.freeze, module)
+    if trains:
+        check_extra_state(choices, module)
+        state.refuse(choices, module, parallel, axes)
+        warnings += state.warnings(choices, objective)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
     if trains and draws.recomputes and not parallel.can_recompute:
@@ -239,6 +245,7 @@ def build(
             on_device(sample),
             materialize=materialize,
             differentiates=forward.differentiates,
+            written=state.parameters,
             draws=draws,
         ),
         make_model=make_model,

@@ -63,7 +63,8 @@ class NanGuard(Callback):
     def before_forward(self) -> None:
         """Copy what the forward changes, such as BatchNorm's statistics, to restore it after a skip."""
         if self._action == "skip":
-            self._before = ForwardState(self._experiment.recipe.module)
+            recipe = self._experiment.recipe
+            self._before = ForwardState(recipe.module, recipe.objective)
 
     def allows_update(self, update: Update) -> bool:
         if self._action == "go_on":
