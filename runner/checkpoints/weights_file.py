@@ -21,15 +21,18 @@ FIX = "save only the state dict, with torch.save(model.state_dict(), FILE)"
 def open_weights(path: Path) -> dict[str, SavedTensor]:
     """Open a file of weights, or a verified checkpoint's directory, of which the evaluated weights are read.
 
-    Raise ValueError if the file contains no weights, is truncated, or cannot be read without executing code.
+    Extra states of modules (`get_extra_state`) are left out. Raise ValueError if the file contains no weights, is
+    truncated, or cannot be read without executing code.
     """
     if path.is_dir():
-        return SavedState.open(path).evaluated().model()
-    if path.suffix in SAFETENSORS:
-        return open_shards([path])
-    if path.suffix in PICKLED:
-        return {name: SavedTensor.of(tensor) for name, tensor in _state_dict(_load(path)).items()}
-    raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
+        tensors = SavedState.open(path).evaluated().model()
+    elif path.suffix in SAFETENSORS:
+        tensors = open_shards([path])
+    elif path.suffix in PICKLED:
+        tensors = {name: SavedTensor.of(tensor) for name, tensor in _state_dict(_load(path)).items()}
+    else:
+        raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(EXTRA_STATE)}
 
 
 def _load(path: Path) -> Any:

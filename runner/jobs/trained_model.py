@@ -69,10 +69,10 @@ def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpo
         saved = saved.evaluated()
     named = f"model={choices.get('model', config.model['_target_'])}"
     # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.
-    options = {"subject": named, "ignored": ("loss.", "objective.")}
+    ignored = ("loss.", "objective.")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(EXTRA_STATE)}
-    read_weights(saved, tensors, **options)
-    load_extra_state(saved, with_extra_state(model), **options)
+    read_weights(saved, tensors, subject=named, ignored=ignored)
+    load_extra_state(saved, with_extra_state(model), named, ignored)
     return Trained(model.eval(), path, read_train_state(path))
 
 

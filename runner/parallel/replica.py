@@ -184,7 +184,7 @@ class Replica:
         return function(self.module, *args)
 
     def state(self) -> LocalState:
-        state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in self._tensors().items()}))
+        state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in self._model_tensors().items()}))
         if is_first_rank():
             state |= self._extra_state()
         if self._duplicates == 1:  # otherwise each rank computes the same gradients itself; GPUs may round differently
@@ -195,7 +195,7 @@ class Replica:
             state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
         return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers by full names, sharded as they are, without extra states."""
         self._after_write()  # get_model_state_dict must find shards, not gathered parameters
         tensors: dict[str, Any] = get_model_state_dict(self.module)
@@ -213,7 +213,7 @@ class Replica:
 
     def weights(self) -> dict[str, Any]:
         is_first = is_first_rank()
-        tensors = ((name, whole(tensor)) for name, tensor in self._tensors().items())  # of one tensor at a time
+        tensors = ((name, whole(tensor)) for name, tensor in self._model_tensors().items())  # of one tensor at a time
         weights: dict[str, Any] = {name: tensor.detach().cpu() for name, tensor in tensors if is_first}
         return {**weights, **copy_extra_state(with_extra_state(self.module))} if is_first else {}
 
@@ -228,7 +228,7 @@ class Replica:
             self.precision.scaler.load_state_dict(dict(scaler))
 
     def load_weights(self, saved: SavedState) -> None:
-        read_weights(saved, self._tensors())
+        read_weights(saved, self._model_tensors())
         load_extra_state(saved, with_extra_state(self.module))
 
     def local_parameters(self) -> dict[str, torch.Tensor]:

@@ -213,7 +213,7 @@ class _Access:
 
     kind: Any
     read: Callable[[Any], Any]
-    fill: Callable[[Any, Any], None]
+    fill: Callable[[Any, Any], object]
 
 
 def _fill_fields(fields: _Fields, contents: dict[str, Any]) -> None:
