@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from runner.checkpoints.saved_state import EXTRA_STATE, LocalState, SavedState, tensor_hashes
 from runner.checkpoints.shard_file import LocalChunk, SavedTensor
 
-PREFIX = "extra_state."  # of the names of tensors
-FACT = "extra_state"
+EXTRA_TENSORS = "extra_state."  # the prefix of the names of tensors
+EXTRA_FACT = "extra_state"  # the key of everything else
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict)}
 
@@ -34,8 +34,8 @@ def extra_state(modules: Mapping[str, nn.Module]) -> LocalState:
     """Return the state of these modules as a part of a checkpoint. Raise ValueError if it cannot be stored."""
     found: dict[str, Tensor] = {}
     facts = {name: _encode(part.get_extra_state(), name, found) for name, part in modules.items()}
-    chunks = {PREFIX + name: LocalChunk.of(tensor) for name, tensor in found.items()}
-    return LocalState(chunks, {FACT: facts} if facts else {})
+    chunks = {EXTRA_TENSORS + name: LocalChunk.of(tensor) for name, tensor in found.items()}
+    return LocalState(chunks, {EXTRA_FACT: facts} if facts else {})
 
 
 def copy_extra_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -57,7 +57,10 @@ def load_extra_state(
 
     ignored: the first parts of the names that only the checkpoint may have.
     """
-    found, weights = saved.facts.get(FACT, {}), saved.model()  # where older checkpoints have states that are tensors
+    found, weights = (
+        saved.facts.get(EXTRA_FACT, {}),
+        saved.model(),
+    )  # where older checkpoints have states that are tensors
     saved.refuse(subject, "lacks", [name for name in modules if name not in found and name not in weights])
     others = [name for name in found if name not in modules and not name.startswith(ignored)]
     saved.refuse(subject, "also has", others)
@@ -101,7 +104,7 @@ def _decode(node: Any, found: Mapping[str, SavedTensor]) -> Any:
         return node
     ((kind, content),) = node.items()
     if kind in ("tensor", "array"):
-        tensor = found[PREFIX + content].read().clone()
+        tensor = found[EXTRA_TENSORS + content].read().clone()
         return tensor if kind == "tensor" else tensor.numpy()
     if kind == "bytes":
         return base64.b64decode(content)

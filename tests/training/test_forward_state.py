@@ -2,7 +2,7 @@
 
 import copy
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from runner import Objective
 from runner.input.batch import MicroBatch, StepBatch
 from runner.optimization.precision import Precision
+from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
 from runner.training.model.forward_state import ForwardState, mark_as_stateful, restoring_all
@@ -56,6 +57,34 @@ def test_the_additional_pass_of_terms_is_undone() -> None:
     for _ in parts:
         torch.rand((), generator=expected)
     assert torch.equal(model.generator.get_state(), expected.get_state())
+
+
+class Saving(nn.Module):
+    """A model of two layers with an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.calls = nn.Linear(2, 2), nn.Linear(2, 1), torch.zeros(2)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_an_extra_state_is_stored_once_for_several_losses() -> None:
+    class Two(Objective):
+        losses: ClassVar[dict[str, str]] = {"one": "first", "two": "last"}
+
+    model, cpu = Saving(), torch.device("cpu")
+    recipe = Recipe(model, Two(), lambda p: torch.optim.SGD(p, 0.1), Precision("fp32", cpu), None, cpu, None)
+    made = prepare_loss_groups(recipe, lambda group: Replica(recipe, torch.optim.SGD(group.parameters, 0.1), group))
+    state = made.state()
+    assert state.facts["extra_state"] == {"_extra_state": {"dict": [["calls", {"tensor": "_extra_state.calls"}]]}}
+    assert "extra_state._extra_state.calls" in state.chunks
+    weights = made.weights()
+    assert torch.equal(weights["_extra_state"]["calls"], model.calls) and weights.keys() == model.state_dict().keys()
 
 
 class Listing(nn.Module):
