@@ -20,7 +20,7 @@ from runner.training.dry_run import read_float32
 from runner.training.mode import Axes, Parallel
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import mark_as_stateful, parts_of, restoring_all
-from runner.training.model.object_state import are_equal, frozen_value
+from runner.training.model.object_contents import are_equal, frozen_value
 
 
 @dataclass
