@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from runner.training.model.object_contents import (
 )
 
 _LARGE = 10_000  # entries of a container, above which it is saved without what its entries refer to
+_LARGE_ARRAY = 2**24  # bytes of an array of NumPy, above which it is not copied
 
 
 class Attribute(NamedTuple):
@@ -55,8 +57,8 @@ class _Memory:
 class ObjectState:
     """The attributes of some objects, and the contents of all containers, objects and tensors that they refer to.
 
-    Classes, functions, objects of the standard library such as files and processes, and the entries of very large
-    containers are not followed. Buffers are copied. Other tensors are copied if `copies`, or else before the first
+    Classes, functions, objects of the standard library such as files and processes, large arrays of NumPy, and the
+    entries of large containers are left out. Buffers are copied. Other tensors are copied if `copies`, or else before the first
     operator within `saving_writes` that writes to them.
     """
 
@@ -84,6 +86,8 @@ class ObjectState:
         while pending:
             value, is_buffer = pending.pop()
             if isinstance(value, SCALARS) or id(value) in seen:
+                continue
+            if isinstance(value, np.ndarray) and value.nbytes > _LARGE_ARRAY:
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
