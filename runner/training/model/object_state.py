@@ -58,8 +58,8 @@ class ObjectState:
     """The attributes of some objects, and the contents of all containers, objects and tensors that they refer to.
 
     Classes, functions, objects of the standard library such as files and processes, large arrays of NumPy, and the
-    entries of large containers are left out. Buffers are copied. Other tensors are copied if `copies`, or else before the first
-    operator within `saving_writes` that writes to them.
+    entries of large containers are left out. Buffers are copied. Other tensors are copied if `copies`, or else before
+    the first operator within `saving_writes` that writes to them.
     """
 
     def __init__(self, parts: Iterable[Any], copies: bool = False):
@@ -71,8 +71,10 @@ class ObjectState:
         for part in self._parts:
             self._save_fields(Attribute(part, ""), part)
             if isinstance(part, nn.Module):  # a ScriptModule does not keep them in its attributes
-                self._follow(Attribute(part, "_parameters"), tuple(part.parameters(recurse=False)), seen)
-                self._follow(Attribute(part, "_buffers"), tuple(part.buffers(recurse=False)), seen)
+                for parameter in part.parameters(recurse=False):
+                    self._follow(Attribute(part, "_parameters"), parameter, seen)
+                for buffer in part.buffers(recurse=False):
+                    self._follow(Attribute(part, "_buffers"), buffer, seen)
             for name, value in (attributes_of(part) or {}).items():
                 self._follow(Attribute(part, name), value, seen)
 
