@@ -111,25 +111,29 @@ def _find_state(model: nn.Module, state: StateOfForward, objective: Objective, m
         changed = [(part, name) for part, name in before.changed() if not _is_kept(part, name)]
         parts = parts_of(model, objective)
         changed += [(part, name) for part in parts for name in getattr(part, "_non_persistent_buffers_set", ())]
-        extra = with_extra_state(model)
+        saved = [part for part in (model, objective) if isinstance(part, nn.Module)]  # attached to the model later
+        extra = [module for part in saved for module in with_extra_state(part).values()]
         if not changed and not extra:
             return
         first = [frozen_value(_get(part, name)) for part, name in changed]
-        first_extra = [frozen_value(part.get_extra_state()) for part in extra.values()]
+        first_extra = [frozen_value(module.get_extra_state()) for module in extra]
         run()
-        covered = [
-            names.get(id(part), "")
-            for part, value in zip(extra.values(), first_extra, strict=True)
-            if not are_equal(value, frozen_value(part.get_extra_state()))
-        ]
+        covered = {
+            id(part)
+            for module, value in zip(extra, first_extra, strict=True)
+            if not are_equal(value, frozen_value(module.get_extra_state()))
+            for part in module.modules()
+        }
         for (part, name), value in zip(changed, first, strict=True):
             if are_equal(value, frozen_value(_get(part, name))):
                 continue
             mark_as_stateful(part)
+            if id(part) in covered:
+                continue
             prefix = names.get(id(part))
             if prefix is None:
                 state.of_objective.append(name)
-            elif not any(f"{prefix}.".startswith(f"{each}." if each else "") for each in covered):
+            else:
                 state.attributes.append(f"{prefix}.{name}" if prefix else name)
 
 
