@@ -177,6 +177,13 @@ def test_a_trained_parameter_that_only_training_writes_is_refused(mode: str) -> 
         build_experiment(*of_model("Constrained"), f"parallel={mode}", world_size=2)
 
 
+def test_a_bounded_weight_equals_a_plain_loop(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = losses_of_a_plain_loop(Constrained([10], 5))
+    made = run(tmp_path, 2, *of_model("Constrained"), "parallel=ddp")
+    assert [*made.losses.values()] == pytest.approx(expected, rel=1e-9)
+
+
 class OfBatch(Taught):
     """Has a frozen parameter that forward computes from the samples of the rank."""
 
