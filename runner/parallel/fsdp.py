@@ -23,7 +23,7 @@ from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
-from runner.training.model.submodules import called_modules, stages_or_children
+from runner.training.model.submodules import stages_or_children, whole_modules
 
 
 class FSDP(Parallel):
@@ -204,21 +204,21 @@ def _reshard(model: nn.Module) -> None:
 def _units(model: nn.Module) -> list[list[nn.Module]]:
     """Return the modules to gather together: those of a stage, or each child if the model offers no stages.
 
-    All of them are modules that forward calls, because parameters are gathered before such a call and dropped after it.
-    Stages that share parameters with others are left to the root, whose parameters stay gathered during the forward.
+    All of them are modules that forward uses only by calls, because parameters are gathered before such a call and
+    dropped after it. Modules that share parameters with others, or that are in several stages, are left to the root,
+    whose parameters stay gathered during the forward.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     units = [
-        [part for part in dict.fromkeys(called_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))]
+        [part for part in dict.fromkeys(whole_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))]
         for stage in stages_or_children(model)
     ]
-    parameters = [{parameter for part in unit for parameter in part.parameters()} for unit in units]
-    uses = Counter(parameter for of_unit in parameters for parameter in of_unit)
-    return [
-        unit
-        for unit, of_unit in zip(units, parameters, strict=True)
-        if unit and all(uses[p] == 1 and owners[p] <= {m for part in unit for m in part.modules()} for p in of_unit)
+    uses = Counter(parameter for unit in units for part in unit for parameter in part.parameters())
+    units = [
+        [part for part in unit if all(uses[p] == 1 and owners[p] <= {*part.modules()} for p in part.parameters())]
+        for unit in units
     ]
+    return [unit for unit in units if unit]

@@ -43,13 +43,14 @@ from runner.training.components import (
 )
 from runner.training.draws.following import Draws
 from runner.training.draws.recording import record_draws
-from runner.training.dry_run import check_all_used, compare_samples, dry_run, read_sample
+from runner.training.dry_run import DryRun, check_all_used, compare_samples, dry_run, read_sample
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
 from runner.training.model.activation_checkpointing import checkpoint_activations
-from runner.training.model.deferred_init import build_deferred
+from runner.training.model.deferred_init import build_deferred, run_built
 from runner.training.model.device_map import place_submodules
+from runner.training.model.forward_calls import record_calls
 from runner.training.model.forward_state import restoring_bounded
 from runner.training.model.initial_weights import InitialWeights
 from runner.training.model.submodules import offered
@@ -120,8 +121,15 @@ def build(
     indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
     sample, data_warnings = read_sample(config, choices, train_data, indices)
     is_ragged = hasattr(train_data, "collate")
+
+    def run_dry(module: nn.Module) -> DryRun:
+        with restoring_bounded(module):
+            result = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
+            record_calls(config, choices, module, objective, train_data, parallel)
+        return result
+
+    forward, (module, deferred, warnings) = run_built((module, deferred, warnings), run_dry)
     with restoring_bounded(module):
-        forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
         if deferred is None and not world.is_imagined:
             warnings += compare_samples(config, choices, module, objective, train_data)
         draws, replaced = Draws(world.device), list[str]()

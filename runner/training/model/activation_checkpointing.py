@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.errors import InputError
 from runner.training.model.forward_state import ForwardState
-from runner.training.model.submodules import called_modules, stages_or_children, subclass_of
+from runner.training.model.submodules import stages_or_children, subclass_of, whole_modules
 
 Extent = str | int  # none, full, or n: every nth block
 
@@ -38,7 +38,7 @@ def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
     blocks = [
         module
         for stage in stages_or_children(model)
-        for module in called_modules(model, stage)
+        for module in whole_modules(model, stage)
         if any(True for _ in module.children()) and any(True for _ in module.parameters())
     ]
     every = 1 if extent == "full" else int(extent)
