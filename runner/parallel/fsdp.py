@@ -23,7 +23,7 @@ from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
-from runner.training.model.submodules import stages_or_children, whole_modules
+from runner.training.model.submodules import divided, stages_or_children, whole_modules
 
 
 class FSDP(Parallel):
@@ -62,7 +62,9 @@ class FSDP(Parallel):
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.mixed_precision:
-            for layer in [part for part in recipe.module.modules() if isinstance(part, _BatchNorm)]:
+            for layer in [
+                part for part in recipe.module.modules() if isinstance(part, _BatchNorm) and part not in divided
+            ]:
                 # Its statistics are float32, and then its weights cannot be bfloat16.
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)

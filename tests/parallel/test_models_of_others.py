@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from worlds import build_experiment, run
 
 from runner.errors import InputError
+from runner.parallel.fsdp import _units
 
 TOY = ("data=toy", "data.num_train=90", "batch_size=90", *COMMON, "max_steps=3")
 
@@ -36,6 +37,34 @@ class Constants(nn.Module):
         return self.layers(inputs * self.scale + first + second + taught) / self.norm
 
 
+class Scaling(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.scale = torch.rand(size)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features * self.scale
+
+
+class Staged(nn.Sequential):
+    """Has a constant in one of its stages."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        size = sample_shape[0]
+        super().__init__(Scaling(size), nn.Linear(size, 8), nn.Tanh(), nn.Linear(8, num_outputs))
+
+    def stages(self) -> list[nn.Module]:
+        return [*self]
+
+
+class StagedOrthogonal(Staged):
+    """Has a parametrization whose constructor catches the exception of an operator without a meta kernel."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__(sample_shape, num_outputs)
+        nn.utils.parametrizations.orthogonal(self[1])
+
+
 class Closure(nn.Module):
     """Keeps a tensor in a closure that is called only in training."""
 
@@ -46,19 +75,6 @@ class Closure(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layer(self.augment(inputs) if self.training else inputs)
-
-
-class Orthogonal(nn.Module):
-    """Has a parametrization whose constructor catches the exception of an operator without a meta kernel."""
-
-    def __init__(self, sample_shape: list[int], num_outputs: int):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.utils.parametrizations.orthogonal(nn.Linear(sample_shape[0], 8)), nn.Tanh(), nn.Linear(8, num_outputs)
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
 
 
 class InPlace(nn.Module):
@@ -145,23 +161,51 @@ def test_a_parameter_that_forward_finds_elsewhere_is_refused() -> None:
         build_experiment(*of_model("Listed"), "parallel=fsdp", world_size=2)
 
 
-@pytest.mark.filterwarnings("ignore:model=linear cannot be built on the meta device")
 @pytest.mark.parametrize(
     ("name", "case"),
     [
         ("Constants", Case("fsdp", 2)),
         ("Closure", Case("fsdp", 2)),
-        ("Orthogonal", Case("fsdp", 2)),
+        ("Staged", Case("pipeline", 2)),
+        ("StagedOrthogonal", Case("fsdp", 2)),
+        ("StagedOrthogonal", Case("pipeline", 2)),
         ("InPlace", Case("fsdp", 2)),
         ("InPlace", Case("none", 1, ("activation_checkpointing=full",))),
         ("Lookup", Case("fsdp", 2)),
-        ("Lookup", Case("mesh", 2, ("activation_checkpointing=full",))),
-        ("Outer", Case("fsdp", 2)),
         ("Outer", Case("mesh", 2, ("activation_checkpointing=full",))),
         ("Recurrent", Case("fsdp", 2)),
     ],
     ids=str,
 )
 def test_the_model_equals_one_process(name: str, case: Case, tmp_path: Path) -> None:
-    made = run(tmp_path / "made", case.world_size, *of_model(name), *case.overrides, "micro_batches=2")
-    assert_equal(made, run(tmp_path, 1, *of_model(name), "micro_batches=2"))
+    made = run(tmp_path / "made", case.world_size, *of_model(name), *case.overrides)
+    assert_equal(made, run(tmp_path, 1, *of_model(name), *case.reference))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Constants", None),
+        ("Recurrent", None),
+        ("Closure", "UninitializedTensor: forward uses a tensor that is found in no attribute of the model"),
+        ("StagedOrthogonal", "NotImplementedError: aten::geqrf"),
+    ],
+)
+def test_a_model_that_is_built_normally_is_named(name: str, reason: str | None) -> None:
+    warnings = build_experiment(*of_model(name), "parallel=fsdp", world_size=2).warnings
+    start = f"model=linear cannot be built on the meta device ({reason}"
+    assert [warning[: len(start)] for warning in warnings] == ([start] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("Lookup", [["embed.0"], ["blocks.0", "blocks.1"]]),
+        ("Outer", [["backbone.first", "backbone.body", "backbone.second"], ["head.first", "head.body", "head.second"]]),
+        ("InPlace", [["first"], ["block.1"], ["last.1"]]),
+    ],
+)
+def test_units_are_modules_that_forward_uses_as_a_whole(name: str, units: list[list[str]]) -> None:
+    module = build_experiment(*of_model(name), "parallel=fsdp", world_size=2).recipe.module
+    names = {part: name for name, part in module.named_modules()}
+    assert [[names[part] for part in unit] for unit in _units(module)] == units
