@@ -23,7 +23,7 @@ from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
-from runner.training.model.submodules import divided, stages_or_children, whole_modules
+from runner.training.model.submodules import called_modules, divided, offered, stages_or_children, whole_modules
 
 
 class FSDP(Parallel):
@@ -204,7 +204,7 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _units(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the modules to gather together: those of a stage, or each child if the model offers no stages.
+    """Return the modules to gather together: those of a stage, or each module alone if the model offers no stages.
 
     All of them are modules that forward uses only by calls, because parameters are gathered before such a call and
     dropped after it. Modules that share parameters with others, or that are in several stages, are left to the root,
@@ -214,10 +214,14 @@ def _units(model: nn.Module) -> list[list[nn.Module]]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
-    units = [
-        [part for part in dict.fromkeys(whole_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))]
-        for stage in stages_or_children(model)
-    ]
+    units: list[list[nn.Module]] = []
+    for stage in stages_or_children(model):
+        whole = [
+            part for part in dict.fromkeys(whole_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))
+        ]
+        # Backward gathers a unit at the output of its last module. Only in a stage has each output a gradient.
+        is_chain = offered(model, "stages") and set(whole) <= set(called_modules(model, stage))
+        units += [whole] if is_chain else [[part] for part in whole]
     uses = Counter(parameter for unit in units for part in unit for parameter in part.parameters())
     units = [
         [part for part in unit if all(uses[p] == 1 and owners[p] <= {*part.modules()} for p in part.parameters())]

@@ -134,6 +134,23 @@ class Outer(nn.Module):
         return self.head.forward(features)
 
 
+class Branches(nn.Module):
+    """Does not use the output of the last module of a list, and calls a module in each iteration."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10)]) for _ in range(2))
+        self.shared, self.head = nn.Sequential(nn.Linear(10, 10), nn.Tanh()), nn.Linear(10, num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = inputs
+        for first, second in self.layers:
+            inputs = first(inputs + tokens)
+            tokens = tokens + self.shared(inputs)
+            inputs = second(inputs)
+        return self.head(tokens)
+
+
 class Recurrent(nn.Module):
     """Has a layer of torch that lists its parameters."""
 
@@ -173,6 +190,7 @@ def test_a_parameter_that_forward_finds_elsewhere_is_refused() -> None:
         ("InPlace", Case("none", 1, ("activation_checkpointing=full",))),
         ("Lookup", Case("fsdp", 2)),
         ("Outer", Case("mesh", 2, ("activation_checkpointing=full",))),
+        ("Branches", Case("fsdp", 2)),
         ("Recurrent", Case("fsdp", 2)),
     ],
     ids=str,
@@ -200,8 +218,8 @@ def test_a_model_that_is_built_normally_is_named(name: str, reason: str | None) 
 @pytest.mark.parametrize(
     ("name", "units"),
     [
-        ("Lookup", [["embed.0"], ["blocks.0", "blocks.1"]]),
-        ("Outer", [["backbone.first", "backbone.body", "backbone.second"], ["head.first", "head.body", "head.second"]]),
+        ("Lookup", [["embed.0"], ["blocks.0"], ["blocks.1"]]),
+        ("Outer", [[f"{child}.{part}"] for child in ("backbone", "head") for part in ("first", "body", "second")]),
         ("InPlace", [["first"], ["block.1"], ["last.1"]]),
     ],
 )
