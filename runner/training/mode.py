@@ -128,6 +128,7 @@ class Parallel(Protocol):
         spans_devices: A model may be spread over several devices of one rank.
         needs_all_gradients: Each loss of a step must depend on all parameters that it trains.
         shards_matrices: An optimizer updates shards of matrices.
+        splits_parameters: Each rank updates only some of the parameters.
         can_recompute: A model may call torch.utils.checkpoint around random functions.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
@@ -142,6 +143,7 @@ class Parallel(Protocol):
     spans_devices: bool = False
     needs_all_gradients: bool = False
     shards_matrices: bool = False
+    splits_parameters: bool = False
     can_recompute: bool = True
     supported_objectives: Literal["supervised", "one_loss", "several_losses"] = "one_loss"
     round_steps: int = 1
