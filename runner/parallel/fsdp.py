@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
+from runner.distributed.sync_batch_norm import is_batch_norm
 from runner.distributed.world import World
 from runner.input.pytree import map_tensors
 from runner.objectives.objective import ForwardWrapper, LossGroup
@@ -62,7 +62,7 @@ class FSDP(Parallel):
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.mixed_precision:
-            for layer in [part for part in recipe.module.modules() if isinstance(part, _BatchNorm)]:
+            for layer in [part for part in recipe.module.modules() if is_batch_norm(part)]:
                 # Its statistics are float32, and then its weights cannot be bfloat16.
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)

@@ -13,7 +13,7 @@ from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.collectives import max_over
-from runner.distributed.sync_batch_norm import use_group
+from runner.distributed.sync_batch_norm import is_batch_norm, use_group
 from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
@@ -92,8 +92,8 @@ class LocalReplica(Replica):
         self._world, self._mode = world, mode
         # Frozen tensors are equal on all ranks; an average would round them.
         self._parameters = [p for p in recipe.module.parameters() if p.requires_grad]
-        norms = [m for m in recipe.module.modules() if isinstance(m, _NormBase) and not m.training]
-        frozen = {buffer for norm in norms for buffer in norm.buffers()}
+        norms = [m for m in recipe.module.modules() if isinstance(m, _NormBase) or is_batch_norm(m)]
+        frozen = {buffer for norm in norms if not norm.training for buffer in norm.buffers()}
         self._buffers = [buffer for buffer in recipe.module.buffers() if buffer not in frozen]
         self._averaged = [*self._parameters, *self._buffers]
         self._anchor = [p.detach().clone() for p in self._parameters]  # the parameters at the start of the round

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.config.instantiate import make_group
 from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
-from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation, synchronize_batch_norm
+from runner.distributed.sync_batch_norm import RecordBatchNorm, has_batch_norm, normalizes_in_evaluation
 from runner.distributed.world import World
-from runner.errors import InputError, as_input_error
+from runner.errors import InputError
 from runner.input.batch import MicroBatch, cast_floating
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
@@ -48,6 +47,7 @@ from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
 from runner.training.model.activation_checkpointing import checkpoint_activations
+from runner.training.model.batch_norm import describe_batch_norm, synchronize_as_configured
 from runner.training.model.deferred_init import build_deferred
 from runner.training.model.device_map import place_submodules
 from runner.training.model.forward_state import restoring_bounded
@@ -120,7 +120,7 @@ def build(
     indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
     sample, data_warnings = read_sample(config, choices, train_data, indices)
     is_ragged = hasattr(train_data, "collate")
-    with restoring_bounded(module):
+    with restoring_bounded(module), RecordBatchNorm():
         forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
         if deferred is None and not world.is_imagined:
             warnings += compare_samples(config, choices, module, objective, train_data)
@@ -171,10 +171,9 @@ def build(
         local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
         check_all_used(config, choices, module, objective, train_data, local_size, on_device)
     objective.is_distributed = world.world_size > 1
-    if _synchronizes_batch_norm(config, module, axes):
-        with as_input_error(f"sync_batchnorm={config.sync_batchnorm}: "):
-            # A deferred model is still on the meta device.
-            synchronize_batch_norm(module, device=world.device if deferred else None)
+    # A deferred model is still on the meta device.
+    synchronize_as_configured(config, module, axes, device=world.device if deferred else None)
+    warnings += describe_batch_norm(config, module, axes) if trains else []
     checkpoint_activations(module, config.activation_checkpointing)
     if draws.follows and (stages := offered(module, "stages")):
         is_known = draws.seed_stages(module, stages())
@@ -189,7 +188,14 @@ def build(
     if config.compile:
         module.compile()
 
-    make_optimizer = OptimizerFactory(config.optimizer, choices, module, trains and parallel.shards_matrices)
+    make_optimizer = OptimizerFactory(
+        config.optimizer,
+        choices,
+        module,
+        shards=trains and parallel.shards_matrices,
+        splits=trains and parallel.splits_parameters,
+        step_key=lambda: draws.key,
+    )
 
     def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
         sampler = Sampler(
@@ -279,14 +285,3 @@ def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
     if name == "channels_last" and not convolves:
         raise InputError("memory_format=channels_last has no effect on a model without Conv2d; try memory_format=auto")
     return torch.channels_last if convolves and name != "contiguous" else torch.contiguous_format
-
-
-def _synchronizes_batch_norm(config: Config, module: nn.Module, axes: Axes) -> bool:
-    if config.sync_batchnorm is True and not any(
-        isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
-    ):
-        raise InputError(
-            "sync_batchnorm=true has no effect on a model without BatchNorm, or if the statistics of all BatchNorm "
-            "layers are frozen; try sync_batchnorm=auto"
-        )
-    return config.sync_batchnorm is not False and axes.data_ranks > 1 and has_batch_norm(module)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.checkpoints.saved_state import tensor_hashes
+from runner.distributed.sync_batch_norm import statistics_of
 from runner.distributed.world import World
 from runner.optimization.parameter_patterns import counted
 from runner.training.build import Experiment
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class BufferCheck(Callback):
-    """Compares the buffers of all ranks after steps 1, 2, 4, 8, ..., except those of BatchNorm (`sync_batchnorm`)."""
+    """Compares the buffers of all ranks after steps 1, 2, 4, 8, ..., except those of BatchNorm."""
 
     def __init__(self, experiment: Experiment, parallel_model: ParallelModel, world: World):
         self._module, self._parallel_model, self._world = experiment.recipe.module, parallel_model, world
@@ -29,8 +30,9 @@ class BufferCheck(Callback):
     def after_step(self, now: Progress) -> None:
         if self._world.world_size == 1 or now.step & (now.step - 1):
             return
-        layers = [each for each in self._module.named_modules() if not isinstance(each[1], _BatchNorm)]
-        buffers = {name: b for prefix, layer in layers for name, b in layer.named_buffers(prefix, recurse=False)}
+        layers = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
+        of_norms = {id(statistic) for layer in layers for statistic in statistics_of(layer)}
+        buffers = {name: buffer for name, buffer in self._module.named_buffers() if id(buffer) not in of_norms}
         hashes: dict[tuple[int, str], int] = {}
         if self._part is not None and buffers:
             for name, tensor in {**self._parallel_model.local_parameters(), **buffers}.items():

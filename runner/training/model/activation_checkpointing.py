@@ -8,9 +8,10 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from runner.distributed.module_class import subclass_of
 from runner.errors import InputError
 from runner.training.model.forward_state import ForwardState
-from runner.training.model.submodules import called_modules, stages_or_children, subclass_of
+from runner.training.model.submodules import called_modules, stages_or_children
 
 Extent = str | int  # none, full, or n: every nth block
 

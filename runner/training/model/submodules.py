@@ -1,6 +1,5 @@
 """Submodules of a model that sharding and activation checkpointing handle one by one."""
 
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +7,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from runner.distributed.module_class import subclass_of
 from runner.errors import InputError
 
 _attached: WeakSet[nn.Module] = WeakSet()
@@ -41,12 +41,6 @@ class _WithoutAttached(nn.Sequential):
 
     def __len__(self) -> int:
         return len(self._modules) - 1
-
-
-@functools.cache
-def subclass_of(kind: Any, mixin: type) -> Any:
-    """Return a subclass of both, with the name and module of `kind`, to replace the class of an object."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def attached_loss(module: nn.Module) -> nn.Module | None:
