@@ -50,7 +50,7 @@ LOSSES = [
     f"{CLASSES} loss.ignore_index=0 loss.weight=[1,2,0.5,1,1]",
     "objective._target_=fuzz_parts.TwoTerms",
 ]
-DTYPES = ("int64", "uint8", "int8", "int16", "int32", "bool")  # of classes
+DTYPES = ["int64"] * 3 + ["uint8"] * 2 + ["int8", "int16", "int32", "bool"]  # of classes; bool only of two
 TORCH, ADAM = "optimizer._target_=torch.optim", "optimizer=adam optimizer.eps=0.01"
 UNFUSED = f"{ADAM} ~optimizer.fused"
 OWN = "~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay optimizer._target_=fuzz_parts"
@@ -72,9 +72,8 @@ OPTIMIZERS = [
 ]
 SCHEDULES = ["scheduler=step scheduler.every_epochs=1", "scheduler=cosine scheduler.warmup_steps=2"]
 OPTIONS = [
-    *("clip_grad_norm=0.2", "ema.decay=0.8", "eval_every_steps=2", "freeze=['parts.0.']", "loader.drop_last=true"),
+    *("clip_grad_norm=0.2", "ema.decay=0.8", "eval_every_steps=2", "freeze=['first']", "loader.drop_last=true"),
     *("loader.shuffle=false", "optimizer.groups=[{match: 'bias$', lr: 0.01},{match: 'head', lr: 0.03}]"),
-    "train_metrics=true",
 ]
 MODE_OPTIONS = {
     "ddp": "broadcast_buffers=false gradient_as_bucket_view=false bucket_cap_mb=0.001",
@@ -111,7 +110,7 @@ def draw(seed: int) -> Cell:
     rng = random.Random(seed)
     loss, resumes = rng.choice(LOSSES), rng.random() < 0.3
     reader = rng.choice([*READERS]) if rng.random() < 0.3 else ""
-    dtype = rng.choice(DTYPES[: 6 if loss == CLASSES else 5]) if CLASSES in loss else ""
+    dtype = rng.choice(DTYPES if loss == CLASSES else DTYPES[:-1]) if CLASSES in loss else ""
     modes = [*MODES, "mesh"]
     if "TwoTerms" in loss and rng.random() < 0.9:
         modes = ["ddp", "allreduce", "zero", "fsdp"]
@@ -140,6 +139,7 @@ def draw(seed: int) -> Cell:
         f"data._target_=fuzz_parts.{data}" if data else "",
         "data.num_outputs=2" if dtype == "bool" else "",
         "metrics=[accuracy,f1,perplexity]" if CLASSES in loss and rng.random() < 0.5 else "",
+        "train_metrics=true" if CLASSES in loss and rng.random() < 0.25 else "",
         f"batch_size={batch_size} precision=fp64 logger=none checkpoint.every_epochs=9 checkpoint.keep_best=0 {loss}",
         f"optimizer.lr=0.02 {optimizer} {SCHEDULES[0] if resumes else rng.choice(SCHEDULES)}",  # a cosine needs the end
     ]

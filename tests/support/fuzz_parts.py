@@ -340,7 +340,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "block": lambda: Block(8, dropout=0.2),
     "norm_block": lambda: Block(8, batch_norm=True),
     "plain": Plain,
-    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+    "orthogonal": lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 4)), nn.Linear(4, 8)),
     "unpacked": Unpacked,
     "direct": Direct,
     "inplace": lambda: nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(8, 8)),
