@@ -131,7 +131,7 @@ def draw(seed: int) -> Cell:
     rest = rng.choice((0, rng.randint(2 * pieces if per_pass else 1, batch_size)))
     stop, steps = sorted(rng.sample(range(1, 7), 2))
     optimizer = rng.choice([each for each in OPTIMIZERS if "rotary" not in parts or "fused=true" not in each])
-    model = "Net" if "parallel=pipeline" in chosen else rng.choice(("Net", "Net", "Unstaged", "Outer"))
+    model = "Net" if is_split else rng.choice(("Net", "Net", "Unstaged", "Outer"))
     data = ("Labeled" * (CLASSES in loss) + "Sequences") if reader else "Labels" * (CLASSES in loss)
     common = [
         f"model=linear model._target_=fuzz_parts.{model} +model.parts=[{','.join(parts)}] seed={rng.randint(0, 9)}",
@@ -140,7 +140,7 @@ def draw(seed: int) -> Cell:
         f"data._target_=fuzz_parts.{data}" if data else "",
         "data.num_outputs=2" if dtype == "bool" else "",
         "metrics=[accuracy,f1,perplexity]" if CLASSES in loss and rng.random() < 0.5 else "",
-        "train_metrics=true" if CLASSES in loss and rng.random() < 0.25 else "",
+        "train_metrics=true" if CLASSES in loss and not is_split and rng.random() < 0.25 else "",
         f"batch_size={batch_size} precision=fp64 logger=none checkpoint.every_epochs=9 checkpoint.keep_best=0 {loss}",
         f"optimizer.lr=0.02 {optimizer} {SCHEDULES[0] if resumes else rng.choice(SCHEDULES)}",  # a cosine needs the end
     ]
