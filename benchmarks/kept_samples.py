@@ -55,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
         write_images(Path(root), given.images, given.size)
-        images = ImageFolder(True, [3, given.size, given.size], 2, root)
+        images = ImageFolder("train", [3, given.size, given.size], 2, root)
         found: dict[str, list[float]] = {"decoded": [], "kept, first epoch": [], "kept": []}
         for number in range(given.rounds):
             kept = Source.of(images)

@@ -1,5 +1,6 @@
 """Arrays in NumPy's files: .npy, which are memory-mapped, and .npz."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_rows, check_sizes
+from .checks import check_rows, check_sizes, could_be_classes
 from .tensors import BatchDataset
 
 
@@ -54,7 +55,7 @@ class Arrays(BatchDataset):
                 f"sample_shape={list(sample_shape)} must be {found}, the shape of the rows of {self.inputs.path}; "
                 f"set data.sample_shape={str(found).replace(' ', '')}"
             )
-        self._check_targets(num_outputs)
+        self.header_lines = self._check_targets(num_outputs)
 
     def __len__(self) -> int:
         return len(self.inputs.array)
@@ -68,21 +69,25 @@ class Arrays(BatchDataset):
         targets = _as_tensor(self.targets.array[rows])
         return inputs, targets[:, None] if targets.dim() == 1 and targets.is_floating_point() else targets
 
-    def _check_targets(self, num_outputs: int) -> None:
+    def _check_targets(self, num_outputs: int) -> list[str]:
+        """Raise ValueError if the targets do not fit. Return a line for the header if numbers could be classes."""
         array, path = self.targets.array, self.targets.path
         if array.dtype.kind == "f":
             width = array.shape[1] if array.ndim == 2 else 1
+            hint = array.ndim == 1 and could_be_classes(array)
             if array.ndim <= 2 and width != num_outputs:
                 raise ValueError(
                     f"num_outputs={num_outputs} must be {width}, the number of targets in a row of {path}; "
-                    f"set data.num_outputs={width}"
+                    f"set data.num_outputs={width}" + (", or save classes as integers" if hint else "")
                 )
-        elif array.ndim == 1 and len(array) and not 0 <= array.min() <= array.max() < num_outputs:
+            return [f"{path} contains numbers; if they are classes, save them as integers"] if hint else []
+        if array.ndim == 1 and len(array) and not 0 <= array.min() <= array.max() < num_outputs:
             raise ValueError(
                 f"num_outputs={num_outputs} must be above every class, but {path} has classes from {array.min()} to "
                 f"{array.max()}; "
                 + ("number them from 0" if array.min() < 0 else f"set data.num_outputs={array.max() + 1}")
             )
+        return []
 
 
 class _Array:
@@ -113,8 +118,11 @@ def _path(option: str, paths: Mapping[str, str | None], split: str) -> str:
 def _open(path: str) -> np.ndarray:
     """Return the array, mapped read-only if it is a .npy file."""
     archive, name = Path(path).expanduser(), None
-    if archive.parent.suffix == ".npz" and not archive.exists():
-        archive, name = archive.parent, archive.name
+    if not archive.exists():  # FILE.npz/NAME; names may contain slashes
+        for match in re.finditer(r"\.npz(?=/)", path):
+            if (file := Path(path[: match.end()]).expanduser()).is_file():
+                archive, name = file, path[match.end() + 1 :]
+                break
     try:
         found = np.load(archive, mmap_mode="r", allow_pickle=False)
         if isinstance(found, np.ndarray):
@@ -124,8 +132,8 @@ def _open(path: str) -> np.ndarray:
                 if name not in found.files:
                     raise ValueError(f"name one of its arrays: {', '.join(f'{archive}/{key}' for key in found.files)}")
                 array = found[name]
-    except (OSError, ValueError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    except Exception as error:  # zipfile and zlib have their own for a damaged archive
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read as an array: {reason}") from None
     if array.ndim == 0 or array.dtype.kind not in "fiub":
         raise ValueError(f"{path} must contain rows of numbers, not {array.dtype} of shape {list(array.shape)}")
@@ -133,4 +141,6 @@ def _open(path: str) -> np.ndarray:
 
 
 def _as_tensor(array: np.ndarray) -> Tensor:
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"integers must be below 2^63, not {array.max()}")  # the conversion would make it negative
     return torch.from_numpy(np.ascontiguousarray(array, np.float32 if array.dtype.kind == "f" else np.int64))

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+FEW = 20  # different numbers that could be classes
 
 
 def check_sizes(sample_shape: Sequence[int], num_outputs: int) -> None:
@@ -39,3 +42,9 @@ def check_rows(indices: Sequence[int], num_samples: int) -> Tensor:
     if bool(((rows < 0) | (rows >= num_samples)).any()):
         raise IndexError(f"indices must be in 0 .. {num_samples - 1}")
     return rows
+
+
+def could_be_classes(targets: np.ndarray) -> bool:
+    """Return True if numbers are integers, and at most `FEW` different ones among the first 100,000."""
+    values = np.unique(targets[:100_000])
+    return len(values) <= FEW and bool((values == np.floor(values)).all())

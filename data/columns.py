@@ -1,11 +1,21 @@
 """Columns of CSV and Parquet files, and their values."""
 
 import csv
-from collections.abc import Sequence
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from .parquet_files import is_parquet, read_parquet, read_parquet_names
+
+INDEX = re.compile(r"(Unnamed: \d+\S*|__index_level_\d+__)?")  # names of index columns in files that pandas has written
+# How pandas, R and collections of datasets write missing values. "None" is a label.
+MISSING = {"", "?", "NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "-nan", "NaT", "NULL", "null"}
 
 Column = np.ndarray  # (N,) of numbers, or of text as objects
 
@@ -15,7 +25,7 @@ class Columns:
     """The concatenated columns of some files."""
 
     columns: dict[str, Column]
-    lines: np.ndarray  # (N,), for each row its line in a CSV file, or its number in a Parquet file
+    lines: np.ndarray  # (N,), for each row its first line in a CSV file, or its number in a Parquet file, from 1
     starts: dict[str, int]  # the first row of each file
 
     def numbers(self, names: Sequence[str]) -> np.ndarray:
@@ -71,35 +81,40 @@ class Columns:
     def _as_label(self, name: str, row: int) -> str:
         value = self.columns[name][row]
         label = "" if value is None else str(value).strip()
-        if not label:
-            raise ValueError(f"{self._where(row)}: {name} is missing; fix the file")
+        if label in MISSING:
+            fix = f" ({label}); remove the row, or rename the label" if label else "; fix the file"
+            raise ValueError(f"{self._where(row)}: {name} is missing{fix}")
         return label
 
     def _where(self, row: int) -> str:
         """Return the file and the line of a row, for a message."""
         path = next(path for path, first in reversed(self.starts.items()) if first <= row)
-        return f"{path}, {'row' if path.endswith('.parquet') else 'line'} {self.lines[row]}"
+        return f"{path}, {'row' if is_parquet(path) else 'line'} {self.lines[row]}"
 
 
-def read_names(path: str, delimiter: str) -> list[str]:
-    """Return the names of a file's columns."""
-    if path.endswith(".parquet"):
-        return list(_parquet(path).schema_arrow.names)
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        try:
-            return _header(csv.reader(file, delimiter=delimiter))
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}, line 1: {error}; fix the file") from None
+def read_names(path: str, delimiter: str) -> tuple[list[str], list[str]]:
+    """Return the names of a file's columns, and of those that contain the index of its rows.
+
+    The latter are columns without a name, columns that pandas has named, and the index that a Parquet file records.
+    """
+    names, index = read_parquet_names(path) if is_parquet(path) else (_read_header(path, delimiter), [])
+    repeated = [name for name, count in Counter(names).items() if count > 1 and name]
+    if repeated or not names:
+        problem = (
+            f"has {len(names)} columns, of which several are called {repeated[0]}" if names else "has no column names"
+        )
+        raise ValueError(f"{path} {problem}; fix the file")
+    return names, [name for name in names if name in index or INDEX.fullmatch(name)]
 
 
 def read_columns(paths: Sequence[str], names: Sequence[str], delimiter: str) -> Columns:
     """Read columns of all files. Raise ValueError if a file lacks a column, or a line has another number of fields."""
     read, starts, count = [], {}, 0
     for path in paths:
-        missing = [name for name in names if name not in read_names(path, delimiter)]
-        if missing:
+        found, _ = read_names(path, delimiter)
+        if missing := [name for name in names if name not in found]:
             raise ValueError(f"{path} has no column {missing[0]}, which the first file of the training split has")
-        read.append(_read_parquet(path, names) if path.endswith(".parquet") else _read_csv(path, names, delimiter))
+        read.append(read_parquet(path, names) if is_parquet(path) else _read_csv(path, names, delimiter))
         starts[path] = count
         count += len(read[-1][0])
     lines, *columns = (np.concatenate(parts) for parts in zip(*read, strict=True))
@@ -108,50 +123,56 @@ def read_columns(paths: Sequence[str], names: Sequence[str], delimiter: str) -> 
 
 def _read_csv(path: str, names: Sequence[str], delimiter: str) -> list[Column]:
     """Return the line of each row, and the columns."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        try:
-            reader = csv.reader(file, delimiter=delimiter)
-            header = _header(reader)
-            chosen = [header.index(name) for name in names]
-            columns: list[list[str]] = [[] for _ in names]
-            lines: list[int] = []
-            for row in reader:
-                if not row:  # an empty line
-                    continue
-                if len(row) != len(header):
-                    raise ValueError(f"has {len(row)} fields, but the first line has {len(header)}")
-                for column, index in zip(columns, chosen, strict=True):
-                    column.append(row[index])
-                lines.append(reader.line_num)
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}; fix the file, or set delimiter") from None
+    header = _read_header(path, delimiter)
+    chosen = [header.index(name) for name in names]
+    columns: list[list[str]] = [[] for _ in names]
+    lines: list[int] = []
+    for line, row in itertools.islice(_read_rows(path, delimiter), 1, None):
+        if not row:  # an empty line
+            continue
+        if len(row) != len(header):
+            raise ValueError(
+                f"{path}, line {line}: has {len(row)} fields, but the first line has {len(header)}; fix the file, or "
+                "set delimiter"
+            )
+        for column, index in zip(columns, chosen, strict=True):
+            column.append(row[index])
+        lines.append(line)
     return [np.array(lines, dtype=np.int64), *(np.array(column, dtype=object) for column in columns)]
 
 
-def _header(reader: Any) -> list[str]:
-    header = [name.strip() for name in next(reader, [])]
-    if not header or len(set(header)) < len(header):
-        raise ValueError(f"must be different column names, not {','.join(header)!r}")
-    return header
+def _read_header(path: str, delimiter: str) -> list[str]:
+    _, header = next(_read_rows(path, delimiter), (1, []))
+    return [name.strip() for name in header]
 
 
-def _read_parquet(path: str, names: Sequence[str]) -> list[Column]:
-    """Return the number of each row, and the columns."""
-    table = _parquet(path).read(columns=list(names))
-    return [np.arange(1, table.num_rows + 1), *(table.column(name).to_numpy() for name in names)]
+def _read_rows(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the fields of each row and its first line; text in quotation marks may have several lines."""
+    line = 1
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, delimiter=delimiter)
+        while True:
+            try:
+                row = next(reader)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:  # raised up to 8 KiB before the reader reaches the line
+                raise ValueError(
+                    f"{path}, line {_line_without_utf8(path)}: is not UTF-8 ({error.reason}); convert the file to UTF-8"
+                ) from None
+            except csv.Error as error:
+                raise ValueError(f"{path}, line {line}: {error}; fix the file, or set delimiter") from None
+            yield line, row
+            line = reader.line_num + 1
 
 
-def _parquet(path: str) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(
-            f"{path} is a Parquet file, which needs pyarrow; pip install 'experiment-runner[table]', or use CSV"
-        ) from None
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except ValueError as error:  # of pyarrow
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+def _line_without_utf8(path: str) -> int:
+    number = 1
+    with open(path, "rb") as file, suppress(UnicodeDecodeError):
+        for content in file:
+            content.decode()
+            number += 1
+    return number
 
 
 def _as_number(value: Any) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_sizes
+from .checks import check_sizes, could_be_classes
 from .columns import Columns, read_columns, read_names
 from .paths import find_files
 from .tensors import TensorData
@@ -22,11 +22,14 @@ class Table(TensorData):
         files: for each split paths or patterns of .csv or .parquet files, or lists of them; None for a missing split.
         target: the column of the classes, () int64, or of the number, (1,) float32; several columns are (K,) float32.
         kind: whether one target column contains classes or numbers; auto: text and integers are classes.
-        features: the columns of the features in their order; None means all other columns.
+        features: the columns of the features in their order; None means all other columns except an index of the rows:
+            columns without a name, and the index of a data frame of pandas.
         standardize: shift and scale features to mean 0 and standard deviation 1 on the training split; constant
             features become 0.
+        delimiter: one character between the fields of a CSV file; the two characters \\t mean a tab.
 
-    Classes are numbered in the sorted order of the training split's labels, which `classes` contains.
+    Classes are numbered in the sorted order of the training split's labels, which `classes` contains. `header_lines`
+    names the features.
     Raises ValueError if a file or column is missing, a feature is not a finite number, a label does not occur in the
     training split, or sample_shape or num_outputs differ from those of the table.
     """
@@ -44,8 +47,9 @@ class Table(TensorData):
         delimiter: str = ",",
     ) -> None:
         check_sizes(sample_shape, num_outputs)
+        delimiter = "\t" if delimiter == r"\t" else delimiter  # a tab is hard to type in a shell
         if len(delimiter) != 1:
-            raise ValueError(f"delimiter={delimiter} must be one character; try ','")
+            raise ValueError(rf"delimiter={delimiter} must be one character, or \t for a tab; try ','")
         columns = [target] if isinstance(target, str) else list(target)
         if not columns or len(set(columns)) < len(columns):
             raise ValueError(f"target={columns} must name one or more different columns")
@@ -54,19 +58,30 @@ class Table(TensorData):
                 f"kind=classes is for one target column, but target={columns} names {len(columns)}; try auto"
             )
         paths = {name: _paths(files, name) for name in dict.fromkeys(("train", split))}
-        names = read_names(paths["train"][0], delimiter)
-        self.features = [name for name in names if name not in columns] if features is None else list(features)
-        self._check_columns(names, columns, sample_shape)
+        names, index = read_names(paths["train"][0], delimiter)
+        left_out = [name for name in index if name not in columns] if features is None else []
+        others = [name for name in names if name not in columns + left_out]
+        self.features = others if features is None else list(features)
+        self._check_columns(names, columns, left_out, sample_shape)
         tables = {name: read_columns(path, [*self.features, *columns], delimiter) for name, path in paths.items()}
 
         train = tables["train"]
         self.classes: list[str] = []  # the label of each class; empty for numbers
         if len(columns) == 1 and (kind == "classes" or (kind == "auto" and train.are_labels(columns[0]))):
             self.classes = train.labels(columns[0])
+        hint = kind == "auto" and len(columns) == 1 and not self.classes and could_be_classes(train.numbers(columns))
         if num_outputs != (width := len(self.classes) or len(columns)):
             listed = ", ".join(self.classes[:5]) + (", ..." if width > 5 else "")
             meaning = f"the classes of {columns[0]} ({listed})" if self.classes else "the target columns"
-            raise ValueError(f"num_outputs={num_outputs} must be {width}, {meaning}; set data.num_outputs={width}")
+            classes = ", or data.kind=classes for classes" if hint else ""
+            raise ValueError(
+                f"num_outputs={num_outputs} must be {width}, {meaning}; set data.num_outputs={width}{classes}"
+            )
+        self.header_lines = [
+            f"features: {_listed(self.features)} ({len(self.features)})",
+            *([f"left out: {_listed(left_out)}, an index of the rows; data.features can include it"] * bool(left_out)),
+            *([f"{columns[0]} contains numbers; if they are classes, set data.kind=classes"] * hint),
+        ]
         table = tables[split]
         rows = table.numbers(self.features)  # (N, F) float64
         if standardize:
@@ -76,16 +91,20 @@ class Table(TensorData):
             rows = (rows - trained.mean(0)) / scale
         super().__init__(torch.from_numpy(rows).to(torch.float32), self._targets(table, columns))
 
-    def _check_columns(self, names: list[str], targets: list[str], sample_shape: Sequence[int]) -> None:
+    def _check_columns(
+        self, names: list[str], targets: list[str], left_out: list[str], sample_shape: Sequence[int]
+    ) -> None:
         for option, wanted in (("target", targets), ("features", self.features)):
             if missing := [name for name in wanted if name not in names]:
-                listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-                raise ValueError(f"{option}={missing[0]}: the table has no such column; it has {listed}")
+                raise ValueError(f"{option}={missing[0]}: the table has no such column; it has {_listed(names)}")
         if both := sorted(set(targets) & set(self.features)):
             raise ValueError(f"features={self.features} must not contain the target {both[0]}; remove it")
+        without = f" without {_listed(left_out)}, an index of the rows" if left_out else ""
+        if not self.features:
+            raise ValueError(f"features=null: the table has no other columns than {_listed(targets)}{without}")
         if list(sample_shape) != (found := [len(self.features)]):
             raise ValueError(
-                f"sample_shape={list(sample_shape)} must be {found}, the number of feature columns; "
+                f"sample_shape={list(sample_shape)} must be {found}, the number of feature columns{without}; "
                 f"set data.sample_shape={found}"
             )
 
@@ -93,6 +112,12 @@ class Table(TensorData):
         if not self.classes:
             return torch.from_numpy(table.numbers(columns)).to(torch.float32)  # (N, K)
         return torch.from_numpy(table.label_indices(columns[0], self.classes))  # (N,)
+
+
+def _listed(names: list[str], most: int = 12) -> str:
+    """Return the names of columns for a message, quoted if they are empty or would spoil the line."""
+    shown = [name if name.isprintable() and name else repr(name) for name in names[:most]]
+    return ", ".join(shown) + (", ..." if len(names) > most else "")
 
 
 def _paths(files: Mapping[str, str | list[str] | None], split: str) -> list[str]:

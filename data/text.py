@@ -95,7 +95,7 @@ def _tokenize(text: str, vocabulary: str) -> tuple[list[str], np.ndarray]:
 
 def _read_characters(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"files: {path} is not UTF-8 ({error.reason}); convert it, or set unit=bytes") from None
 

@@ -30,6 +30,14 @@ class InputError(ValueError):
         self.messages = list(messages)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if no memory could be allocated, on a GPU or for the CPU."""
+    # By name, because commands that do not need torch import this module.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 @contextlib.contextmanager
 def as_input_error(prefix: str = "") -> Iterator[None]:
     """Raise a ValueError of the context as InputError, with a prefix and a message for each line."""

@@ -28,11 +28,13 @@ class GridSweeper(BasicSweeper):
         self.task = task_function
 
     def sweep(self, arguments: list[str]) -> Any:
+        from runner.config.texts import keep_text
         from runner.sweeps.jobs import combine, complete_overrides
 
         assert self.hydra_context is not None and self.launcher is not None and self.config is not None
         sweep, loader = self.task, self.hydra_context.config_loader
-        overrides = OverridesParser.create(config_loader=loader).parse_overrides(self._parse_config() + sweep.arguments)
+        texts = [*map(keep_text, self._parse_config()), *sweep.arguments]
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(texts)
         swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
         sweep.open(combine(overrides, self.zip), swept, self.config, loader, _check_of(self.launcher))
         jobs = [complete_overrides(job.overrides) for job in sweep.jobs]

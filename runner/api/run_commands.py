@@ -18,7 +18,7 @@ from runner.records.record_files import dumps
 from runner.records.records import find_records
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS
-from runner.records.tables import text_table
+from runner.records.tables import format_number, text_table
 
 LIMIT = 50
 SHOWN = ("task", "model", "data", "parallel", "world_size", "step", "epoch", "seconds")
@@ -176,8 +176,8 @@ def _show(args: Namespace) -> None:
         "note": row.labels.note,
     }
     if row.monitor:
-        facts |= {row.monitor.name: f"best {listing.show(row.best)}, last {listing.show(row.last)}"}
-    facts |= {name: listing.show(value) for name, value in result.get("metrics", {}).items() if name not in facts}
+        facts |= {row.monitor.name: f"best {format_number(row.best)}, last {format_number(row.last)}"}
+    facts |= {name: format_number(value) for name, value in result.get("metrics", {}).items() if name not in facts}
     width = max(map(len, facts))
     lines = (f"{key:<{width}}  {value}" for key, value in facts.items() if value not in (None, ""))
     print("\n".join(map(printable, lines)))

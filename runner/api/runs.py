@@ -18,7 +18,7 @@ from runner.records.records import RunRecord, find_records, newest_training_run,
 from runner.records.result import current_state, read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
 from runner.records.start_time import in_order
-from runner.records.tables import as_number
+from runner.records.tables import as_number, format_number
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,9 @@ class Run:
 
     def __repr__(self) -> str:
         monitor, metrics = self.monitor, self.result.get("metrics", {})
-        measured = f", {monitor.name} {metrics[monitor.name]:.4f}" if monitor and monitor.name in metrics else ""
+        measured = (
+            f", {monitor.name} {format_number(metrics[monitor.name])}" if monitor and monitor.name in metrics else ""
+        )
         return printable(f"<Run {self.path}: {self.state}{measured}>")
 
     def __fspath__(self) -> str:

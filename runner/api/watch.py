@@ -15,11 +15,10 @@ from runner.records.console import is_terminal
 from runner.records.ledger import DONE, is_sweep, read_ledger
 from runner.records.listing import ORDERS, Row, describe_age, list_rows
 from runner.records.record_files import parse_metrics, read_last_metrics
-from runner.records.report.statistics import show
 from runner.records.result import RUNNING, read_result
 from runner.records.run_lock import living_owner
 from runner.records.start_time import MAX_TIME
-from runner.records.tables import text_table, without_empty_columns
+from runner.records.tables import format_number, text_table, without_empty_columns
 
 INTERVAL_S = 2.0
 MAX_STEPS = 2**37  # the number of steps of a stream without a length is larger, and is not shown
@@ -82,7 +81,9 @@ def _describe(rows: Sequence[Row]) -> str:
     for row in rows:
         monitor = row.monitor.name if row.monitor else ""
         step, left = _progress(row)
-        cells.append([row.name, row.state, step, monitor, show(row.best) if math.isfinite(row.best) else "", left])
+        cells.append(
+            [row.name, row.state, step, monitor, format_number(row.best) if math.isfinite(row.best) else "", left]
+        )
     return f"{sum(row.state in DONE for row in rows)} of {len(rows)} done\n{text_table(without_empty_columns(cells))}"
 
 

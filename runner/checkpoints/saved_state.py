@@ -15,6 +15,7 @@ from runner.checkpoints.shard_file import LocalChunk, SavedTensor, open_shards
 from runner.distributed.world import World
 
 MODEL, AVERAGE = "model.", "average."  # prefixes of the names of weights, and of their averages
+EXTRA_STATE = "_extra_state"  # the last part of the name of a module's extra state in a state dict
 LISTED = 5  # names in a message about weights that do not fit
 
 

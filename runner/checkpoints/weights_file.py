@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.checkpoints.saved_state import SavedState
+from runner.checkpoints.saved_state import EXTRA_STATE, SavedState
 from runner.checkpoints.shard_file import SavedTensor, open_shards
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
@@ -21,15 +21,18 @@ FIX = "save only the state dict, with torch.save(model.state_dict(), FILE)"
 def open_weights(path: Path) -> dict[str, SavedTensor]:
     """Open a file of weights, or a verified checkpoint's directory, of which the evaluated weights are read.
 
-    Raise ValueError if the file contains no weights, is truncated, or cannot be read without executing code.
+    Extra states of modules (`get_extra_state`) are left out. Raise ValueError if the file contains no weights, is
+    truncated, or cannot be read without executing code.
     """
     if path.is_dir():
-        return SavedState.open(path).evaluated().model()
-    if path.suffix in SAFETENSORS:
-        return open_shards([path])
-    if path.suffix in PICKLED:
-        return {name: SavedTensor.of(tensor) for name, tensor in _state_dict(_load(path)).items()}
-    raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
+        tensors = SavedState.open(path).evaluated().model()
+    elif path.suffix in SAFETENSORS:
+        tensors = open_shards([path])
+    elif path.suffix in PICKLED:
+        tensors = {name: SavedTensor.of(tensor) for name, tensor in _state_dict(_load(path)).items()}
+    else:
+        raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(EXTRA_STATE)}
 
 
 def _load(path: Path) -> Any:
@@ -47,12 +50,16 @@ def _load(path: Path) -> Any:
 
 
 def _state_dict(content: Any) -> dict[str, Tensor]:
-    """Return the state dict at the top of the content or under one of NESTED. Raise ValueError if there is none."""
+    """Return the state dict at the top of the content or under one of NESTED, without extra states of modules.
+
+    Raise ValueError if there is none.
+    """
     found = content if isinstance(content, Mapping) else {}
     nested = [found[key] for key in NESTED if isinstance(found.get(key), Mapping)]
     state = dict(nested[0] if nested else found)
     if len(nested) > 1 or not state:
         raise ValueError(f"it must contain one state dict, at its top or under {' or '.join(NESTED)}; {FIX}")
+    state = {name: tensor for name, tensor in state.items() if not str(name).endswith(EXTRA_STATE)}
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"it contains no state dict: {name} is a {type(tensor).__name__}; {FIX}")

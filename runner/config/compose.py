@@ -18,8 +18,9 @@ from runner.config.custom_dirs import on_search_path
 from runner.config.diagnostics.keys import value_problem
 from runner.config.diagnostics.overrides import explain
 from runner.config.recorded import check_resumable
-from runner.config.schema import Config, apply_debug, as_config
-from runner.config.validate import check_input, check_types
+from runner.config.schema import GROUPS, NAMED_GROUPS, Config, apply_debug, as_config
+from runner.config.texts import typed_keys, typed_options
+from runner.config.validate import DESCRIBED, check_input, check_types
 from runner.errors import InputError, did_you_mean
 from runner.paths import CONF
 
@@ -96,14 +97,22 @@ def for_mode(overrides: Sequence[str], chosen: str, mode: str, dropped: Sequence
 def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself."""
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
+    groups = (*GROUPS, *NAMED_GROUPS)
     try:
-        own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-        container: Any = OmegaConf.to_container(own, resolve=True)
-        OmegaConf.merge(Config, container)  # checks the keys and types of the top level, which the copy does not keep
+        own = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+        # Resolved without types: an environment variable is always text, which is converted afterwards.
+        container: Any = OmegaConf.to_container(OmegaConf.create(own), resolve=True)
+        container = typed_keys(container)
+        typed: Any = OmegaConf.to_container(OmegaConf.merge(Config, container))  # checks the keys and the types
+        container = {key: container[key] if key in groups else value for key, value in typed.items()}
     except OmegaConfBaseException as error:
         raise InputError(value_problem(cfg, error, overrides, choices)) from None
     if messages := check_types(container, choices):
         raise InputError(*messages)
+    container |= {key: typed_options(container[key], DESCRIBED.get(key)) for key in groups}
+    optimizer = container["optimizer"]
+    if "groups" in optimizer:
+        optimizer["groups"] = typed_options(optimizer["groups"], target=optimizer.get("_target_"))
     config = as_config(container)
     if messages := check_input(config, choices) + check_resumable(config, choices):
         raise InputError(*messages)

@@ -9,12 +9,15 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoints.layout import LAST
 from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
 from runner.config.pointers import ANY_NAME, check_location, find_directory, pin_checkpoint, pointer_to, quote
 from runner.config.recorded_code import CURRENT, RECORDED
+from runner.config.texts import keep_text
 from runner.config.trust import check_code, check_overrides, untrusted_owner
 from runner.errors import InputError
 from runner.records.custom_code import find_code
@@ -63,6 +66,8 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
             key, _, value = str(override.input_line).partition("=")
             quoted = shlex.quote(f"{key}={quote(value)}")
             raise InputError(f"{override.input_line}: a path with a comma must be quoted; type {quoted}")
+    if (kept := [keep_text(_with_environment(override)) for override in given]) != overrides:
+        return add_recorded(kept, config_dirs, multirun)
     values = {override.key_or_group: override.value() for override in given}
     task = str(values.get("task", "train"))
     pointers = [override for override in given if override.key_or_group in POINTERS and override.value() is not None]
@@ -241,6 +246,22 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
     kept = [override for override in given if override.key_or_group not in paths]
     overrides = [*_merge([], kept), *(pointer_to(path, key) for key, path in paths.items())]
     return Arguments(overrides, overrides, unchanged.config_dirs)
+
+
+def _with_environment(override: Override) -> str:
+    """Return the override; if its key names a run, with the values of the environment variables in it.
+
+    The run must be known before the configuration is composed. `${oc.env:RUN,null}` may become null.
+    """
+    line, value = str(override.input_line), override.value()
+    if override.key_or_group not in LOCATIONS or not isinstance(value, str) or "${" not in value:
+        return line
+    try:
+        found = OmegaConf.create({"it": value}).it
+    except OmegaConfBaseException:  # another reference, or a missing variable, which composing reports
+        return line
+    found = "null" if found is None else quote(str(found))
+    return line if "${" in found else f"{line.partition('=')[0]}={found}"
 
 
 def _with_full_key(override: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -109,7 +109,10 @@ class Differing:
 
 @dataclass
 class Config:
-    """One experiment. A group is a node with a `_target_`, whose constructor's signature types it."""
+    """One experiment. A group is a node with a `_target_`, whose constructor's signature types it.
+
+    OmegaConf does not support the types in `Annotated`; `runner.config.texts` reads them.
+    """
 
     task: Any = MISSING
     model: Any = MISSING
@@ -132,14 +135,14 @@ class Config:
     max_steps: int | None = None
     val_fraction: float | None = None
     keep_samples: bool = False
-    transform_targets: Any = "auto"
+    transform_targets: Annotated[Any, bool | Literal["auto"]] = "auto"
     batch_size: int = 64
-    micro_batches: Any = 1  # a number, or auto
+    micro_batches: Annotated[Any, int | Literal["auto"]] = 1
     precision: str = "fp32"
     compile: bool = False
     memory_format: str = "auto"
-    sync_batchnorm: Any = "auto"
-    activation_checkpointing: Any = "none"
+    sync_batchnorm: Annotated[Any, bool | Literal["auto"]] = "auto"
+    activation_checkpointing: Annotated[Any, int | Literal["none", "full"]] = "none"
     clip_grad_norm: float | None = None
     on_nonfinite: str = "stop"
     loss_spike: float | None = None

@@ -63,8 +63,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # Attributes that a task's class must have.
 TASK_FACTS = ("reads_run", "reads_checkpoint", "needs_experiment", "trains", "picks_split", "section")
-# Keys that the runner itself reads from a node. Those of a dataset are interpolated by models.
-DESCRIBED = {"data": ("sample_shape", "num_outputs"), "optimizer": ("groups",)}
+# Keys that the runner itself reads from a node, and their types. Those of a dataset are interpolated by models.
+DESCRIBED: dict[str, dict[str, Any]] = {
+    "data": {"sample_shape": list[int], "num_outputs": int},
+    "optimizer": {"groups": list},
+}
 
 
 def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:

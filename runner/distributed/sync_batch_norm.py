@@ -1,52 +1,145 @@
-"""Batch normalization over the batches of all ranks, on any device: torch's SyncBatchNorm rejects CPU tensors."""
+"""Synchronization of batch norm: in training, `batch_norm` normalizes over the batches of all ranks."""
 
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
-from runner.distributed.collectives import gather_over, has_values, sum_over
+from runner.distributed.batch_norm_over_ranks import batch_norm_over
+from runner.distributed.module_class import subclass_of
+
+# Modules whose forward has called batch_norm while RecordBatchNorm was entered, and whether it used the statistics of
+# the batch in evaluation mode.
+_callers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_silent: WeakSet[nn.Module] = WeakSet()  # BatchNorm layers whose forward did not call it in training mode
+
+
+class _Call(NamedTuple):
+    """The arguments of a call of batch_norm."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> _Call | None:
+    """Return the arguments if the function is batch_norm; else None."""
+    if func is F.batch_norm:
+        return _Call(*args, **kwargs)
+    if func is torch.batch_norm:
+        names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+        named = dict(zip(names, args, strict=False)) | kwargs  # without cudnn_enabled
+        return _Call(**{name: named[name] for name in names})
+    return None
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return True for a BatchNorm layer, and for another layer whose forward has called batch_norm in the dry run."""
+    has_parts = any([*part.parameters(), *part.buffers()] for part in module.children())
+    return isinstance(module, _BatchNorm) or (module in _callers and not has_parts)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    """Return True if the model has BatchNorm layers, or if a forward has called batch_norm in the dry run."""
+    return any(_calls_batch_norm(module) for module in model.modules())
+
+
+def _calls_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) or module in _callers
+
+
+def trains_batch_norm(model: nn.Module) -> bool:
+    """Return True if batch norm uses the statistics of the batch in training, because not all layers are frozen."""
+    return any(module.training and _calls_batch_norm(module) for module in model.modules())
 
 
 def normalizes_in_evaluation(model: nn.Module) -> bool:
     """Return True if the model has BatchNorm without running statistics, which uses those of each batch instead."""
-    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
+    return any(_uses_batch_in_evaluation(module) for module in model.modules())
+
+
+def _uses_batch_in_evaluation(module: nn.Module) -> bool:
+    return _callers.get(module, False) or (isinstance(module, _BatchNorm) and module.running_mean is None)
+
+
+class RecordBatchNorm(TorchFunctionMode):
+    """Records which modules' forward calls batch_norm, such as a layer that does not derive from nn.BatchNorm2d."""
+
+    def __enter__(self) -> "RecordBatchNorm":
+        self._running: list[nn.Module] = []
+        self._called_in_training: set[nn.Module] = set()
+        self._hooks = [
+            register_module_forward_pre_hook(lambda module, inputs: self._running.append(module)),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._running.pop()
+        if isinstance(module, _BatchNorm) and module.training and module not in self._called_in_training:
+            _silent.add(module)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._running and (call := _read(func, args, kwargs)) is not None:
+            module = self._running[-1]
+            _callers[module] = _callers.get(module, False) or (call.training and not module.training)
+            if module.training:
+                self._called_in_training.add(module)
+        return func(*args, **kwargs)
 
 
 def synchronize_batch_norm(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """Let each nn.BatchNorm1d, 2d and 3d of `model` normalize over the whole batch of all ranks. Return `model`.
+    """Let batch norm in training normalize over the whole batch of all ranks. Return `model`.
 
-    A layer on CUDA or XPU becomes torch's nn.SyncBatchNorm, any other one the SyncBatchNorm below. Only the class of
-    the object changes, so that its parameters, buffers and hooks, and all references to it stay valid. Call it when
-    the model is on its device, before DDP or FSDP wraps it. The process group need not exist yet.
+    This changes the modules whose forward calls batch_norm: BatchNorm layers, their subclasses, and those that
+    RecordBatchNorm has found. On CUDA or XPU, nn.BatchNorm1d, 2d and 3d become torch's nn.SyncBatchNorm; any other
+    module becomes the SyncBatchNorm below. Only the class of the object changes, so that its parameters, buffers and
+    hooks, and all references to it stay valid. Call it when the model is on its device, before DDP or FSDP wraps it.
+    The process group need not exist yet.
 
-    Raises ValueError, before any change, for another kind of batch norm, whose forward would be lost.
+    Raises ValueError, before any change, for a layer whose forward computes the statistics of the batch itself.
     """
-    layers: list[Any] = []
+    modules: list[Any] = []
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
+        is_synchronized = isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
+        if is_synchronized or not _calls_batch_norm(module):
             continue
-        is_known = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
-        if not is_known or type(module).forward is not _BatchNorm.forward:
+        if module in _silent or isinstance(module, LazyModuleMixin):
             raise ValueError(
-                f"{name or 'model'}={type(module).__name__} cannot be synchronized over ranks; "
-                "use nn.BatchNorm1d, 2d or 3d, or sync_batchnorm=false"
+                f"{name or 'model'}={type(module).__name__} cannot be synchronized over ranks, because its forward "
+                "does not call batch_norm in training; use nn.BatchNorm1d, 2d or 3d, or sync_batchnorm=false"
             )
-        layers.append(module)
-    for layer in layers:
+        modules.append(module)
+    for each in modules:
         # A layer without tensors is on the model's device, unless the argument names one.
-        tensors = (*layer.parameters(), *layer.buffers(), *model.parameters(), *model.buffers())
-        kind = device.type if device is not None else tensors[0].device.type if tensors else "cpu"
-        is_accelerated = kind in ("cuda", "xpu")
-        layer.__class__ = nn.SyncBatchNorm if is_accelerated else SyncBatchNorm
-        layer.process_group = None  # all ranks
+        tensors = (*each.parameters(), *each.buffers(), *model.parameters(), *model.buffers())
+        where = device.type if device is not None else tensors[0].device.type if tensors else "cpu"
+        kind: Any = type(each)
+        if where in ("cuda", "xpu") and kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            each.__class__ = nn.SyncBatchNorm
+        else:
+            each.uses_batch_in_evaluation = _uses_batch_in_evaluation(each)
+            each.__class__ = subclass_of(kind, SyncBatchNorm)
+        each.process_group = None  # all ranks
     return model
 
 
@@ -58,196 +151,52 @@ def use_group(model: nn.Module, process_group: dist.ProcessGroup) -> None:
 
 
 def keeps_all_buffers(model: nn.Module) -> bool:
-    """Return True if all buffers are statistics of SyncBatchNorm layers, which are identical on all ranks."""
-    layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    kept = {id(each) for m in layers for each in (m.running_mean, m.running_var, m.num_batches_tracked)}
+    """Return True if all buffers are statistics of synchronized BatchNorm layers, which are identical on all ranks."""
+    layers = [each for each in model.modules() if isinstance(each, SyncBatchNorm) and isinstance(each, _BatchNorm)]
+    kept = {id(statistic) for layer in layers for statistic in statistics_of(layer)}
     return all(id(buffer) in kept for buffer in model.buffers())
 
 
-class SyncBatchNorm(_BatchNorm):
-    """Batch normalization whose training statistics are those of the samples of all ranks of the group.
+def statistics_of(layer: _BatchNorm) -> list[Tensor | None]:
+    """Return the running statistics of the layer."""
+    return [layer.running_mean, layer.running_var, layer.num_batches_tracked]
 
-    In training, and always without running statistics, all ranks must call it, also with an empty batch: forward
-    gathers once, and backward sums once. Output, input gradient and running statistics are those of nn.BatchNorm on the
-    concatenated batch. Gradients of weight and bias are this rank's term of their sum, which DDP or an all_reduce
-    computes. Otherwise it is plain batch norm. Raises ValueError on all ranks if the whole batch has one value per
-    channel, as nn.BatchNorm does.
+
+class SyncBatchNorm(nn.Module):
+    """A module whose calls of batch_norm use the samples of all ranks of the group; combined with the module's class.
+
+    If batch_norm uses the statistics of the batch, all ranks must call the module, also with an empty batch.
+    Otherwise, such as in evaluation with running statistics, nothing changes.
     """
 
-    process_group: dist.ProcessGroup | None = None
-    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    process_group: dist.ProcessGroup | None
+    uses_batch_in_evaluation: bool
 
-    def forward(self, input: Tensor) -> Tensor:  # (N, C, ...) -> (N, C, ...)
-        uses_batch = self.training or self.running_mean is None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        uses_batch = self.training or self.uses_batch_in_evaluation
         if not (uses_batch and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
-            return super().forward(input)
-        return self._forward_synchronized(input)
+            return super().forward(*args, **kwargs)
+        return self._forward_synchronized(*args, **kwargs)
 
     # Collectives and the count of samples would break the graph in a dozen places. torch.compiler.disable would import
     # the compiler now, which takes 0.6 s, also in commands that do not train.
     @torch._disable_dynamo
-    def _forward_synchronized(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
-        count, mean, var = _gather_statistics(input.detach(), self.process_group)
-        if count == 1:
-            size = torch.Size([1, *input.shape[1:]])
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-        if self.track_running_stats:
-            self._track(count, mean, var)
-        dtype = _statistics_dtype(input)
-        weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (self.weight, self.bias))
-        return _Normalize.apply(input, weight, bias, mean.to(dtype), var.to(dtype), count, self.eps, self.process_group)
-
-    @torch.no_grad()
-    def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        if count == 0:  # nn.BatchNorm counts an empty batch, and keeps its statistics
-            return
-        # momentum=None means the average over all batches so far.
-        momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), momentum)
+    def _forward_synchronized(self, *args: Any, **kwargs: Any) -> Any:
+        with _Synchronize(self.process_group):
+            return super().forward(*args, **kwargs)
 
 
-class _Normalize(torch.autograd.Function):
-    """Normalization by a mean and variance that are functions of all ranks' inputs.
+class _Synchronize(TorchFunctionMode):
+    """Replaces batch_norm by `batch_norm_over` the ranks of the group if it uses the statistics of the batch."""
 
-    Ioffe, Szegedy, "Batch Normalization", 2015: with y = weight * x_hat + bias and the sums over all `count` values,
-    dx = weight / std * (dy - sum(dy) / count - x_hat * sum(dy * x_hat) / count). All terms but the one in dy are a
-    batch norm of x with another weight and bias.
-    """
+    def __init__(self, group: dist.ProcessGroup | None):
+        super().__init__()
+        self._group = group
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,  # (N, C, ...)
-        weight: Tensor | None,  # (C)
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: int,
-        eps: float,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight, mean, var)
-        ctx.count, ctx.eps, ctx.group = count, eps, group
-        return F.batch_norm(input, mean, var, weight, bias, training=False, eps=eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """All ranks must call it, unless no rank's input requires a gradient."""
-        input, weight, mean, var = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            return *_differentiable_gradients(ctx, input, weight, grad_output), *[None] * 5
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        if grad_output.stride() != input.stride():
-            # The kernel is 8 times slower if only one of them is channels_last.
-            grad_output = torch.empty_like(input).copy_(grad_output)
-        if input.numel() > 0:
-            # In evaluation mode these sums per channel are the gradients of weight and bias.
-            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-                grad_output, input, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
-            )
-        else:  # the kernel divides by zero here
-            grad_weight, grad_bias = torch.zeros_like(mean), torch.zeros_like(mean)
-        grad_input = None
-        if needs_input:
-            sums = torch.stack([grad_weight, grad_bias]).double()  # (2, C): sum(dy * x_hat), sum(dy)
-            sum_over(ctx.group, sums)
-            scale = (var + ctx.eps).rsqrt() * (1 if weight is None else weight)
-            weight_hat, bias_hat = (sums * scale / -ctx.count).to(mean.dtype)
-            grad_input = F.batch_norm(input, mean, var, weight_hat, bias_hat, training=False, eps=ctx.eps)
-            # In bfloat16 the scale is rounded too, as autocast rounds a convolution's weight. A float32 scale takes
-            # 3 times as long.
-            scale = scale.to(grad_input.dtype).view(-1, *[1] * (input.dim() - 2))  # (C, 1, ...)
-            grad_input.addcmul_(grad_output, scale)
-        return (
-            grad_input,
-            grad_weight if needs_weight else None,
-            grad_bias if needs_bias else None,
-            *[None] * 5,
-        )
-
-
-class _Total(torch.autograd.Function):
-    """The sum over the ranks of the group, which can be differentiated any number of times."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group, total = group, tensor.clone()
-        sum_over(group, total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Total.apply(gradient, ctx.group), None
-
-
-def _differentiable_gradients(
-    ctx: Any, input: Tensor, weight: Tensor | None, grad_output: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias by operators that autograd records."""
-    dims, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
-    x, dy = input.to(_statistics_dtype(input)), grad_output.to(_statistics_dtype(input))
-
-    def mean_over_ranks(tensor: Tensor) -> Tensor:  # (N, C, ...) -> (1, C, 1, ...)
-        return (_Total.apply(tensor.sum(dims), ctx.group) / ctx.count).view(shape)
-
-    centered = x - mean_over_ranks(x)
-    scale = (mean_over_ranks(centered**2) + ctx.eps).rsqrt()
-    x_hat = centered * scale
-    grad_input = (dy - mean_over_ranks(dy) - x_hat * mean_over_ranks(dy * x_hat)) * scale
-    grad_input = grad_input if weight is None else grad_input * weight.view(shape)
-    return grad_input.to(input.dtype), (dy * x_hat).sum(dims), dy.sum(dims)
-
-
-def _statistics_dtype(input: Tensor) -> torch.dtype:
-    return torch.promote_types(input.dtype, torch.float32)
-
-
-def _gather_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[int, Tensor, Tensor]:
-    """Return count, mean and biased variance per channel over all ranks.  (N, C, ...) -> N, (C), (C)
-
-    The results are identical to the bit on all ranks. All ranks must call it.
-    """
-    num_channels = input.size(1)
-    packed = input.new_zeros(1 + 2 * num_channels, dtype=torch.float64)  # an empty batch has count 0
-    if input.numel() > 0:
-        count, mean, var = _statistics(input)
-        packed = torch.cat([count.view(1), mean, var])
-    counts, means, variances = gather_over(group, packed).split([1, num_channels, num_channels], dim=1)
-    count, mean, var = _merge(counts.squeeze(1), means, variances)
-    if not has_values(count):
-        return input.numel() // num_channels * dist.get_world_size(group), mean, var
-    return int(count), mean, var
-
-
-def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, mean and biased variance per channel, in float64.  (N, C, ...) -> (), (C), (C)
-
-    If channels are innermost, ATen's kernel sums in float32: over 78,400 values of standard deviation 1 its variance
-    is off by 2e-5, and at a mean of 1e4 by 26. Therefore each column of pixels is a separate channel for the kernel.
-    That takes no longer, and the merged variance is off by 3e-7 and 2e-4.
-    """
-    num_channels, count = input.size(1), input.numel() // input.size(1)
-    num_parts = input.size(-1) if input.dim() > 2 and input.stride(1) == 1 else 1
-    if num_parts > 1:
-        input = input.movedim(1, -1).reshape(-1, num_parts * num_channels)  # (N, C, ..., W) -> (N * ..., W * C)
-    # The results have the dtype of the given running statistics, which momentum 0 does not change.
-    scratch = input.new_zeros(input.size(1), dtype=_statistics_dtype(input))
-    moments = torch.stack(torch.batch_norm_update_stats(input, scratch, scratch, momentum=0.0)).double()
-    means, variances = moments.view(2, num_parts, num_channels)
-    return _merge(means.new_full((num_parts,), count / num_parts), means, variances)
-
-
-def _merge(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, mean and biased variance of the union of P parts.  (P), (P, C), (P, C) -> (), (C), (C)
-
-    Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979: unlike
-    a sum of squares it stays exact if the mean is large compared with the deviation.
-    """
-    count = counts.sum()
-    fractions = (counts / count.clamp(min=1)).unsqueeze(1)  # (P, 1)
-    mean = (fractions * means).sum(0)
-    return count, mean, (fractions * (variances + (means - mean) ** 2)).sum(0)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = _read(func, args, kwargs)
+        if call is None or not call.training:
+            return func(*args, **kwargs)
+        statistics = (call.running_mean, call.running_var)
+        return batch_norm_over(self._group, call.input, *statistics, call.weight, call.bias, call.momentum, call.eps)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, dtype
 
 from runner.input.pytree import num_rows
@@ -16,6 +17,11 @@ def cast_floating(tensor: Tensor, to: dtype) -> Tensor:
     return tensor.to(to) if tensor.is_floating_point() else tensor
 
 
+def widen_integers(tensor: Tensor) -> Tensor:
+    """Convert integers and bools to int64: in narrower dtypes, comparisons wrap around and products overflow."""
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.to(torch.int64)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """This rank's samples of one micro-batch, the local micro-batch.
@@ -25,7 +31,7 @@ class MicroBatch:
     """
 
     data: Any  # a pytree of tensors, as the dataset collates it; by default (inputs, targets)
-    indices: Sequence[int]  # the dataset's indices of the samples that are counted
+    indices: Sequence[int]  # positions in the split of the samples that are counted; see Source.dataset_indices
 
     @property
     def num_samples(self) -> int:

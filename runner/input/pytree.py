@@ -79,6 +79,9 @@ def describe(tree: Any) -> str:
         return f"{type(tree).__name__}({', '.join(inside)})"
     if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{name}: {describe(value)}" for name, value in tree.items()) + "}"
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        inside = (f"{name}: {describe(value)}" for name, value in zip(tree._fields, tree, strict=True))
+        return f"{type(tree).__name__}({', '.join(inside)})"
     if isinstance(tree, (tuple, list)):
         start, end = "()" if isinstance(tree, tuple) else "[]"
         return start + ", ".join(map(describe, tree)) + end

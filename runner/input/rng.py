@@ -12,7 +12,7 @@ import torch
 T = TypeVar("T")
 CPU = torch.device("cpu")
 # The last number of a key (seed, epoch, index, …), which separates these streams from those of the trainer and sampler.
-TRANSFORMS, SAMPLE, EPOCH, COLLATE = range(2**63, 2**63 + 4)
+TRANSFORMS, SAMPLE, EPOCH, COLLATE, UPDATE = range(2**63, 2**63 + 5)
 _BLANK = 0x5EED  # the seed while it is unknown whether a function draws random numbers
 _spare: list[np.random.BitGenerator] = []  # constructing one takes longer than seeding it
 

@@ -31,11 +31,19 @@ class SampleCache:
     """Samples of one shape, each of which is read when it is first needed, and copied from memory afterwards.
 
     `read` returns a sample as a batch of one, and `unpack` converts a batch of cached samples to what the dataset
-    returns. Raises CannotCache if the first sample is not suitable, or if the samples do not fit into memory.
+    returns. `dataset_indices` returns the indices by which messages name samples. Raises CannotCache if the first
+    sample is not suitable, or if the samples do not fit into memory.
     """
 
-    def __init__(self, read: Callable[[int], Any], num_samples: int, unpack: Callable[[Any], Any] | None = None):
+    def __init__(
+        self,
+        read: Callable[[int], Any],
+        num_samples: int,
+        unpack: Callable[[Any], Any] | None = None,
+        dataset_indices: Callable[[Sequence[int]], list[int]] = list,
+    ):
         self._read_one, self._num_samples, self._unpack = read, num_samples, unpack
+        self._dataset_indices = dataset_indices
         self._draws = DrawDetector()
         self._close: Callable[[], object] = lambda: None
         first = self._read(0)
@@ -88,7 +96,8 @@ class SampleCache:
         leaves, structure = tree_flatten(register_types(sample))
         kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if structure != self._structure or kinds != self._kinds:
-            raise CannotCache(f"samples must have the shape of the first, but sample {index} is {describe(sample)}")
+            (named,) = self._dataset_indices([index])
+            raise CannotCache(f"samples must have the shape of the first, but sample {named} is {describe(sample)}")
         for target, leaf in zip(self._leaves, leaves, strict=True):
             target[index] = leaf[0]
         with self._locked(fcntl.LOCK_EX):
@@ -110,5 +119,6 @@ class SampleCache:
     def _read(self, index: int) -> Any:
         batch = self._draws.call(lambda: self._read_one(index))
         if self._draws.has_drawn:
-            raise CannotCache(f"sample {index} draws random numbers, which would be the same in all epochs")
+            (named,) = self._dataset_indices([index])
+            raise CannotCache(f"sample {named} draws random numbers, which would be the same in all epochs")
         return batch

@@ -81,7 +81,11 @@ class Source(Dataset[Any]):
         if hasattr(self.dataset, "collate"):
             raise CannotCache("it collates batches itself (collate)")
         unpack = self.dataset.unpacked if hasattr(self.dataset, "packed") else None
-        self.cache = SampleCache(self._read_packed, len(self), unpack)
+        self.cache = SampleCache(self._read_packed, len(self), unpack, self.dataset_indices)
+
+    def dataset_indices(self, indices: Sequence[int]) -> list[int]:
+        """Return the dataset's own indices of samples of this split; messages and files name samples by them."""
+        return list(indices) if self.rows is None else self.rows[torch.as_tensor(indices, dtype=torch.int64)].tolist()
 
     def read(
         self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False, stand_in: int = 0
@@ -160,20 +164,16 @@ class Source(Dataset[Any]):
         """Return a batch of a dataset with `__getitems__`, or of cached samples."""
         if self.cache is not None:
             return self.cache.batch(indices)
-        rows = indices if self.rows is None else self.rows[torch.as_tensor(indices)].tolist()
-        batch = dataset.__getitems__(rows)
+        batch = dataset.__getitems__(self.dataset_indices(indices))
         return collate(batch) if self.returns_lists else batch
 
     def _sample(self, dataset: Any, epoch: int, index: int) -> Any:
         if self.cache is None:
-            sample = dataset[self._row(index)]
+            sample = dataset[self.dataset_indices([index])[0]]
         else:
             sample = map_tensors(lambda tensor: tensor[0], self.cache.batch([index]))
         return sample if self.transform is None else self.transform(sample, epoch, index)
 
     def _read_packed(self, index: int) -> Any:
         """Return a sample in the form that is cached, as a batch of one."""
-        return collate([getattr(self.dataset, "packed", self.dataset.__getitem__)(self._row(index))])
-
-    def _row(self, index: int) -> int:
-        return index if self.rows is None else int(self.rows[index])
+        return collate([getattr(self.dataset, "packed", self.dataset.__getitem__)(*self.dataset_indices([index]))])

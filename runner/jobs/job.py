@@ -20,9 +20,23 @@ from runner.distributed.machine import choose_devices, set_threads
 from runner.distributed.signed_store import report_ignored
 from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
-from runner.errors import InputError, JobFailed, Preempted, describe_full_disk, print_messages, user_line
+from runner.errors import (
+    InputError,
+    JobFailed,
+    Preempted,
+    describe_full_disk,
+    is_out_of_memory,
+    print_messages,
+    user_line,
+)
 from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, locked
-from runner.jobs.micro_batches import RAN_OUT, TooLarge, is_out_of_memory, may_double_again, run_until_it_fits
+from runner.jobs.micro_batches import (
+    RAN_OUT,
+    TooLarge,
+    describe_choice,
+    may_double_again,
+    run_until_it_fits,
+)
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.console import LOGS, logging_to
@@ -50,8 +64,10 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
         return run_until_it_fits(_run_once, config, request, world)
 
 
-def _run_once(config: Config, request: Request, world: World, may_double: bool = False) -> dict[str, float]:
+def _run_once(config: Config, request: Request, world: World, may_double: bool | None = None) -> dict[str, float]:
     """Run the job once. Raises as run_job does, and TooLarge if `may_double` and smaller micro-batches may fit.
+
+    `may_double` is None unless `micro_batches` was auto.
 
     The exception refers to no frame, and so to no model: a live DDP module would outlast its group (see
     runner.distributed.process_group).
@@ -77,9 +93,11 @@ def _run_once(config: Config, request: Request, world: World, may_double: bool =
     raise raised
 
 
-def _run(config: Config, request: Request, world: World, may_double: bool) -> dict[str, float]:
+def _run(config: Config, request: Request, world: World, may_double: bool | None) -> dict[str, float]:
     world.consensus.load_kept()
     task, experiment, crashed = _agree_on_input(config, request, world)
+    if experiment is not None and may_double is not None:
+        experiment.warnings.extend(describe_choice(config, experiment))
     directory = RunDirectory(agree_on_directory(config, request, world), writes=world.rank == 0)
     world.shutdown.stacks_dir = directory.path / LOGS
     world.shutdown.report_late = partial(report_failure, directory.path)

@@ -4,10 +4,9 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
+from runner.distributed.sync_batch_norm import trains_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
 from runner.records.run_directory import Request
@@ -15,17 +14,21 @@ from runner.training.build import Experiment
 from runner.training.components import make_parallel
 
 RAN_OUT = "ran out of memory:"  # part of the first line of a rank's failure report, which all ranks receive
-_CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in the RuntimeError that torch raises on the CPU
 
 
 class TooLarge(JobFailed):
     """A rank ran out of memory, and smaller micro-batches may fit. `directory` is the run directory."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+def describe_choice(config: Config, experiment: Experiment) -> list[str]:
+    """Return a warning if the results depend on the number of micro-batches, which depends on the memory."""
+    if config.micro_batches == 1 or not trains_batch_norm(experiment.recipe.module):
+        return []
+    chosen = config.micro_batches
+    return [
+        f"micro_batches=auto has chosen {chosen} by the free memory, which changes BatchNorm; for the same results on "
+        f"another machine, set micro_batches={chosen}"
+    ]
 
 
 def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:

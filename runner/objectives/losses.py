@@ -28,6 +28,9 @@ ELEMENTWISE = (
     nn.SoftMarginLoss,
 )
 CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+# torch's losses whose integer targets are indices of classes; then those whose targets are numbers.
+OF_INDICES = (*CLASSES, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
+OF_NUMBERS = (*ELEMENTWISE, nn.MultiLabelSoftMarginLoss)
 
 
 class Loss(NamedTuple):

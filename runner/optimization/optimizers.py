@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import make_group
 from runner.errors import InputError
+from runner.optimization.optimizer_trial import seed_steps, try_updates
 from runner.optimization.parameter_patterns import counted, first_match, names_of, near
 
 DEFAULT = "default"  # the name of the group of the parameters that no pattern matches
@@ -88,11 +89,24 @@ class OptimizerFactory:
     The first parameter group has the parameters that no pattern matches; then follows one group for each pattern, in
     order. Groups without local parameters are kept, so that all ranks of a pipeline have equal groups. Frozen
     parameters are in no group. Raises InputError if a constructor rejects an option or a parameter, if an optimizer
-    cannot update shards of matrices (`shards`), or if the group of a pattern would have no parameter.
+    cannot update what a rank has, or if the group of a pattern would have no parameter.
+
+    Args:
+        shards: The ranks update shards of matrices.
+        splits: Each rank updates only some of the parameters.
+        step_key: Returns the seed of the current step, which an optimizer that draws random numbers gets.
     """
 
-    def __init__(self, node: Mapping[str, Any], choices: Mapping[str, str], module: nn.Module, shards: bool = False):
-        self._module, self._choices, self._nodes = module, choices, _nodes(node)
+    def __init__(
+        self,
+        node: Mapping[str, Any],
+        choices: Mapping[str, str],
+        module: nn.Module,
+        shards: bool = False,
+        splits: bool = False,
+        step_key: Callable[[], int] = lambda: 0,
+    ):
+        self._module, self._choices, self._nodes, self._step_key = module, choices, _nodes(node), step_key
         self._options = try_options(node, choices)
         groups: list[Mapping[str, Any]] = node.get("groups", [])
         self._optimizer_of = [index if TARGET in group else 0 for index, group in enumerate([{}, *groups])]
@@ -105,6 +119,7 @@ class OptimizerFactory:
         frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         _check_matches(patterns, found, list(names.values()), frozen)
         self._check_parameters(shards)
+        self._drawing = self._check_dependencies(shards, splits)
         labels = [DEFAULT, *(_label(index, group) for index, group in enumerate(groups))]
         self.num_parameters = dict.fromkeys(labels, 0)  # of the trained parameters in each group, by its label
         for parameter, aliases in names.items():
@@ -136,7 +151,44 @@ class OptimizerFactory:
         for group in groups:
             of_optimizer.setdefault(self._optimizer_of[group["group"]], []).append(group)
         parts = [make_group(self._choices, *self._nodes[index], own) for index, own in of_optimizer.items()]
+        for index, part in zip(of_optimizer, parts, strict=True):
+            if index in self._drawing:
+                seed_steps(part, self._step_key, self._first_of(part))
         return parts[0] if len(parts) == 1 else CombinedOptimizer(parts, groups)
+
+    def _first_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the number of the optimizer's first parameter in the model, which differs between optimizers."""
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        return next((number for number, p in enumerate(self._module.parameters()) if p in trained), 0)
+
+    def _check_dependencies(self, shards: bool, splits: bool) -> set[int]:
+        """Return the indices of the custom optimizers that draw random numbers.
+
+        Raise InputError if a rank cannot compute the updates, because it does not have all that they depend on.
+        """
+        mode, drawing = f"parallel={self._choices.get('parallel')}", set()
+        for index in dict.fromkeys(self._optimizer_of):
+            key, options = self._nodes[index]
+            names = [name for name, group in self._group_of.items() if self._optimizer_of[group] == index]
+            if not names or _is_of_torch(options):
+                continue
+            # Few steps of a small learning rate may not show a step size that is estimated from all parameters.
+            larger = {"lr": 1.0} if "lr" in options else {}
+            make = functools.partial(make_group, self._choices, key, {**options, **larger})
+            depends = try_updates(make, [self._module.get_parameter(name).shape for name in names])
+            if depends.on_draws:
+                drawing.add(index)
+            if depends.on_draws and (shards or splits):
+                raise InputError(
+                    f"{key}._target_={options[TARGET]} draws random numbers, which would differ under {mode}, because "
+                    "each rank updates a part of the parameters; try parallel=ddp"
+                )
+            if depends.on_others and splits:
+                raise InputError(
+                    f"{key}._target_={options[TARGET]}: its update of a parameter depends on the other parameters, but "
+                    f"under {mode} each rank updates only some of them; try parallel=ddp"
+                )
+        return drawing
 
     def _check_parameters(self, shards: bool) -> None:
         """Raise InputError if an optimizer rejects some of its parameters, or cannot update their shards."""
@@ -168,6 +220,10 @@ class OptimizerFactory:
                     f"{reasons[rejected[0]]} ({counted(rejected)}); choose another optimizer for these parameters, as "
                     "in optimizer.groups=[{match: bias$, _target_: torch.optim.AdamW, lr: 0.001}]"
                 )
+
+
+def _is_of_torch(options: Options) -> bool:
+    return getattr(locate(options[TARGET]), "__module__", "").startswith("torch.")
 
 
 def _label(index: int, group: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from runner.distributed.sync_batch_norm import is_batch_norm
 from runner.errors import InputError, nearest
 
 T = TypeVar("T", bound=Tensor)
@@ -54,7 +55,7 @@ def freeze(patterns: Sequence[str], module: nn.Module) -> list[str]:
     keys_of = {
         layer: [f"{name}.{key}" for key, _ in [*layer.named_parameters()] or layer.named_buffers()]
         for name, layer in module.named_modules()
-        if isinstance(layer, _NormBase) and [*layer.buffers()]
+        if (isinstance(layer, _NormBase) or is_batch_norm(layer)) and [*layer.buffers()]
     }
     for index, pattern in enumerate(patterns):
         if first_match([pattern], [*known, *chain.from_iterable(keys_of.values())]) is None:

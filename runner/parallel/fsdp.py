@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
+from runner.distributed.sync_batch_norm import is_batch_norm
 from runner.distributed.world import World
 from runner.input.pytree import map_tensors
 from runner.objectives.objective import ForwardWrapper, LossGroup
@@ -23,7 +23,7 @@ from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
-from runner.training.model.submodules import called_modules, stages_or_children
+from runner.training.model.submodules import called_modules, divided, offered, stages_or_children, whole_modules
 
 
 class FSDP(Parallel):
@@ -62,7 +62,7 @@ class FSDP(Parallel):
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.mixed_precision:
-            for layer in [part for part in recipe.module.modules() if isinstance(part, _BatchNorm)]:
+            for layer in [part for part in recipe.module.modules() if is_batch_norm(part) and part not in divided]:
                 # Its statistics are float32, and then its weights cannot be bfloat16.
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)
@@ -202,23 +202,27 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _units(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the modules to gather together: those of a stage, or each child if the model offers no stages.
+    """Return the modules to gather together: those of a stage, or each module alone if the model offers no stages.
 
-    All of them are modules that forward calls, because parameters are gathered before such a call and dropped after it.
-    Stages that share parameters with others are left to the root, whose parameters stay gathered during the forward.
+    All of them are modules that forward uses only by calls, because parameters are gathered before such a call and
+    dropped after it. Modules that share parameters with others, or that are in several stages, are left to the root,
+    whose parameters stay gathered during the forward.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
+    units: list[list[nn.Module]] = []
+    for stage in stages_or_children(model):
+        whole = [
+            part for part in dict.fromkeys(whole_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))
+        ]
+        # Backward gathers a unit at the output of its last module. Only in a stage has each output a gradient.
+        is_chain = offered(model, "stages") and set(whole) <= set(called_modules(model, stage))
+        units += [whole] if is_chain else [[part] for part in whole]
+    uses = Counter(parameter for unit in units for part in unit for parameter in part.parameters())
     units = [
-        [part for part in dict.fromkeys(called_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))]
-        for stage in stages_or_children(model)
+        [part for part in unit if all(uses[p] == 1 and owners[p] <= {*part.modules()} for p in part.parameters())]
+        for unit in units
     ]
-    parameters = [{parameter for part in unit for parameter in part.parameters()} for unit in units]
-    uses = Counter(parameter for of_unit in parameters for parameter in of_unit)
-    return [
-        unit
-        for unit, of_unit in zip(units, parameters, strict=True)
-        if unit and all(uses[p] == 1 and owners[p] <= {m for part in unit for m in part.modules()} for p in of_unit)
-    ]
+    return [unit for unit in units if unit]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.collectives import max_over
-from runner.distributed.sync_batch_norm import use_group
+from runner.distributed.sync_batch_norm import is_batch_norm, use_group
 from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
@@ -92,9 +93,11 @@ class LocalReplica(Replica):
         self._world, self._mode = world, mode
         # Frozen tensors are equal on all ranks; an average would round them.
         self._parameters = [p for p in recipe.module.parameters() if p.requires_grad]
-        norms = [m for m in recipe.module.modules() if isinstance(m, _NormBase) and not m.training]
-        frozen = {buffer for norm in norms for buffer in norm.buffers()}
+        norms = [m for m in recipe.module.modules() if isinstance(m, _NormBase) or is_batch_norm(m)]
+        frozen = {buffer for norm in norms if not norm.training for buffer in norm.buffers()}
+        written = [recipe.module.get_parameter(name) for name in recipe.written]
         self._buffers = [buffer for buffer in recipe.module.buffers() if buffer not in frozen]
+        self._buffers += [parameter for parameter in written if not parameter.requires_grad]
         self._averaged = [*self._parameters, *self._buffers]
         self._anchor = [p.detach().clone() for p in self._parameters]  # the parameters at the start of the round
         self._outer = torch.optim.SGD(self._anchor, **mode.outer)  # type: ignore[arg-type]
@@ -146,6 +149,7 @@ class LocalReplica(Replica):
         self._hide_average()
         rank = self._world.rank
         own = optimizer_state(self.module, self.optimizer, lambda parameter, tensor: True)
+        own |= self._extra_state()
         own.facts |= {"scaler": self.precision.scaler.state_dict(), "round_samples": self._round_samples}
         self._show_average()
         if self._round_steps:
@@ -189,7 +193,7 @@ class LocalReplica(Replica):
             self._round_steps = local["round_steps"]
             self._round_samples = own.facts["round_samples"]
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Any]:
         self._show_average()
         return super().weights()
 

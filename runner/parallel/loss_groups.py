@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from runner.checkpoints.extra_state import EXTRA_FACT, EXTRA_TENSORS
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.objectives.objective import LossGroup, loss_groups
 from runner.parallel.replica import Replica, training_only
@@ -35,13 +36,15 @@ class AlternatingModel:
     def state(self) -> LocalState:
         """Return all losses' states, under `turns.NAME` except the model and the scaler. All ranks must call it."""
         together = LocalState()
+        of_model = (MODEL, EXTRA_TENSORS)
         for name, model in self.steppers.items():
             state = model.state()
-            chunks = {key: chunk for key, chunk in state.chunks.items() if not key.startswith(MODEL)}
-            facts = {key: fact for key, fact in state.facts.items() if key != "scaler"}
+            chunks = {key: chunk for key, chunk in state.chunks.items() if not key.startswith(of_model)}
+            facts = {key: fact for key, fact in state.facts.items() if key not in ("scaler", EXTRA_FACT)}
             together |= LocalState(chunks, facts).under(f"turns.{name}")
-        module = {key: chunk for key, chunk in state.chunks.items() if key.startswith(MODEL)}
-        return together | LocalState(module, {"scaler": state.facts["scaler"]}, state.replica_hashes)
+        module = {key: chunk for key, chunk in state.chunks.items() if key.startswith(of_model)}
+        facts = {key: fact for key, fact in state.facts.items() if key in ("scaler", EXTRA_FACT)}
+        return together | LocalState(module, facts, state.replica_hashes)
 
     def load_state(self, saved: SavedState) -> None:
         common = {key: tensor for key, tensor in saved.tensors.items() if not key.startswith("turns.")}

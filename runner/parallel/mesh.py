@@ -73,7 +73,7 @@ class Mesh(Parallel):
         """Use the axes, which determine what this mode supports."""
         kind = Pipeline if axes.stage > 1 else TP if axes.tensor > 1 else FSDP if axes.shard > 1 else AllReduce
         self.meta_init, self.supported_objectives = axes.stage > 1 or axes.shard > 1, kind.supported_objectives
-        self.shards_matrices = axes.shard > 1 or axes.tensor > 1
+        self.shards_matrices, self.splits_parameters = axes.shard > 1 or axes.tensor > 1, axes.stage > 1
         self._axes = axes
 
     def check(self, config: Config, module: nn.Module) -> list[str]:

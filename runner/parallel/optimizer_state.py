@@ -22,6 +22,11 @@ def chunks_to_write(tensors: dict[str, torch.Tensor]) -> dict[str, LocalChunk]:
     return {name: LocalChunk.of(tensor) for name, tensor in tensors.items() if is_of_rank(tensor)}
 
 
+def is_first_rank() -> bool:
+    """Return True on rank 0, and in a single process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def is_of_rank(tensor: torch.Tensor, first: int = 0) -> bool:
     """Return True if this rank writes its part of the tensor.
 

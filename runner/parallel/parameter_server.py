@@ -9,6 +9,7 @@ import torch.distributed.autograd as dist_autograd
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
+from runner.checkpoints.extra_state import copy_extra_state, with_extra_state
 from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
@@ -103,6 +104,7 @@ class SynchronizedReplica(Replica):
         super().__init__(recipe, recipe.make_optimizer(recipe.module.parameters()), **options)
         self._world, self._is_async, self._is_remote = world, mode.is_async, mode.is_remote
         # Only these exist on all ranks: the server calls no forward, which may create others.
+        self._written = recipe.written
         self._buffer_shapes = {name: buffer.shape for name, buffer in recipe.module.named_buffers()}
 
     def load_weights(self, saved: SavedState) -> None:
@@ -117,8 +119,12 @@ class SynchronizedReplica(Replica):
         """Wait for all ranks, so that the updates of all are applied. All ranks must call it."""
         self._world.collectives.sum(torch.zeros(1, device=self._world.device))
 
-    def _broadcast_buffers(self) -> None:
-        """Send the first trainer's buffers (BatchNorm's statistics) to all; under remote forwards, the server's."""
+    def _broadcast_state(self) -> None:
+        """Send what the first trainer's forward changes to all: buffers, parameters that it writes, and extra states.
+
+        Under remote forwards, it is the server's forward that changes them. All ranks must call it.
+        """
+        source = 0 if self._is_remote else 1
         for name, shape in self._buffer_shapes.items():
             buffer = self.module.get_buffer(name)
             if buffer.shape != shape:
@@ -126,7 +132,13 @@ class SynchronizedReplica(Replica):
                     f"forward has changed the shape of the buffer {name} from {list(shape)} to {list(buffer.shape)}, "
                     "but the ranks of parallel=ps need equal shapes; create the buffer with its final shape"
                 )
-            dist.broadcast(buffer, src=0 if self._is_remote else 1)
+            dist.broadcast(buffer, src=source)
+        for name in self._written:
+            dist.broadcast(self.module.get_parameter(name).data, src=source)
+        if modules := with_extra_state(self.module):
+            states = self._world.collectives.gather_objects(copy_extra_state(modules))
+            for part, state in zip(modules.values(), (states or [{}] * 2)[source].values(), strict=states is not None):
+                part.set_extra_state(state)
 
 
 class ServerModel(SynchronizedReplica):
@@ -150,11 +162,11 @@ class ServerModel(SynchronizedReplica):
         self._wait_for_all()
 
     def state(self) -> LocalState:
-        self._broadcast_buffers()
+        self._broadcast_state()
         return super().state()
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        self._broadcast_buffers()
+    def weights(self) -> dict[str, Any]:
+        self._broadcast_state()
         return super().weights()
 
 
@@ -212,9 +224,9 @@ class TrainerModel(SynchronizedReplica):
         self.weights()
         return LocalState()
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return nothing: the server returns the weights, with this rank's buffers. All ranks must call it."""
-        self._broadcast_buffers()
+    def weights(self) -> dict[str, Any]:
+        """Return nothing: the server returns the weights, with this rank's state. All ranks must call it."""
+        self._broadcast_state()
         return {}
 
     def load_weights(self, saved: SavedState) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, read_weights, tensor_hashes
+from runner.checkpoints.extra_state import copy_extra_state, load_extra_state, with_extra_state
+from runner.checkpoints.saved_state import EXTRA_STATE, MODEL, LocalState, SavedState, read_weights, tensor_hashes
 from runner.checkpoints.shard_file import LocalChunk
 from runner.distributed.collectives import sum_over
 from runner.input.batch import MicroBatch, StepBatch
@@ -23,7 +24,7 @@ from runner.parallel.pipeline_partition import Chain, TiedParameters, pipelines
 from runner.parallel.pipeline_stage import Stage, StageModule, StageOutput
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
-from runner.training.model.submodules import attached_loss
+from runner.training.model.submodules import attached_loss, stages_or_children
 
 
 class PipelineReplica(Replica):
@@ -67,7 +68,8 @@ class PipelineReplica(Replica):
         self._local_loss = torch.zeros(())
         self._weight = torch.zeros((), dtype=torch.float64)
         own = {id(t) for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers())}
-        tensors = recipe.module.state_dict(keep_vars=True)
+        state = recipe.module.state_dict(keep_vars=True)
+        tensors = {name: tensor for name, tensor in state.items() if not name.endswith(EXTRA_STATE)}
         self._local_tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in own}
         self._all_names = list(tensors)
         parameters = list(dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters()))
@@ -193,18 +195,31 @@ class PipelineReplica(Replica):
         for group in of_all_stages.param_groups:
             group |= {key: value for key, value in options[group["group"]].items() if key != "params"}
         optimizer = optimizer_state(self.module, self.optimizer, writes, groups_of=of_all_stages)
-        return LocalState(model, {"scaler": self.precision.scaler.state_dict()}, hashes) | optimizer
+        extra = self._extra_state() if dist.get_rank() == self._first else LocalState()
+        return LocalState(model, {"scaler": self.precision.scaler.state_dict()}, hashes) | optimizer | extra
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        local = {name: whole(tensor).detach().cpu() for name, tensor in self._local_tensors.items()}
+    def _with_extra_state(self) -> dict[str, nn.Module]:
+        """Return the modules of this rank's stages, and on ranks with the first stage those of no stage."""
+        own = {id(module) for stage in self._stages.values() for module in stage.modules()}
+        of_stages = {id(module) for stage in stages_or_children(self.module) for module in stage.modules()}
+        return {
+            name: part
+            for name, part in with_extra_state(self.module).items()
+            if id(part) in own or (0 in self._stages and id(part) not in of_stages)
+        }
+
+    def weights(self) -> dict[str, Any]:
+        local: dict[str, Any] = {name: whole(tensor).detach().cpu() for name, tensor in self._local_tensors.items()}
+        local |= copy_extra_state(self._with_extra_state())
         gathered: list[Any] = [local]
         if 0 in dist.get_process_group_ranks(self._pipeline):
             on_rank_0 = dist.get_rank() == 0
             gathered = [None] * dist.get_world_size(self._pipeline) if on_rank_0 else [local]
             dist.gather_object(local, gathered if on_rank_0 else None, group_dst=0, group=self._pipeline)
         model = {name: tensor for tensors in gathered for name, tensor in tensors.items()}
-        return {name: model[name] for name in self._all_names if name in model}
+        return {name: model[name] for name in (*self._all_names, *with_extra_state(self.module)) if name in model}
 
     def load_weights(self, saved: SavedState) -> None:
         self._after_write()
         read_weights(saved, self._local_tensors, dict.fromkeys(self._all_names))
+        load_extra_state(saved, with_extra_state(self.module))

@@ -82,7 +82,8 @@ class StageModule(nn.Module):
             return zero + self.output.empty(self.num_samples, received.device).zero_()
         micro_batch = self.micro_batches[position]
         with self.precision.autocast(), self.draws.following(micro_batch, stage=self.number):
-            inputs = micro_batch.inputs if self.number == 0 else received[: micro_batch.rows]
+            # A copy, because the schedules pass a leaf of autograd, which an in-place operator must not change.
+            inputs = micro_batch.inputs if self.number == 0 else received[: micro_batch.rows].clone()
             outputs = call_model(self.layers, inputs)
             if self.output is None:
                 return self.compute_loss(outputs, micro_batch)

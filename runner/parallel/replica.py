@@ -6,17 +6,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, local_part, read_weights, tensor_hashes
+from runner.checkpoints.extra_state import copy_extra_state, extra_state, load_extra_state, with_extra_state
+from runner.checkpoints.saved_state import (
+    EXTRA_STATE,
+    MODEL,
+    LocalState,
+    SavedState,
+    local_part,
+    read_weights,
+    tensor_hashes,
+)
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
 from runner.objectives.objective import LossGroup, Prediction, loss_groups
 from runner.optimization.parameter_patterns import names_of
-from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
-from runner.parallel.parameter_update import ParameterUpdate, scale_gradients, weight_factor
+from runner.parallel.optimizer_state import chunks_to_write, is_first_rank, load_optimizer_state, optimizer_state
+from runner.parallel.parameter_update import ParameterUpdate, scale_gradients, weight_factor, whole
 from runner.training.mode import Recipe, Stepper
 from runner.training.model.forward_state import restoring_state
 
@@ -175,9 +184,9 @@ class Replica:
         return function(self.module, *args)
 
     def state(self) -> LocalState:
-        self._after_write()  # get_model_state_dict must find shards, not gathered parameters
-        tensors: dict[str, Any] = get_model_state_dict(self.module)
-        state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in tensors.items()}))
+        state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in self._model_tensors().items()}))
+        if is_first_rank():
+            state |= self._extra_state()
         if self._duplicates == 1:  # otherwise each rank computes the same gradients itself; GPUs may round differently
             state.replica_hashes = tensor_hashes(self.local_parameters())
         if self._local_optimizer is None:
@@ -186,9 +195,27 @@ class Replica:
             state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
         return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.module, options=options)  # type: ignore[return-value]
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers by full names, sharded as they are, without extra states."""
+        self._after_write()  # get_model_state_dict must find shards, not gathered parameters
+        tensors: dict[str, Any] = get_model_state_dict(self.module)
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith(EXTRA_STATE)}
+
+    def _with_extra_state(self) -> dict[str, nn.Module]:
+        """Return the modules whose extra state this rank writes."""
+        return with_extra_state(self.module)
+
+    def _extra_state(self) -> LocalState:
+        try:
+            return extra_state(self._with_extra_state())
+        except ValueError as error:
+            raise JobFailed(f"the checkpoint is not saved: {error}") from None
+
+    def weights(self) -> dict[str, Any]:
+        is_first = is_first_rank()
+        tensors = ((name, whole(tensor)) for name, tensor in self._model_tensors().items())  # of one tensor at a time
+        weights: dict[str, Any] = {name: tensor.detach().cpu() for name, tensor in tensors if is_first}
+        return {**weights, **copy_extra_state(with_extra_state(self.module))} if is_first else {}
 
     def load_state(self, saved: SavedState) -> None:
         self.load_weights(saved)
@@ -201,9 +228,8 @@ class Replica:
             self.precision.scaler.load_state_dict(dict(scaler))
 
     def load_weights(self, saved: SavedState) -> None:
-        self._after_write()
-        tensors: dict[str, Any] = get_model_state_dict(self.module)
-        read_weights(saved, tensors)
+        read_weights(saved, self._model_tensors())
+        load_extra_state(saved, with_extra_state(self.module))
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
         trained = [p for p in (*self.loss_group.parameters, *self.loss_group.other_parameters) if p.requires_grad]

@@ -16,6 +16,7 @@ class Zero(Parallel):
     """parallel=zero (Rajbhandari et al., "ZeRO", 2020); the options are ZeroRedundancyOptimizer's and DDP's."""
 
     needs_group = True
+    splits_parameters = True
     supported_objectives = "several_losses"
 
     def __init__(self, parameters_as_bucket_view: bool = False, find_unused_parameters: bool = False):

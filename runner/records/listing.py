@@ -19,11 +19,10 @@ from runner.records.labels import Labels, read_labels
 from runner.records.ledger import DONE, is_sweep, read_ledger
 from runner.records.monitor import Monitor, recorded_monitor
 from runner.records.records import CELLS, RunRecord, check_is_record, find_records, newest_record, read_run, single_run
-from runner.records.report.statistics import show
 from runner.records.result import read_result
 from runner.records.run_directory import OVERRIDES
 from runner.records.start_time import started_at
-from runner.records.tables import Cells, as_number, without_empty_columns
+from runner.records.tables import Cells, as_number, format_number, without_empty_columns
 
 # The state of a sweep is the first of these states that one of its jobs has.
 STATES = ("running", "queued", "lost", "failed", "refused", "preempted", "removed", "waiting", "pruned", "finished")
@@ -195,7 +194,7 @@ def as_cells(rows: Sequence[Row]) -> Cells:
     """Return a table of the rows."""
     cells = [["name", "state", "done", "monitor", "best", "last", "age", "size", "tags"]]
     for row in rows:
-        values = [show(value) if math.isfinite(value) else "" for value in (row.best, row.last)]
+        values = [format_number(value) if math.isfinite(value) else "" for value in (row.best, row.last)]
         tags = " ".join([*row.labels.tags, *["(archived)"] * row.labels.archived])
         monitor, age = row.monitor.name if row.monitor else "", describe_age(time.time() - row.started)
         cells.append([row.name, row.state, row.done, monitor, *values, age, filesize.decimal(row.size), tags])

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,6 +57,24 @@ def without_empty_columns(cells: Sequence[Sequence[str]]) -> Cells:
     """Return the table without the columns that have no text below their headers."""
     columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def format_number(value: float, like: float = 0.0) -> str:
+    """Return a number with at most six significant digits and four decimals. An integer has no decimals.
+
+    A deviation has the decimals of the larger number `like`, its mean.
+    """
+    size = max(abs(value), abs(like))
+    if not math.isfinite(size):
+        return str(value)
+    if size >= 1e6:
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if 0 < size < 0.001:
+        return f"{value:.4g}"
+    decimals = 4 if size < 100 else 5 - math.floor(math.log10(size))
+    return f"{value:,.{decimals}f}"
 
 
 def as_number(text: str) -> float | None:

@@ -132,15 +132,22 @@ def _zipped_groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]
 
 
 def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer) -> list[Job]:
-    """Return the jobs whose configuration differs from that of every recorded job, with new numbers."""
+    """Return the jobs whose configuration differs from that of every other and every recorded job, with new numbers.
+
+    Print how many jobs have the configuration of another one of `jobs`.
+    """
 
     def identity(job: Sequence[str]) -> str:
         return json.dumps(flatten(composer.compose(job)[0]), sort_keys=True)
 
-    known = {identity(job.overrides) for job in recorded}
-    added = [job for job in jobs if identity(job) not in known] if known else list(jobs)
+    known, distinct = {identity(job.overrides) for job in recorded}, dict[str, list[str]]()
+    for job in jobs:
+        distinct.setdefault(identity(job), job)
+    if num_equal := len(jobs) - len(distinct):
+        print(f"equal values: {num_equal} of {len(jobs)} jobs would repeat another one, and run only once", flush=True)
+    added = [job for key, job in distinct.items() if key not in known]
     first = max((job.number for job in recorded), default=-1) + 1
-    varying = varying_keys([*(job.overrides for job in recorded), *jobs])
+    varying = varying_keys([*(job.overrides for job in recorded), *distinct.values()])
     return [Job(number, make_label(number, job, varying), job) for number, job in enumerate(added, start=first)]
 
 
@@ -199,5 +206,7 @@ def make_label(number: int, job: Sequence[str], varying: Sequence[str]) -> str:
 
 
 def _short(value: str) -> str:
-    """Return the value; a long number, as a sampler draws it, is rounded to four digits."""
+    """Return the value without quotes; a long number, as a sampler draws it, is rounded to four digits."""
+    if value[:1] in ("'", '"'):
+        return value[1:-1]
     return f"{float(value):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e[-+]?\d+)?", value) else value

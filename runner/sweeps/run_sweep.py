@@ -6,9 +6,11 @@ from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
 
 from runner.config.compose import compose
 from runner.config.resume import Arguments
+from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted
 from runner.records.ledger import DONE, SweepRecord, is_sweep, read_ledger, unlock_sweep
@@ -16,7 +18,7 @@ from runner.records.monitor import main_metrics
 from runner.records.records import RunRecord, read_jobs
 from runner.records.report.render import closing
 from runner.records.report.statistics import monitors_of
-from runner.records.tables import text_table
+from runner.records.tables import format_number, text_table
 from runner.sweeps.jobs import first_job
 from runner.sweeps.queues import read_jobs_and_queues, submit
 from runner.sweeps.sweep import Sweep
@@ -43,7 +45,8 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
         )
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
     swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    sweep = Sweep(rank_info, arguments, record, arguments.directory, dict(base.backend), swept_overrides)
+    backend = typed_options(OmegaConf.to_container(base.backend, resolve=True))
+    sweep = Sweep(rank_info, arguments, record, arguments.directory, backend, swept_overrides)
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)
@@ -103,6 +106,6 @@ def job_table(jobs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> str:
     cells = [["job", "state", *metrics, "why"]]
     for job in jobs:
         error = job.error.strip().splitlines() or [""]
-        values = [f"{job.metrics[key]:.4f}" if key in job.metrics else "" for key in metrics]
+        values = [format_number(job.metrics[key]) if key in job.metrics else "" for key in metrics]
         cells.append([job.label, job.state, *values, error[-1 if job.state == "failed" else 0]])
     return text_table(cells)

@@ -21,6 +21,7 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.records.result import RUNNING, read_result
+from runner.records.tables import format_number
 from runner.sweeps.jobs import Job
 from runner.sweeps.sweep import Sweep
 
@@ -149,7 +150,7 @@ def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
     metrics = result.get("metrics", {})
     if status == 0 and result.get("state") != RUNNING:  # otherwise user code has called os._exit(0)
         state = sweep.write_outcome(ended.job, metrics)
-        text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        text = "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
     else:
         state = {2: "refused", 143: "preempted"}.get(status, "failed")
         if stopped and status < 0:  # it was killed while it was saving, or had no signal handler yet

@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.schema import Config
+from runner.config.texts import keep_text
 from runner.errors import InputError, first_line
 from runner.records.ledger import DONE, REMOVED, is_sweep, read_ledger
 from runner.sweeps.jobs import Job, complete_overrides, first_value
@@ -135,7 +136,7 @@ def run_study(
 
     check: the check of the jobs by Hydra's launcher, which raises InputError.
     """
-    texts = [*(f"{key}={value}" for key, value in options.params.items()), *sweep.arguments]
+    texts = [*(keep_text(f"{key}={value}") for key, value in options.params.items()), *sweep.arguments]
     try:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
     except HydraException as error:

@@ -18,7 +18,7 @@ from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.records import CELLS
 from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
-from runner.records.tables import csv_table, markdown_table, text_table
+from runner.records.tables import csv_table, format_number, markdown_table, text_table
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Cell:
         return [
             self.mode,
             str(self.world_size),
-            f"{self.metrics['samples_per_second']:,.0f}",
+            format_number(round(self.metrics["samples_per_second"])),
             f"{self.metrics['step_time_s'] * 1000:.1f}",
             f"{min(memory):.0f}" if len(set(map(round, memory))) == 1 else f"{min(memory):.0f}-{max(memory):.0f}",
             ", ".join(exchanged) or "nothing",

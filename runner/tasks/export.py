@@ -171,7 +171,7 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
             "options": {key: value for key, value in config.model.items() if key != "_target_"},
         },
         "dtype": str(next((p.dtype for p in trained.model.parameters()), None)).removeprefix("torch."),
-        "weights_sha256": weights_sha256(trained.model.state_dict()),
+        "weights_sha256": weights_sha256(exported.tensors_of(trained.model)),
         "run": str(run),
         "checkpoint": {"read_as": config.checkpoint.load, "step": step, "epoch": trained.progress.epoch},
         "monitor": recorded.get("monitor"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.checkpoints.saved_state import EXTRA_STATE
 from runner.config.schema import Config
 from runner.errors import InputError, first_line
 from runner.input.batch import MicroBatch, cast_floating
@@ -79,16 +80,26 @@ def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
     ]
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the state dict, without extra states of modules (`get_extra_state`)."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(EXTRA_STATE)}
+
+
 def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
     """Write the tensors of the state dict. Of tied tensors, which share their memory, only the first is written.
 
-    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if the file that is
-    read back differs.
+    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if an extra state is
+    no tensor, or if the file that is read back differs.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     state, kept, tied = model.state_dict(), {}, {}
+    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(
+            f"export.format=safetensors: {others[0]}, which get_extra_state returns, is no tensor; try "
+            "export.format=torch_export"
+        )
     first: dict[Any, str] = {}
     for name, tensor in state.items():
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride())

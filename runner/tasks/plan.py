@@ -20,7 +20,7 @@ from runner.records.console import logging_to
 from runner.records.record_files import write_atomically
 from runner.records.report.plots import new_figure
 from runner.records.run_directory import Request, RunDirectory, new_directory
-from runner.records.tables import markdown_table, text_table, without_empty_columns
+from runner.records.tables import format_number, markdown_table, text_table, without_empty_columns
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _tables(cells: Sequence[Cell], planned: Sequence[Cell]) -> tuple[str, list[l
         most = "" if cell.most_rows is None else str(cell.most_rows)
         needs.append([*name, cell.mesh, fits, f"{cell.peak / scale:,.2f}", str(worst.rank), *parts, most])
         exchanged = ", ".join(f"{kind} {count / 1024:,.1f} KiB" for kind, count in cell.bytes_per_step.items())
-        speed = [f"{1000 * cell.step_s:,.1f}", f"{cell.samples_per_s:,.0f}"]
+        speed = [f"{1000 * cell.step_s:,.1f}", format_number(round(cell.samples_per_s))]
         efficiency = cell.samples_per_s / cell.world_size / best_of_smallest
         bubble = f"{cell.bubble:.0%}" if cell.bubble >= 0.005 else ""
         speeds.append([*name, exchanged or "nothing", bubble, *speed, f"{efficiency:.0%}"])

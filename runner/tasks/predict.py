@@ -103,7 +103,8 @@ def _predict(
             (micro_batch,) = batch.micro_batches
             prediction = parallel_model.predict(micro_batch)  # all ranks must make the same number of calls
             if prediction is not None and counts and micro_batch.num_samples:
-                columns = columns_of(prediction.outputs, prediction.targets, micro_batch.indices, by_sample)
+                indices = loader.dataset.dataset_indices(micro_batch.indices)
+                columns = columns_of(prediction.outputs, prediction.targets, indices, by_sample)
                 pieces.append((micro_batch.indices[0], columns))
         collected = world.collectives.gather_objects(pieces)
         if writer is None or collected is None:

@@ -111,7 +111,7 @@ class Tracer(Callback):
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None and has_whole}
         whole = {name: _copy(gradient) / scale for name, gradient in gradients.items()}
         self._record[update.name] = {
-            "samples": [[*batch.indices] for batch in batches],
+            "samples": [self._experiment.train_loader.dataset.dataset_indices(batch.indices) for batch in batches],
             "modules": [*self._calls],
             "rows": rows,
             "gradients": whole if self._experiment.axes.data_rank(self._rank) == 0 else {},

@@ -23,6 +23,7 @@ from runner.optimization.optimizers import DEFAULT
 from runner.records.monitor import LOSS, main_metrics
 from runner.records.record_files import read_mapping
 from runner.records.run_directory import CHOICE, RunDirectory
+from runner.records.tables import format_number
 from runner.training.build import Experiment
 from runner.training.callbacks.buffer_check import BufferCheck
 from runner.training.callbacks.checkpointing import Checkpointing
@@ -108,9 +109,11 @@ class Train(JobTask):
             directory.result.stopped = reason or None
             log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
         directory.pruned = trainer.stopped and not trainer.stops_as_finished
-        values = [f"{name} {metrics[name]:.4f}" for name in main_metrics([experiment.monitor], metrics)]
+        values = [f"{name} {format_number(metrics[name])}" for name in main_metrics([experiment.monitor], metrics)]
         if (best := directory.result.best) and best["step"] != directory.result.step:
-            values.append(f"best {experiment.monitor.name} {best['value']:.4f} after step {best['step']:.0f}")
+            values.append(
+                f"best {experiment.monitor.name} {format_number(best['value'])} after step {best['step']:.0f}"
+            )
         end = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
         log.info("%s: %s", end, ", ".join(values))
         log.info("run directory: %s", directory.path)
@@ -207,6 +210,7 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         *experiment.header_lines,
         f"data     {result.data}, {_size_of(train)} training and {_size_of(val)} validation "
         f"samples{name_classes(train.dataset)}",
+        *(f"data     {line}" for line in dict.fromkeys([*_header_lines(train.dataset), *_header_lines(val.dataset)])),
         *([_describe_stream(train)] if train.is_stream else []),
         f"world    {ranks} ({world.rank_info.source}), parallel={result.parallel}, on {device}",
         *([_describe_choice(directory)] if (directory.path / CHOICE).exists() else []),
@@ -225,7 +229,9 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
 def _describe_choice(directory: RunDirectory) -> str:
     choice = read_mapping(directory.path / CHOICE)
     rates = sorted(choice["samples_per_second"].items(), key=lambda item: -item[1])
-    return f"auto     measured, in samples/s: {', '.join(f'{mode} {rate:,.0f}' for mode, rate in rates)}"
+    return (
+        f"auto     measured, in samples/s: {', '.join(f'{mode} {format_number(round(rate))}' for mode, rate in rates)}"
+    )
 
 
 def _size_of(loader: Loader) -> str:
@@ -244,3 +250,9 @@ def name_classes(dataset: Any) -> str:
         return ""
     named = [f"{number} {name}" for number, name in enumerate(classes[:10])]
     return f"; classes {', '.join(named)}" + (", ..." if len(classes) > 10 else "")
+
+
+def _header_lines(dataset: Any) -> list[str]:
+    """Return the lines about itself that a dataset lists in its attribute `header_lines`, if it has one."""
+    lines = getattr(dataset, "header_lines", None)
+    return [str(line) for line in lines] if isinstance(lines, (list, tuple)) else []

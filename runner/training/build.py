@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.config.instantiate import make_group
 from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
-from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation, synchronize_batch_norm
+from runner.distributed.sync_batch_norm import RecordBatchNorm, has_batch_norm, normalizes_in_evaluation
 from runner.distributed.world import World
-from runner.errors import InputError, as_input_error
+from runner.errors import InputError
 from runner.input.batch import MicroBatch, cast_floating
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
@@ -41,18 +40,18 @@ from runner.training.components import (
     make_objective,
     make_parallel,
 )
-from runner.training.draws.following import Draws
-from runner.training.draws.recording import record_draws
-from runner.training.dry_run import check_all_used, compare_samples, dry_run, read_sample
+from runner.training.dry_run import check_all_used, read_sample
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
 from runner.training.model.activation_checkpointing import checkpoint_activations
-from runner.training.model.deferred_init import build_deferred
+from runner.training.model.batch_norm import describe_batch_norm, synchronize_as_configured
+from runner.training.model.deferred_init import build_deferred, run_built
 from runner.training.model.device_map import place_submodules
-from runner.training.model.forward_state import restoring_bounded
 from runner.training.model.initial_weights import InitialWeights
 from runner.training.model.submodules import offered
+from runner.training.preflight import Findings, run_dry
+from runner.training.state_check import check_extra_state
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def build(
     make = functools.partial(make_group, choices)
     parallel = make_parallel(config, choices)
     train_data, val_data = data or load_data(config, choices, world)
-    make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
+    axes = make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
 
     torch.manual_seed(config.seed)
     make_model = functools.partial(make, "model", config.model)
@@ -119,27 +118,17 @@ def build(
     objective = make_objective(config, choices, parallel)
     indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
     sample, data_warnings = read_sample(config, choices, train_data, indices)
-    is_ragged = hasattr(train_data, "collate")
-    with restoring_bounded(module):
-        forward = dry_run(config, choices, module, objective, MicroBatch(sample, indices), is_ragged)
-        if deferred is None and not world.is_imagined:
-            warnings += compare_samples(config, choices, module, objective, train_data)
-        draws, replaced = Draws(world.device), list[str]()
-        if not world.is_imagined:
-            found, replaced = record_draws(config, choices, module, objective, train_data, draws)
-            warnings += found
-    prediction = forward.prediction
-    if trains and replaced:
-        raise InputError(
-            f"model={choices['model']}: its forward replaces the parameter {replaced[0]}, which the optimizer "
-            "would not update; change the parameter in place"
-        )
-    if trains and forward.written and (world.world_size > 1 or parallel.needs_group):
-        raise InputError(
-            f"parallel={choices['parallel']}: the forward of model={choices['model']} changes {forward.written[0]} in "
-            "place, and each rank would change its copy by its own samples; compute a new tensor from the parameter, "
-            "or try parallel=none with one process"
-        )
+
+    def inspect(module: nn.Module) -> Findings:
+        batch = MicroBatch(sample, indices)
+        with RecordBatchNorm():
+            return run_dry(config, choices, module, objective, train_data, batch, parallel, world, trains)
+
+    found, (module, deferred, warnings) = run_built((module, deferred, warnings), inspect)
+    draws, prediction = found.draws, found.forward.prediction
+    warnings += found.warnings
+    if trains:
+        found.refuse_writes(choices, parallel, world)
     attach_objective(module, objective, world.device, precision.parameter_dtype)
     module.to(device=None if deferred else world.device)
     if changed := convert(module, precision.parameter_dtype):
@@ -150,6 +139,10 @@ def build(
     memory_format = _memory_format(config.memory_format, module)
     module.to(memory_format=memory_format)
     frozen = freeze(config.freeze, module)
+    if trains:
+        check_extra_state(choices, module)
+        found.state.refuse(choices, module, parallel, axes)
+        warnings += found.state.warnings(choices, objective)
     if messages := parallel.check(config, module):
         raise InputError(*messages)
     if trains and draws.recomputes and not parallel.can_recompute:
@@ -171,10 +164,9 @@ def build(
         local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
         check_all_used(config, choices, module, objective, train_data, local_size, on_device)
     objective.is_distributed = world.world_size > 1
-    if _synchronizes_batch_norm(config, module, axes):
-        with as_input_error(f"sync_batchnorm={config.sync_batchnorm}: "):
-            # A deferred model is still on the meta device.
-            synchronize_batch_norm(module, device=world.device if deferred else None)
+    # A deferred model is still on the meta device.
+    synchronize_as_configured(config, module, axes, device=world.device if deferred else None)
+    warnings += describe_batch_norm(config, module, axes) if trains else []
     checkpoint_activations(module, config.activation_checkpointing)
     if draws.follows and (stages := offered(module, "stages")):
         is_known = draws.seed_stages(module, stages())
@@ -189,7 +181,14 @@ def build(
     if config.compile:
         module.compile()
 
-    make_optimizer = OptimizerFactory(config.optimizer, choices, module, trains and parallel.shards_matrices)
+    make_optimizer = OptimizerFactory(
+        config.optimizer,
+        choices,
+        module,
+        shards=trains and parallel.shards_matrices,
+        splits=trains and parallel.splits_parameters,
+        step_key=lambda: draws.key,
+    )
 
     def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
         sampler = Sampler(
@@ -238,7 +237,8 @@ def build(
             world.device,
             on_device(sample),
             materialize=materialize,
-            differentiates=forward.differentiates,
+            differentiates=found.forward.differentiates,
+            written=found.state.parameters,
             draws=draws,
         ),
         make_model=make_model,
@@ -271,7 +271,7 @@ def _num_classes(prediction: Prediction) -> int | None:
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return None
     is_class = not targets.is_floating_point() and targets.dim() == 1 and outputs.dim() == 2
-    return outputs.size(1) if is_class and outputs.size(1) <= MAX_CLASSES else None
+    return outputs.size(1) if is_class and 1 < outputs.size(1) <= MAX_CLASSES else None
 
 
 def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
@@ -279,14 +279,3 @@ def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
     if name == "channels_last" and not convolves:
         raise InputError("memory_format=channels_last has no effect on a model without Conv2d; try memory_format=auto")
     return torch.channels_last if convolves and name != "contiguous" else torch.contiguous_format
-
-
-def _synchronizes_batch_norm(config: Config, module: nn.Module, axes: Axes) -> bool:
-    if config.sync_batchnorm is True and not any(
-        isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
-    ):
-        raise InputError(
-            "sync_batchnorm=true has no effect on a model without BatchNorm, or if the statistics of all BatchNorm "
-            "layers are frozen; try sync_batchnorm=auto"
-        )
-    return config.sync_batchnorm is not False and axes.data_ranks > 1 and has_batch_norm(module)

@@ -1,6 +1,8 @@
 """A dry run of model, data and objective with one sample or two, before anything is written."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +11,20 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from runner.config.schema import Config
-from runner.errors import InputError, as_input_error, failed_with
+from runner.errors import InputError, as_input_error, failed_with, is_out_of_memory
 from runner.input.batch import MicroBatch, cast_floating
 from runner.input.pytree import describe, map_tensors, split, tensors
 from runner.input.rng import isolated
 from runner.input.source import Source
-from runner.objectives.losses import ELEMENTWISE, are_log_probabilities
+from runner.objectives.losses import CLASSES, ELEMENTWISE, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.parameter_patterns import counted
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
+
+_NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
+_OF_DTYPES = re.compile(r"dtype|scalar type|bool|not implemented for|Byte|Char|Short")  # in messages of torch
 
 
 def read_float32(config: Config, source: Source, indices: Sequence[int]) -> Any:
@@ -41,12 +46,34 @@ def read_sample(
         raise InputError(f"data: its first samples cannot be collated into a batch{failed_with(error)}") from None
     if not tensors(batch):
         raise InputError(f"data: a sample must contain tensors or numbers, but the first one is {describe(batch)}")
-    if not source.collate_draws.has_drawn:
-        return batch, []
-    return batch, [
-        f"data={choices['data']}: its collate draws random numbers, once for all samples of a local micro-batch; they "
-        "depend on micro_batches and the number of ranks, unlike those drawn in __getitem__"
-    ]
+    if source.collate_draws.has_drawn:
+        return batch, [
+            f"data={choices['data']}: its collate draws random numbers, once for all samples of a local micro-batch; "
+            "they depend on micro_batches and the number of ranks, unlike those drawn in __getitem__"
+        ]
+    if hasattr(source, "collate") and _reorders(config, source):
+        return batch, [
+            f"data={choices['data']}: its collate changes the order of the samples, so that their random numbers, and "
+            "the indices in messages and files of task=predict, are those of other samples; keep the order, for "
+            "example with pack_padded_sequence(..., enforce_sorted=False)"
+        ]
+    return batch, []
+
+
+def _reorders(config: Config, source: Source) -> bool:
+    """Return True if the rows of a batch depend on the samples' values, as in a collate that sorts by length.
+
+    Otherwise, the rows of the first samples in reverse order are in reverse order. Batches whose tensors do not all
+    have a row per sample, such as those of graphs, are not examined.
+    """
+    count = min(len(source), 8)
+    orders = (range(count), range(count)[::-1])
+    with suppress(Exception):  # training reports errors; not all types of tensors can be compared
+        forward, backward = (tensors(source.read(order, seed=config.seed)) for order in orders)
+        if all(tensor.dim() and len(tensor) == count for tensor in (*forward, *backward)):
+            pairs = zip(forward, backward, strict=True)
+            return not all(torch.allclose(one, other.flip(0), equal_nan=True) for one, other in pairs)
+    return False
 
 
 @dataclass(frozen=True)
@@ -83,12 +110,7 @@ def dry_run(
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything
-        what = "model, data and loss" if isinstance(objective, Supervised) else "model, data and objective"
-        hint = "; a dry run has no process group: to gather rows of all ranks, use Objective.gather"
-        advice = hint if "process group" in str(error) else ""
-        raise InputError(
-            f"{what} do not fit: for a sample {describe(batch)} they fail{failed_with(error)}{advice}"
-        ) from None
+        raise _do_not_fit(objective, batch, error) from None
     finally:
         module.train()
         objective.take_logged(torch.device("cpu"))
@@ -104,48 +126,66 @@ def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_ba
     return DryRun(prediction, written, mode.has_seen)
 
 
+def check_training(
+    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source
+) -> None:
+    """Compute the losses of the first sample in training mode. Raise InputError if that fails.
+
+    Two copies of the sample are tried, because BatchNorm may need two, and otherwise one, because a dataset without
+    `collate` may have samples that only fit into batches of one.
+    """
+    errors, batch = list[InputError](), None
+    for count in (2, 1):
+        try:
+            batch = read_float32(config, source, [0] * count)
+            with restoring_state(module, objective):
+                probe(module, _train, choices, objective, MicroBatch(batch, [0] * count))
+            return
+        except InputError as error:
+            errors.append(error)
+        except Exception as error:  # custom code can raise anything
+            if is_out_of_memory(error):
+                return  # training reports it, and `micro_batches=auto` continues
+            errors.append(_do_not_fit(objective, batch, error, "in training "))
+    raise errors[0] from None
+
+
+def _train(model: nn.Module, choices: Mapping[str, str], objective: Objective, micro_batch: MicroBatch) -> None:
+    if not isinstance(objective, Supervised):
+        for name in objective.losses:
+            objective.measure(model, name, micro_batch)
+        return
+    outputs = call_model(model, micro_batch.inputs)
+    try:
+        _check_loss(choices, objective, outputs, micro_batch.targets)
+    except InputError:
+        raise
+    except Exception as error:  # custom code can raise anything
+        raise InputError(
+            f"loss={choices['loss']} fails for the outputs of model={choices['model']} in training, "
+            f"{describe(outputs)},{failed_with(error)}; write a custom objective whose loss(model, batch) selects "
+            "what it compares"
+        ) from None
+
+
+def _do_not_fit(objective: Objective, batch: Any, error: Exception, when: str = "") -> InputError:
+    """Return the error of components that fail for a sample."""
+    what = "model, data and loss" if isinstance(objective, Supervised) else "model, data and objective"
+    advice, text = "", str(error)
+    if "process group" in text:
+        advice = "; a dry run has no process group: to gather rows of all ranks, use Objective.gather"
+    elif _OF_DTYPES.search(text) and (narrow := [t for t in tensors(batch) if t.dtype in _NARROW]):
+        found = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in narrow}))
+        advice = f"; the data contain {found}: let the dataset convert indices by long(), and other numbers by float()"
+    return InputError(f"{what} do not fit: {when}for a sample {describe(batch)} they fail{failed_with(error)}{advice}")
+
+
 class _SeeingGradients(TorchFunctionMode):
     has_seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_seen |= func in (torch.autograd.grad, torch.Tensor.backward)
         return func(*args, **(kwargs or {}))
-
-
-def compare_samples(
-    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source
-) -> list[str]:
-    """Return a warning if the custom loss of two samples is not the sum of their separate losses.
-
-    Such a loss depends on the number of ranks and micro-batches. The check does not detect a loss that draws random
-    numbers, that differs from a sum only in training mode or for more than two samples, or that raises an exception.
-    """
-    function = objective.function if isinstance(objective, Supervised) else objective
-    is_custom = type(function).__module__.partition(".")[0] not in ("torch", "runner")
-    if objective.gathers or not is_custom or len(source) < 2:
-        return []
-
-    def measure(*indices: int) -> torch.Tensor:
-        batch = read_float32(config, source, indices)
-        losses = [*objective.evaluate(module, MicroBatch(batch, indices)).losses.values()]
-        weights = [torch.as_tensor(loss.weight, dtype=torch.float64) for loss in losses]
-        return torch.stack([torch.stack([loss.sum, weight]) for loss, weight in zip(losses, weights, strict=True)])
-
-    try:
-        with restoring_state(module, objective), torch.no_grad():
-            module.eval()
-            both, again = measure(0, 1), measure(0, 1)
-            apart = measure(0) + measure(1)
-    except Exception:  # the dry run has accepted one sample; training reports an error with two
-        return []
-    if not torch.equal(both, again) or torch.allclose(both, apart, rtol=1e-3, atol=1e-6, equal_nan=True):
-        return []
-    component = "loss" if isinstance(objective, Supervised) else "objective"
-    return [
-        f"{component}={choices[component]}: the loss of two samples is {_mean(both):.4g}, but the mean of their "
-        f"separate losses is {_mean(apart):.4g}, so it depends on the number of ranks and micro_batches; if it "
-        "compares samples, declare gathers = True in an objective and use self.gather"
-    ]
 
 
 def check_all_used(
@@ -191,11 +231,6 @@ def _find_unused(module: nn.Module, objective: Objective, micro_batch: MicroBatc
     return unused
 
 
-def _mean(losses: torch.Tensor) -> float:
-    """Return the sum of the means of all losses; `losses` is (number of losses, 2, ...)."""
-    return float((losses[:, 0] / losses[:, 1]).sum())
-
-
 def _check_pair(config: Config, batch: Any) -> None:
     """Raise InputError unless the batch is (inputs, targets) with inputs of the configured shape."""
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
@@ -226,14 +261,26 @@ def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised
     function = objective.function
     if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
         raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
-    are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-    if isinstance(function, ELEMENTWISE) and are_tensors and outputs.shape not in (targets.shape, (*targets.shape, 1)):
-        fix = "change the model's num_outputs" if targets.is_floating_point() else "try loss=auto"
-        raise InputError(
-            f"loss={choices['loss']} compares numbers of one shape, but the model returns "
-            f"{list(outputs.shape[1:])} and the data {list(targets.shape[1:])}; {fix}"
-        )
-    value = function(objective.arrange(outputs), targets)
+    _check_loss(choices, objective, outputs, targets)
+
+
+def _check_loss(choices: Mapping[str, str], objective: Supervised, outputs: Any, targets: Any) -> None:
+    """Raise InputError unless outputs and targets fit the loss, and it returns a scalar tensor."""
+    function = objective.function
+    if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
+        is_pairwise, shapes = outputs.shape in (targets.shape, (*targets.shape, 1)), f"{list(targets.shape[1:])}"
+        if isinstance(function, CLASSES) and is_pairwise and not targets.is_floating_point():
+            raise InputError(
+                f"loss={choices['loss']}: integer targets are classes, but for targets {shapes} the model returns "
+                f"{list(outputs.shape[1:])}, one number for each; try loss=bce if they are 0 or 1, or loss=mse"
+            )
+        if isinstance(function, ELEMENTWISE) and not is_pairwise:
+            fix = "change the model's num_outputs" if targets.is_floating_point() else "try loss=auto"
+            raise InputError(
+                f"loss={choices['loss']} compares numbers of one shape, but the model returns "
+                f"{list(outputs.shape[1:])} and the data {shapes}; {fix}"
+            )
+    value = function(*objective.arrange(outputs, targets))
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         raise InputError(
             f"loss={choices['loss']} must return a scalar tensor, the mean over the samples, not {describe(value)}; "

@@ -1,6 +1,6 @@
 """The contract of a parallel mode: what it declares, and what the training loop calls on the model that it prepares."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -61,6 +61,7 @@ class Recipe:
     # Creates the initial weights of submodules on the device, if the module was built on the meta device.
     materialize: Callable[[Iterable[nn.Module]], None] = lambda submodules: None
     differentiates: bool = False  # the forward computes gradients, so that a second backward needs all parameters
+    written: Sequence[str] = ()  # names of parameters that the forward changes in training mode
     draws: Draws = field(default_factory=Draws)  # of the model and the objective
 
 
@@ -103,8 +104,8 @@ class ParallelModel(Protocol):
     def load_weights(self, saved: SavedState) -> None:
         """Load only the model; the optimizer is unchanged. All ranks must call it."""
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole model by full names, on the CPU of rank 0. All ranks must call it."""
+    def weights(self) -> dict[str, Any]:
+        """Return the whole model by full names, on the CPU of rank 0, as a state dict. All ranks must call it."""
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
         """Return this rank's trained parameters by full names, in a fixed order: whole, or DTensors.
@@ -128,6 +129,7 @@ class Parallel(Protocol):
         spans_devices: A model may be spread over several devices of one rank.
         needs_all_gradients: Each loss of a step must depend on all parameters that it trains.
         shards_matrices: An optimizer updates shards of matrices.
+        splits_parameters: Each rank updates only some of the parameters.
         can_recompute: A model may call torch.utils.checkpoint around random functions.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
@@ -142,6 +144,7 @@ class Parallel(Protocol):
     spans_devices: bool = False
     needs_all_gradients: bool = False
     shards_matrices: bool = False
+    splits_parameters: bool = False
     can_recompute: bool = True
     supported_objectives: Literal["supervised", "one_loss", "several_losses"] = "one_loss"
     round_steps: int = 1

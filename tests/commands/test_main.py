@@ -64,6 +64,12 @@ class Model(Toy):
         self.fails = fails
         self.calls = 0
 
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        self.calls = state
+
     def forward(self, samples):
         self.calls += self.training
         if self.training:

@@ -104,3 +104,30 @@ def test_missing_files_are_named(write, tmp_path):
         Arrays("val", [2], 2, **paths)
     with pytest.raises(ValueError, match=r"^divisor=0 must be above 0, or null; try 255"):
         Arrays("train", [2], 2, **paths, divisor=0)
+
+
+def test_names_of_arrays_may_contain_slashes_and_damaged_archives_are_named(tmp_path):
+    values = RANDOM.random((20, 2))
+    (tmp_path / "runs.npz").mkdir()  # a directory
+    path = tmp_path / "runs.npz" / "all.npz"
+    np.savez_compressed(path, **{"train/x": values, "x.npz/y": np.arange(20) % 2})
+    data = Arrays("train", [2], 2, {"train": f"{path}/train/x"}, {"train": f"{path}/x.npz/y"})
+    assert torch.equal(data[3][0], torch.tensor(values[3]).float()) and int(data[3][1]) == 1
+    for start in (0, 100):
+        content = bytearray(path.read_bytes())
+        content[start : start + 30] = b"\xff" * 30
+        (tmp_path / "bad.npz").write_bytes(content if start else content[:100])
+        with pytest.raises(ValueError, match=r"bad\.npz/train/x cannot be read as an array: "):
+            Arrays("train", [2], 2, {"train": f"{tmp_path}/bad.npz/train/x"}, {"train": f"{path}/x.npz/y"})
+
+
+def test_numbers_that_could_be_classes_and_integers_that_do_not_fit_are_reported(write):
+    inputs, targets = np.zeros((20, 2)), np.arange(20) % 2 * 1.0
+    data = Arrays("train", [2], 1, **write(inputs, targets))
+    assert len(data.header_lines) == 1 and data.header_lines[0].endswith("if they are classes, save them as integers")
+    with pytest.raises(ValueError, match=r"^num_outputs=2 must be 1, .*=1, or save classes as integers$"):
+        Arrays("train", [2], 2, **write(inputs, targets))
+    assert Arrays("train", [2], 1, **write(inputs, targets / 3)).header_lines == []
+    data = Arrays("train", [2], 1, **write(np.full((20, 2), 2**63, np.uint64), targets))
+    with pytest.raises(ValueError, match=rf"integers must be below 2\^63, not {2**63}"):
+        data[0]

@@ -29,8 +29,8 @@ def image_root(tmp_path):
 
 @pytest.mark.parametrize(("channels", "size"), [(1, (16, 16)), (3, (30, 12)), (3, (8, 40))])
 def test_image_folder_scales_crops_and_converts(channels, size, image_root):
-    for train, count in ((True, 6), (False, 4)):
-        data = ImageFolder(train=train, sample_shape=(channels, *size), num_outputs=2, root=str(image_root))
+    for split, count in (("train", 6), ("val", 4)):
+        data = ImageFolder(split=split, sample_shape=(channels, *size), num_outputs=2, root=str(image_root))
         assert len(data) == count
         for sample, target in (data[index] for index in range(count)):
             assert sample.shape == (channels, *size) and sample.dtype == torch.float32
@@ -47,19 +47,21 @@ def test_image_folder_keeps_the_pixels_of_images_that_fit(image_root):
     pixels = random.integers(0, 256, (20, 20, 3), dtype=np.uint8)
     path = image_root / "val" / "left" / "0.png"
     Image.fromarray(pixels).save(path)
-    data = ImageFolder(train=False, sample_shape=(3, 20, 20), num_outputs=2, root=str(image_root))
+    data = ImageFolder(split="val", sample_shape=(3, 20, 20), num_outputs=2, root=str(image_root))
     assert torch.equal(data[0][0], ToTensor()(Image.open(path)))
 
 
 def test_image_folder_refuses_what_it_cannot_read(image_root, tmp_path):
-    def make(root=image_root, sample_shape=(3, 8, 8), num_outputs=2):
-        return ImageFolder(train=True, sample_shape=sample_shape, num_outputs=num_outputs, root=str(root))
+    def make(root=image_root, sample_shape=(3, 8, 8), num_outputs=2, split="train"):
+        return ImageFolder(split=split, sample_shape=sample_shape, num_outputs=num_outputs, root=str(root))
 
     nowhere = tmp_path / "nowhere"
-    with pytest.raises(
-        ValueError, match=f"^root={nowhere} must contain train and val .* {nowhere}/train does not exist$"
-    ):
-        make(root=nowhere)
+    for split in ("train", "test"):
+        root = nowhere if split == "train" else image_root
+        with pytest.raises(
+            ValueError, match=f"^root={root}: the {split} split needs .* {root}/{split}, which does not"
+        ):
+            make(root=root, split=split)
     with pytest.raises(ValueError, match=r"^num_outputs=10 must be 2, .* in .*/train; set data.num_outputs=2$"):
         make(num_outputs=10)
     for shape in ((2, 8, 8), (8, 8)):
@@ -71,7 +73,36 @@ def test_image_folder_refuses_what_it_cannot_read(image_root, tmp_path):
         data[0]
     (image_root / "val" / "third").mkdir()
     with pytest.raises(ValueError, match=r"must have the same class directories in train and val, .* third$"):
-        make()
+        make(split="val")
     (image_root / "train" / "third").mkdir()
-    with pytest.raises(ValueError, match=r"must contain an image of each class: .*third"):
+    with pytest.raises(ValueError, match=r"must contain an image of each class, but .*train/third has none$"):
         make(num_outputs=3)
+
+
+def test_image_folder_reports_what_it_skips(image_root):
+    def make(split="train"):
+        return ImageFolder(split=split, sample_shape=(3, 8, 8), num_outputs=2, root=str(image_root))
+
+    assert make().header_lines == make("val").header_lines == [] and make().classes == ["left", "right"]
+    train, pixels = image_root / "train", Image.new("RGB", (9, 9))
+    for path in (".checkpoints/0.png", "left/.cache/0.png", "left/._0.png", "right/nested/UPPER.GIF", "right/0.jp2"):
+        (train / path).parent.mkdir(parents=True, exist_ok=True)
+        pixels.save(train / path)
+    for path in ("left/0.heic", "left/1.HEIC", "right/README", "labels.csv"):
+        (train / path).write_text("not decoded")
+    data = make()
+    assert data.header_lines == [
+        f"skipped in {train}: files that are not images (.heic 2, without an ending 1), hidden files (1), hidden "
+        "directories (.cache, .checkpoints), files outside of the class directories (labels.csv)"
+    ]
+    assert [Path(path).relative_to(train).as_posix() for path, _ in data.files] == [
+        *("left/0.png", "left/1.png", "left/2.png"),
+        *("right/0.jp2", "right/0.png", "right/1.png", "right/2.png", "right/nested/UPPER.GIF"),
+    ]
+    (train / "right" / "loop").symlink_to(train / "right")
+    with pytest.raises(ValueError, match=r"right/loop links to .*train/right, which is read already; remove the link$"):
+        make()
+    for path in train.glob("left/*.png"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"train/left has none \(skipped in .*: files that are not images "):
+        make()

@@ -48,6 +48,11 @@ def test_targets_are_the_tokens_that_follow(unit, split, files):
     assert torch.equal(pickle.loads(pickle.dumps(data))[1][1], data[1][1])
 
 
+def test_a_byte_order_mark_is_no_character(tmp_path):
+    (tmp_path / "a.txt").write_text("ab" * 100, encoding="utf-8-sig")
+    assert Text("train", [8], 2, str(tmp_path / "a.txt")).vocabulary == ["a", "b"]
+
+
 def test_text_refuses_invalid_options(files, tmp_path):
     with pytest.raises(
         ValueError, match=r"^num_outputs=96 must be 14, the number of different characters .* data.num_outputs=14$"

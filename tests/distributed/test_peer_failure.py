@@ -208,7 +208,7 @@ def test_hung_rank_is_named_with_its_stacks_and_killed(
     assert f"in {hang.__name__}\n" in reported
     (waiting,) = [line for line in result["error"].splitlines() if " waited for other ranks" in line][:1]
     assert " in step 1" in waiting or " in step 9" in waiting
-    assert mode not in NORMALISED or ("PeerMissing: " in result["error"] and "sync_batch_norm.py" in waiting)
+    assert mode not in NORMALISED or ("PeerMissing: " in result["error"] and "batch_norm_over_ranks.py" in waiting)
 
 
 @pytest.mark.fault("ranks wait for different collectives", outcome="refused")

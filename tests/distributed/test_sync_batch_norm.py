@@ -1,6 +1,7 @@
 """Batch norm over ranks against nn.BatchNorm in one process on the concatenated batch."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,9 +16,61 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from runner.distributed.sync_batch_norm import SyncBatchNorm, has_batch_norm, synchronize_batch_norm, use_group
+from runner.distributed.sync_batch_norm import (
+    RecordBatchNorm,
+    SyncBatchNorm,
+    has_batch_norm,
+    is_batch_norm,
+    keeps_all_buffers,
+    normalizes_in_evaluation,
+    synchronize_batch_norm,
+    trains_batch_norm,
+    use_group,
+)
 
 EXACT = 1e-12  # of float64
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """A layer with a forward of its own, as in timm: batch norm, dropout and an activation in place."""
+
+    def __init__(self, num_features: int, **options: Any):
+        super().__init__(num_features, **options)
+        self.drop, self.act = nn.Dropout(0.0), nn.ReLU(inplace=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1 / float(self.num_batches_tracked) if self.momentum is None else factor
+        statistics = (self.running_mean, self.running_var)
+        uses_batch = self.training or self.running_mean is None
+        output = F.batch_norm(input, *statistics, self.weight, self.bias, uses_batch, factor, self.eps)
+        return self.act(self.drop(output))
+
+
+class Normalize(nn.Module):
+    """A layer that derives from none of torch's, with other names, and calls torch.batch_norm."""
+
+    def __init__(self, num_features: int):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(num_features)), nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("square", torch.ones(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = (self.mean, self.square)
+        return torch.batch_norm(input, self.scale, self.shift, *statistics, self.training, 0.3, 1e-4, False)
+
+
+class ByHand(nn.BatchNorm2d):
+    """A layer that computes the statistics of the batch itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        var, mean = torch.var_mean(input, (0, 2, 3), keepdim=True)
+        return (input - mean) * (var + self.eps).rsqrt()
 
 
 def check_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -28,7 +81,10 @@ def check_against_one_process(
     rank: int, world_size: int, layer: nn.Module, batches: list[Tensor], sizes: list[int], tolerance: float
 ) -> dict[str, Tensor]:
     """Train `layer` on whole batches and, synchronized, on this rank's samples; return the latter's buffers."""
-    synchronized = synchronize_batch_norm(copy.deepcopy(layer))
+    synchronized = copy.deepcopy(layer).eval()
+    with RecordBatchNorm():
+        synchronized(batches[0])
+    synchronize_batch_norm(synchronized.train())
     for batch in batches:
         direction = torch.randn(batch.shape, generator=torch.Generator().manual_seed(1)).to(batch)
         whole = batch.clone(memory_format=torch.preserve_format).requires_grad_()
@@ -72,6 +128,10 @@ LAYERS = {
     "cumulative": (lambda: nn.BatchNorm2d(3, momentum=None), (8, 3, 4, 5)),
     "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (8, 3, 4, 5)),
     "nothing tracked": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (8, 3, 4, 5)),
+    "subclass": (lambda: BatchNormAct(3), (8, 3, 4, 5)),
+    "cumulative subclass": (lambda: BatchNormAct(3, momentum=None), (8, 3, 4, 5)),
+    "nothing tracked by a subclass": (lambda: BatchNormAct(3, track_running_stats=False), (8, 3, 4, 5)),
+    "other class": (lambda: Normalize(3), (8, 3, 4, 5)),
 }
 
 
@@ -256,11 +316,15 @@ def test_conversion_keeps_everything_but_the_class() -> None:
     settings = [(layer.eps, layer.momentum, layer.affine, layer.training) for layer in (net.tied, *listed)]
     assert has_batch_norm(net) and not has_batch_norm(net.head)
     assert synchronize_batch_norm(synchronize_batch_norm(net)) is net
-    assert [type(layer) for layer in (net.first[1], net.second[1], net.tied, *listed)] == [SyncBatchNorm] * 4
+    assert all(isinstance(layer, SyncBatchNorm) for layer in (net.first[1], net.second[1], net.tied, *listed))
+    assert type(net.first[1]).__name__ == "BatchNorm2d"  # as in messages about the model
     assert {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()} == before
     assert [(layer.eps, layer.momentum, layer.affine, layer.training) for layer in (net.tied, *listed)] == settings
     assert not net.second[1].weight.requires_grad
-    assert type(synchronize_batch_norm(nn.BatchNorm1d(3))) is SyncBatchNorm
+    assert isinstance(synchronize_batch_norm(nn.BatchNorm1d(3)), SyncBatchNorm)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert isinstance(copied.tied, SyncBatchNorm) and copied.tied is copied.first[1]
+        assert_close(copied.state_dict(), net.state_dict())
 
 
 def test_gpu_layers_become_torchs_sync_batch_norm() -> None:
@@ -270,14 +334,38 @@ def test_gpu_layers_become_torchs_sync_batch_norm() -> None:
     assert [type(layer) for layer in net.children()] == [nn.SyncBatchNorm] * 2
 
 
-class Scaled(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-@pytest.mark.parametrize("make", [lambda: Scaled(3), lambda: nn.LazyBatchNorm2d()], ids=["subclass", "lazy"])
-def test_other_kinds_are_refused_without_changes(make: Callable[[], nn.Module]) -> None:
-    net = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(make()))
-    with pytest.raises(ValueError, match=r"1\.0=(Scaled|LazyBatchNorm2d) cannot be synchronized"):
+def test_layers_that_compute_their_own_statistics_are_refused_without_changes() -> None:
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(ByHand(3)))
+    with RecordBatchNorm():
+        net.eval()(torch.ones(2, 3, 1, 1))
+        net.train()(torch.ones(2, 3, 1, 1))
+    with pytest.raises(ValueError, match=r"1\.0=ByHand cannot be synchronized over ranks, because"):
         synchronize_batch_norm(net)
+    with pytest.raises(ValueError, match=r"1=LazyBatchNorm2d cannot be synchronized"):
+        synchronize_batch_norm(nn.Sequential(net[0], nn.LazyBatchNorm2d()))
     assert type(net[0]) is nn.BatchNorm2d and has_batch_norm(net[1])
+
+
+class Functional(nn.Module):
+    """Calls batch_norm without a layer, also in evaluation, after a layer of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.batch_norm(self.norm(self.linear(input).unsqueeze(2).expand(-1, -1, 2)), None, None, training=True)
+
+
+def test_only_modules_that_call_batch_norm_are_synchronized() -> None:
+    net = nn.Sequential(Functional(), Normalize(3), nn.BatchNorm1d(3).eval())
+    assert has_batch_norm(net) and not trains_batch_norm(net) and not normalizes_in_evaluation(net)
+    with RecordBatchNorm():
+        net.eval()(torch.ones(2, 3))
+    net[:2].train()
+    assert [is_batch_norm(part) for part in (net, *net, net[0].norm)] == [False, False, True, True, False]
+    assert trains_batch_norm(net) and not trains_batch_norm(net[2]) and not trains_batch_norm(net[0].norm)
+    assert normalizes_in_evaluation(net) and not normalizes_in_evaluation(net[1])
+    assert [isinstance(part, SyncBatchNorm) for part in synchronize_batch_norm(net)] == [True] * 3
+    assert type(net[0].norm) is nn.InstanceNorm1d
+    assert keeps_all_buffers(net[2]) and not keeps_all_buffers(net[1])  # their names are not those of nn.BatchNorm1d

@@ -36,6 +36,12 @@ TABLE = {
     "model.kind=mapping": "loss=auto: outputs are a dict, for which no loss is known",
     "model.kind=mapping loss=of_mapping metrics=accuracy": "metrics.accuracy: ... one tensor of outputs",
     "model.kind=square data=square": "loss.class_dim=null: ... [3, 3] ... first or last; set loss.class_dim=1 or -1",
+    "loss=vector data.dtype=int16": "RuntimeError: ... the data contain int16: let the dataset convert ... long()",
+    "model.kind=one": "loss=auto: integer targets are classes, but for targets [] the model returns [1] ... loss=mse",
+    # training mode
+    "model.kind=auxiliary": "loss=auto fails for ... model=net_of_two in training, "
+    "Outputs(classes: tensor [2, 3], auxiliary: tensor [2, 3]), with: ... write a custom objective",
+    "model.kind=failing": "do not fit: in training for a sample ... KeyError: 'in training' (at ... wrongs.py:",
     # objectives
     "objective=one_number": "TypeError: OneNumber.loss must return (sum, weight) ... not Tensor",
     "objective=no_weight": "TypeError: NoWeight.loss must return (sum, weight) ... NoneType",

@@ -281,6 +281,7 @@ def test_a_run_with_val_fraction_is_the_same_on_two_ranks_and_evaluates_its_test
         "        points = torch.randn(90 if split == 'train' else 40, 3, generator=generator)\n"
         "        super().__init__(points, (points.sum(1) > 0).long())\n"
         "        self.classes = ['below', 'above']\n"
+        "        self.header_lines = ['drawn from a normal distribution']\n"
     )
     (tmp_path / "data" / "listed.yaml").write_text("_target_: listed_data.Listed\nsample_shape: [3]\nnum_outputs: 2\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -291,7 +292,10 @@ def test_a_run_with_val_fraction_is_the_same_on_two_ranks_and_evaluates_its_test
     two = run(tmp_path / "two", 2, *words, "parallel=ddp")
     assert two.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-9)
     assert one.result["step"] == 8  # 72 samples
-    told = "data     listed, 72 training and 18 validation samples; classes 0 below, 1 above\n"
+    told = (
+        "data     listed, 72 training and 18 validation samples; classes 0 below, 1 above\n"
+        "data     drawn from a normal distribution\nworld"
+    )
     assert told in (one.path / "log.txt").read_text()
 
     evaluate = ("task=evaluate", f"run={one.path}", words[0])

@@ -141,10 +141,12 @@ from runner import Objective
 
 
 class Noise(Dataset):
-    def __init__(self, train: bool, collates: bool = False):
+    def __init__(self, train: bool, collates: bool = False, sorts: bool = False):
         self.train = train
         if collates:
             self.collate = self._collate
+        if sorts:
+            self.collate = self._sort
 
     def __len__(self):
         return 40 if self.train else 8
@@ -156,6 +158,9 @@ class Noise(Dataset):
     def _collate(self, samples):
         drawn = torch.stack([sample[0] for sample in samples]) + torch.rand(())
         return drawn, drawn[:, :1]
+
+    def _sort(self, samples):
+        return tuple(map(torch.stack, zip(*sorted(samples, key=lambda sample: -sample[0].sum()))))
 
 
 class Shaken(Objective):
@@ -198,3 +203,9 @@ def test_a_collate_that_draws_causes_a_warning(tmp_path: Path, folder: str) -> N
     words = (folder, "data=noise", "data.collates=true", "model=linear", "batch_size=8", "max_steps=2", "logger=none")
     told = (run(tmp_path, 1, *words).path / "log.txt").read_text()
     assert "data=noise: its collate draws random numbers, once for all samples of a local micro-batch" in told
+
+
+def test_a_collate_that_sorts_causes_a_warning(tmp_path: Path, folder: str) -> None:
+    words = (folder, "data=noise", "+data.sorts=true", "model=linear", "batch_size=8", "max_steps=2", "logger=none")
+    told = (run(tmp_path, 1, *words).path / "log.txt").read_text()
+    assert "data=noise: its collate changes the order of the samples" in told

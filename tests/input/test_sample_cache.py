@@ -189,6 +189,9 @@ def test_a_sample_of_another_shape_is_refused_when_it_is_read(tmp_path: Path) ->
     assert growing.read([4])[0].shape == (1, 1)
     with pytest.raises(CannotCache, match=r"sample 5 is \[tensor \[1, 2\], "):
         growing.read([4, 5])
+    part = cached(Unsuitable(True, str(tmp_path), "growing"), torch.tensor([1, 2, 7]))
+    with pytest.raises(CannotCache, match=r"sample 7 is \[tensor \[1, 2\], "):  # the dataset's own index
+        part.read([2])
 
 
 @pytest.mark.parametrize(

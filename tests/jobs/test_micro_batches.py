@@ -6,7 +6,7 @@ import pytest
 import yaml
 from parity import COMMON, assert_equal
 from ranks import RankError
-from worlds import configure, run
+from worlds import build_experiment, configure, run
 
 from runner.errors import InputError
 
@@ -65,6 +65,18 @@ def test_a_mode_whose_ranks_would_wait_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="cannot be planned, and with parallel=fsdp the other ranks would wait"):
         run(tmp_path, 2, *HUNGRY, "parallel=fsdp", "micro_batches=auto")
     assert not list(tmp_path.glob("run/*"))
+
+
+def test_a_number_that_changes_batch_norm_is_reported(tmp_path: Path) -> None:
+    words = (*HUNGRY, "+model.batch_norm=true", "max_steps=2")
+    text = "BatchNorm normalizes each micro-batch separately, so that the results depend on this number"
+    assert build_experiment(*words).warnings == build_experiment(*HUNGRY, "micro_batches=2").warnings == []
+    assert build_experiment(*words, "micro_batches=2").warnings == [f"micro_batches=2: {text}"]
+    pipeline = ("parallel=pipeline", "micro_batches=2")
+    assert build_experiment(*words, *pipeline, world_size=2).warnings == [f"parallel.micro_batches=4: {text}"]
+    log = (run(tmp_path, 1, *words, "+model.holds=50", "micro_batches=auto").path / "log.txt").read_text()
+    assert "micro_batches=2: BatchNorm normalizes" in log
+    assert "micro_batches=auto has chosen 2 by the free memory, which changes BatchNorm; for the same" in log
 
 
 @pytest.mark.parametrize("value", ["0", "two"])

@@ -130,6 +130,62 @@ def test_the_class_dim_is_inferred_from_the_shapes_or_must_be_set() -> None:
     assert float(found.sum / found.weight) == pytest.approx(expected)
 
 
+INTEGERS = [
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64, torch.bool),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "targets"),
+    [
+        (Auto, (12, 3), classes(12)),
+        (lambda: CrossEntropy(label_smoothing=0.1), (12, 5), classes(12)),
+        (lambda: CrossEntropy(weight=[1, 2, 5], ignore_index=1), (12, 3), classes(12)),
+        (lambda: CrossEntropy(weight=[1, 2, 5]), (12, 3, 4, 5), classes(12, 4, 5)),
+        (lambda: NLL(weight=[1, 2, 5]), (12, 3), classes(12)),
+        (nn.MultiMarginLoss, (12, 3), classes(12)),
+        (lambda: BCE(pos_weight=[1, 2, 5]), (12, 3), classes(12, 3).clamp(max=1)),
+        (BCE, (12, 1), classes(12).clamp(max=1)),
+        (nn.MSELoss, (12, 3), classes(12, 3)),
+        (nn.L1Loss, (12, 1), classes(12)),
+    ],
+)
+def test_a_loss_of_torch_accepts_integers_of_every_type(
+    make: Callable[[], Any], shape: tuple[int, ...], targets: torch.Tensor
+) -> None:
+    def loss_and_targets(targets: torch.Tensor) -> tuple[float, torch.Tensor]:
+        loss = make() if isinstance(make(), Auto) else make().double()
+        objective = Supervised(loss)
+        objective.settle(outputs(*shape)[:1], targets[:1], ragged=False)
+        found = objective.prediction(outputs(*shape), MicroBatch((None, targets), range(12)))
+        return float(found.losses["loss"].sum / found.losses["loss"].weight), found.targets
+
+    for dtype in INTEGERS:
+        wanted = targets.clamp(max=1) if dtype == torch.bool else targets
+        (loss, given), (expected, reference) = loss_and_targets(wanted.to(dtype)), loss_and_targets(wanted)
+        assert loss == expected and torch.equal(given, reference), dtype
+
+
+def test_classes_may_have_a_spare_dim() -> None:
+    for shape, targets in (((12, 3), classes(12)), ((12, 3, 4, 5), classes(12, 4, 5))):
+        objective = Supervised(CrossEntropy(weight=[1, 2, 5]).double())
+        objective.settle(outputs(*shape)[:1], targets[:1, None], ragged=False)
+        found = objective.loss_of(outputs(*shape), targets[:, None])
+        expected = nn.functional.cross_entropy(outputs(*shape), targets, torch.tensor([1.0, 2, 5]).double())
+        assert float(found.sum / found.weight) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_custom_loss_gets_the_targets_of_the_dataset() -> None:
+    class Custom(nn.Module):
+        def forward(self, given: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            assert targets.dtype == torch.uint8
+            return given.mean()
+
+    objective = Supervised(Custom())
+    objective.settle(outputs(2, 3), classes(2).byte(), ragged=False)
+    objective.loss_of(outputs(2, 3), classes(2).byte())
+
+
 def test_invalid_options_are_refused() -> None:
     for kind, options, message in (
         (CrossEntropy, {"label_smoothing": 2}, "label_smoothing=2 must be from 0 to 1"),

@@ -53,7 +53,7 @@ def test_units_are_modules_that_forward_calls() -> None:
             self.relu = nn.ReLU()
 
     model = Model()
-    assert list(_units(model)) == [[model.blocks[0], model.blocks[1]]]
+    assert list(_units(model)) == [[model.blocks[0]], [model.blocks[1]]]
     assert not isinstance(model.embed, FSDPModule)
 
 

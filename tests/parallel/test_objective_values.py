@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mode_cases import tier
+from pages import Page
 from parity import COMMON, assert_equal
 from torch import Tensor
 from worlds import Run, build_experiment, configure, run
@@ -130,6 +131,69 @@ def test_a_loss_that_compares_samples_is_detected() -> None:
     (warning,) = build_experiment(*of(Ungathered)).warnings
     assert "the loss of two samples is" in warning and "self.gather" in warning
     assert build_experiment(*of(Contrast)).warnings == build_experiment(*of(Detection)).warnings == []
+
+
+class LocalMixup(Objective):
+    """Mixes the rows of a rank, in training only."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        inputs, targets = batch
+        fraction = torch.distributions.Beta(0.2, 0.2).sample().item() if model.training else 1.0
+        outputs = model(fraction * inputs + (1 - fraction) * inputs.flip(0))
+        losses = [F.cross_entropy(outputs, each, reduction="sum") for each in (targets, targets.flip(0))]
+        return fraction * losses[0] + (1 - fraction) * losses[1], len(targets)
+
+
+class Separate(Objective):
+    """Noise, dropout and BatchNorm, and a number that all samples share."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        noisy = batch[0] + 0.1 * torch.randn_like(batch[0]) if model.training else batch[0]
+        scale = torch.rand(()) if model.training else 1.0
+        return scale * F.cross_entropy(model(noisy), batch[1], reduction="sum"), len(batch[1])
+
+
+class Net(torch.nn.Module):
+    """A network that shifts its features in training by those of the next sample of the rank."""
+
+    def __init__(self, batch_norm: bool, dropout: float, shift: float = 0.0, **_: Any):
+        super().__init__()
+        norm = torch.nn.BatchNorm1d(16, track_running_stats=batch_norm)
+        self.first = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), norm, torch.nn.Dropout(dropout))
+        self.last, self.shift = torch.nn.Linear(16, 10), shift
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.first(images)
+        return self.last(features + self.shift * features.roll(1, 0) if self.training else features)
+
+
+NET = (*DIGITS, "model._target_=test_objective_values.Net", "model.dropout=0.5")
+
+
+def test_a_loss_that_compares_samples_only_in_training_is_detected() -> None:
+    (warning,) = build_experiment(*of(LocalMixup)).warnings
+    assert "the loss of two samples in training is" in warning and "self.gather" in warning
+    (warning,) = build_experiment(*of(LocalMixup, "model.dropout=0.5", "model.batch_norm=true")).warnings
+    assert "the loss of two samples in training is" in warning
+    (warning,) = build_experiment(*NET, "+model.shift=0.5").warnings
+    assert warning.startswith("model=") and "the loss of two samples in training is" in warning
+
+
+def test_random_numbers_and_batch_norm_do_not_count_as_a_comparison_of_samples() -> None:
+    assert not build_experiment(*of(Separate, "model.dropout=0.5", "model.batch_norm=true")).warnings
+    for tracks in ("true", "false"):
+        assert not build_experiment(*NET, f"model.batch_norm={tracks}", f"{HERE}.Separate").warnings
+        assert not build_experiment(*NET, f"model.batch_norm={tracks}").warnings
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_mixup_of_the_architecture_page_equals_one_process(
+    size: int, one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    mine = Page("architecture.md").write(tmp_path)
+    options = (f"--config-dir={mine}", "objective=mixup", *DIGITS)
+    assert_equal(run(tmp_path, size, *options, "parallel=ddp"), run(tmp_path / "one", 1, *options))
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,28 @@ EXPERIMENTS = {
     "gpt": ("model=gpt", "model.dim=8", "model.depth=2", "model.heads=2", "model.dropout=0.1", "data=sentences"),
     "net": ("model=net", "data.sample_shape=[1,16,16]", "transforms=none"),
     "norm": ("model=mlp", "model.batch_norm=true", "model.dropout=0.2", "micro_batches=1", "data.sample_shape=[1,8,8]"),
+    "padded": (
+        *("model=two_heads", "model._target_=drawing_models.Reader", "data=figures", "metrics=none"),
+        *("data._target_=drawing_models.Ragged", "loss=cross_entropy", "loss.ignore_index=-100"),
+    ),
+    "between": ("model=linear", "model._target_=drawing_models.Between", "data=toy", "data.num_train=33"),
+    "steps": (
+        "model=linear",
+        "model._target_=drawing_models.Between",
+        "+model.steps=3",
+        "data=toy",
+        "data.num_train=33",
+    ),
+    "orders": ("model=linear", "model._target_=drawing_models.Orders", "data=toy", "data.num_train=33"),
     "vae": (*CODES, "objective=reconstruction", "objective._target_=test_random_numbers.Variational"),
 }
-SUPPORTED = {"vae": ("allreduce", "ddp", "fsdp", "none", "zero", "ps")}
+SUPPORTED = {
+    "vae": ("allreduce", "ddp", "fsdp", "none", "zero", "ps"),
+    "padded": ("none", "ddp"),
+    "between": ("tp",),
+    "steps": ("tp",),
+    "orders": ("none", "ddp"),
+}
 CELLS = [
     (name, mode, size, micro_batches)
     for name in EXPERIMENTS
@@ -67,10 +86,14 @@ CELLS = [
     for size, micro_batches in ([(1, 3)] if mode in ("none", "dp") else [(2, 3), (3 if mode == "ps" else 4, 1)])
     if mode in SUPPORTED.get(name, MODES)
 ]
-DEFAULT = {("noise", "pipeline", 2), ("vae", "ddp", 2), ("net", "allreduce", 2), ("vae", "fsdp", 2)}
+DEFAULT = {
+    *(("noise", "pipeline", 2), ("vae", "ddp", 2), ("net", "allreduce", 2), ("vae", "fsdp", 2)),
+    *(("padded", "ddp", 2), ("between", "tp", 2), ("orders", "ddp", 2)),
+}
 THOROUGH = {  # the other modes
     *(("gpt", "tp", 2), ("norm", "fsdp", 4), ("vae", "none", 1), ("noise", "dp", 1)),
     *(("noise", mode, 2) for mode in ("zero", "ps", "local_sgd")),
+    *(("padded", "none", 1), ("orders", "none", 1), ("steps", "tp", 2)),
 }
 
 
@@ -92,6 +115,13 @@ def test_random_numbers_equal_those_of_one_process(
     if mode == "ps" and name == "noise":
         overrides = (*overrides, "parallel.forward=remote")
     assert_equal(run(tmp_path, size, *overrides), one_process(*COMMON, *EXPERIMENTS[name]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["between", "steps"])
+def test_draws_between_the_sharded_layers_of_a_mesh(name: str, one_process: Callable[..., Run], tmp_path: Path) -> None:
+    mesh = ("parallel=mesh", "parallel.replicate=2", "parallel.tensor=2")
+    assert_equal(run(tmp_path, 4, *COMMON, *EXPERIMENTS[name], *mesh), one_process(*COMMON, *EXPERIMENTS[name]))
 
 
 @pytest.mark.thorough

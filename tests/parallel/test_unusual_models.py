@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from custom_models import Rotary
 from mode_cases import Case
 from parity import COMMON, assert_equal
@@ -125,6 +126,59 @@ class BatchStatistics(nn.Sequential):
         return [*self]
 
 
+class BatchNormAct(nn.BatchNorm1d):
+    """A layer with a forward of its own, as in timm: batch norm and an activation."""
+
+    def __init__(self, num_features: int):
+        super().__init__(num_features)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        statistics = (self.running_mean, self.running_var)
+        output = F.batch_norm(input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return self.act(output)
+
+
+class OwnNorm(nn.Module):
+    """A layer that calls batch_norm and derives from none of torch's."""
+
+    def __init__(self, num_features: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(num_features))
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("square", torch.ones(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, self.mean, self.square, self.scale, training=self.training)
+
+
+class CustomNorms(nn.Sequential):
+    """Has custom layers that normalize over the batch."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int):
+        width = sample_shape[0]
+        first = nn.Sequential(nn.Linear(width, 8, bias=False), BatchNormAct(8))
+        last = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, num_outputs))
+        super().__init__(first, nn.Sequential(nn.Linear(8, 8, bias=False), OwnNorm(8)), last)
+
+    def stages(self) -> list[nn.Module]:
+        return [*self]
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"2.0": "colwise", "2.2": "rowwise"}
+
+
+def test_custom_norms_are_frozen_and_keep_their_precision(tmp_path: Path) -> None:
+    built = build_experiment(*of_model("CustomNorms"), "freeze=[1\\.1]", "parallel=ddp", world_size=2)
+    assert [part[1].training for part in [*built.recipe.module][:2]] == [True, False]
+    assert any("the statistics of 1 normalization layers" in line for line in built.header_lines)
+    words = (*of_model("CustomNorms"), "precision=bf16", "parallel=fsdp", "parallel.mixed_precision=true")
+    made = run(tmp_path, 2, *words)
+    assert made.losses[3] == pytest.approx(run(tmp_path, 1, *of_model("CustomNorms")).losses[3], rel=0.02)
+
+
 class Twice(nn.Module):
     """Calls a layer twice, which one of two stages registers under a second name."""
 
@@ -206,6 +260,13 @@ class Penalized(nn.Module):
         ("BatchStatistics", Case("ddp", 2)),
         pytest.param("BatchStatistics", Case("fsdp", 2), marks=pytest.mark.soak),
         pytest.param("BatchStatistics", Case("pipeline", 2), marks=pytest.mark.thorough),
+        ("CustomNorms", Case("ddp", 4)),
+        ("CustomNorms", Case("fsdp", 2)),
+        *(
+            pytest.param("CustomNorms", case, marks=pytest.mark.thorough)
+            for case in (*(Case(mode, 2) for mode in ("allreduce", "zero", "pipeline", "tp")), Case("ps", 3))
+        ),
+        pytest.param("CustomNorms", Case("pipeline", 4, ("parallel.stages=2",)), marks=pytest.mark.thorough),
         ("Twice", Case("fsdp", 2)),
         pytest.param("Twice", Case("ps", 3, ("parallel.forward=remote",)), marks=pytest.mark.thorough),
         pytest.param("Staged", Case("fsdp", 2), marks=pytest.mark.soak),
@@ -217,7 +278,8 @@ class Penalized(nn.Module):
 )
 def test_the_model_equals_one_process(name: str, case: Case, tmp_path: Path) -> None:
     # With 92 samples, two ranks of four have none of the last batch.
-    words = (*of_model(name), *(["data.num_train=92"] if name == "Penalized" else []))
+    is_uneven = name == "Penalized" or case == Case("ddp", 4)
+    words = (*of_model(name), *(["data.num_train=92"] if is_uneven else []))
     made = run(tmp_path / "made", case.world_size, *words, *case.overrides)
     assert_equal(made, run(tmp_path, 1, *words, *case.reference))
 

@@ -113,6 +113,9 @@ def test_a_model_may_have_more_outputs_than_classes_and_samples_beyond_eval_batc
     seen.gather(World(RankInfo(), None, Backend()))
     assert seen.confusion.tolist() == [[1, 0], [0, 1]]
     assert [(true, guess) for _, true, guess in seen.samples()] == [(0, 0), (1, 1), (0, 2), (1, 2)]
+    seen = Predictions(Source.of(data), 20, torch.device("cpu"))
+    seen.add(torch.eye(20), torch.arange(20, dtype=torch.uint8), range(20))  # 19 * 20 is too large for uint8
+    assert torch.equal(seen.confusion, torch.eye(20, dtype=torch.int64))
 
 
 def test_the_confusion_matrix_is_shaded_by_row() -> None:

@@ -139,9 +139,15 @@ class Hungry(Chain):
     """Runs out of memory in training on more than `holds` samples on one rank, or raises another RuntimeError."""
 
     def __init__(
-        self, sample_shape: Sequence[int], num_outputs: int, holds: int = 12, rank: int = 0, lacks: str = "gpu"
+        self,
+        sample_shape: Sequence[int],
+        num_outputs: int,
+        holds: int = 12,
+        rank: int = 0,
+        lacks: str = "gpu",
+        batch_norm: bool = False,
     ):
-        super().__init__(sample_shape, num_outputs)
+        super().__init__(sample_shape, num_outputs, batch_norm=batch_norm)
         self.holds, self.rank = holds, rank
         self.error: RuntimeError = {
             "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 bytes."),

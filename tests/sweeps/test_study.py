@@ -32,7 +32,7 @@ class Counted(Toy):
         self.fails = hidden == 1
 
     def forward(self, samples):
-        if self.training:
+        if self.training and len(samples) > 3:  # not in a dry run
             with open(f"rank-{os.environ.get('RANK', '0')}", "a") as file:
                 file.write("step\\n")
             if self.fails:
@@ -70,7 +70,7 @@ def test_ranks_run_the_same_trials_and_prune_at_the_same_step(commands: Commands
         assert result["step"] == (48 if job.state == "finished" else max(trial.intermediate_values))
         if job.state == "finished":
             assert trial.value == job.metrics["val/loss"]
-        num_steps += 2 + result["step"]  # the dry runs look for random numbers, and under ddp for unused parameters
+        num_steps += result["step"]
     assert [(tmp_path / f"rank-{rank}").read_text().count("step") for rank in (0, 1)] == [num_steps] * 2
 
 

@@ -19,7 +19,7 @@ from commands import Commands, wait_until
 from custom_files import write_files
 from worlds import jobs_of, only_run
 
-from runner.records.ledger import JobRecord
+from runner.records.ledger import JobRecord, read_ledger
 from runner.records.records import RunRecord
 from runner.records.result import write_result
 from runner.sweeps.jobs import Job
@@ -123,6 +123,17 @@ def test_a_resumed_sweep_runs_unfinished_and_new_jobs(here: Here, tmp_path: Path
     untouched = {job.number: modification_times(job) for job in after}
     assert here("-m", f"resume={only_run(tmp_path).path}") == 0
     assert {job.number: modification_times(job) for job in jobs_of(tmp_path)} == untouched
+
+
+def test_jobs_with_equal_values_run_once_and_names_keep_what_was_typed(
+    here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swept = (*TOY, "max_steps=1", "name=1e5,x,1e5", "optimizer.lr=0.1,1e-1", "seed=1,'1'")
+    assert here("-m", *swept, "backend.timeout_s='60'") == 0
+    jobs = read_ledger(only_run(tmp_path, "1e5").path)
+    assert [(job.label, job.state) for job in jobs] == [("0-name-1e5", "finished"), ("1-name-x", "finished")]
+    assert "equal values: 10 of 12 jobs would repeat another one, and run only once\n" in capsys.readouterr().out
+    assert [result_of(job.directory)["seed"] for job in jobs] == [1, 1]
 
 
 @pytest.mark.thorough
@@ -242,7 +253,8 @@ def test_a_sweep_that_is_killed_twice_runs_each_job_to_its_end_once(commands: Co
 @pytest.mark.thorough
 def test_a_failure_on_one_rank_fails_only_its_job(commands: Commands, custom: Path) -> None:
     """The second of four jobs in one world raises on rank 1; the weights of the others are those of a single run."""
-    zipped = ("hydra.sweeper.zip=[model.fails,seed]", "model.fails=false,true,false,false", "seed=1,0,0,1")
+    zipped = ("hydra.sweeper.zip=[model.fails,seed,log_every]", "model.fails=false,true,false,false")
+    zipped += ("seed=1,0,0,1", "log_every=1,1,1,2")  # equal jobs would run once
     done, other = commands.forked_world(2, "-m", *CUSTOM, "parallel=ddp", *zipped)
     assert (done.returncode, other.returncode) == (1, 1)
     jobs = jobs_of(custom)

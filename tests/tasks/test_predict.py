@@ -140,6 +140,23 @@ def test_predictions_are_the_outputs_of_the_model(convnet: Run, tmp_path: Path) 
     assert there.result["state"] == "finished" and there.result["step"] == 3
 
 
+def test_samples_of_a_part_of_the_data_are_named_by_their_indices_in_the_data(tmp_path: Path) -> None:
+    """Also in the records of task=trace. The target of each sample is its index."""
+    np.save(tmp_path / "x.npy", np.zeros((40, 2), np.float32))
+    np.save(tmp_path / "y.npy", np.arange(40, dtype=np.float32)[:, None])
+    files = (f"data.inputs.train={tmp_path}/x.npy", f"data.targets.train={tmp_path}/y.npy")
+    of_data = ("data=arrays", *files, "data.sample_shape=[2]", "data.num_outputs=1", "val_fraction=0.25")
+    done = train(tmp_path, "model=linear", "loss=mse", *of_data, "batch_size=8")
+    with (predicted(done, tmp_path / "csv", 1).path / "predictions.csv").open() as file:
+        indices = [(float(row["index"]), float(row["target_0"])) for row in csv.DictReader(file)]
+    assert len(indices) == 10 and all(index == target for index, target in indices)
+
+    there = run(tmp_path / "trace", 1, "task=trace", f"run={done.path}", "task.last=1", "logger=none")
+    record = torch.load(there.path / "trace" / "1.0")["loss"]
+    ((_, targets),) = record["rows"]["tensor .1 of the batch"]
+    assert record["samples"] == [targets.flatten().tolist()]
+
+
 def test_mappings_and_sequences_have_names(tmp_path: Path) -> None:
     done = train(tmp_path, *HEADS)
     there = predicted(done, tmp_path / "csv", 2, "parallel=ddp")

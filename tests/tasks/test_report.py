@@ -17,7 +17,7 @@ from runner.errors import InputError
 from runner.records.ledger import write_lines, write_state
 from runner.records.records import read_jobs, read_trial
 from runner.records.report.render import as_text, closing, command_of
-from runner.records.report.statistics import Summary, mean_of, show, summarize
+from runner.records.report.statistics import Summary, mean_of, summarize
 
 PNG = b"\x89PNG\r\n"
 
@@ -62,9 +62,9 @@ def test_the_deviation_is_the_sample_standard_deviation() -> None:
     mean = mean_of([0.5, 0.7])
     assert mean.value == pytest.approx(0.6) and mean.deviation == pytest.approx(math.sqrt(0.02))
     assert str(mean) == "0.6000 ± 0.1414"
-    assert str(mean_of([0.25])) == "0.2500" and str(mean_of([1500.0, 2500.0])) == "2,000 ± 707"
+    assert str(mean_of([0.25])) == "0.2500" and str(mean_of([1500.0, 2500.0])) == "2,000.00 ± 707.11"
     assert mean_of([1.0, math.nan]).deviation is None
-    assert show(0.00001234) == "1.234e-05" and show(0.0) == "0.0000"
+    assert str(mean_of([1500.0, 2500.0]).rounded()) == "2,000 ± 707"
 
 
 def test_jobs_that_differ_only_in_the_seed_are_one_row_and_the_best_row_comes_first(tmp_path: Path) -> None:

@@ -93,3 +93,52 @@ def run_probe(rank: int, world_size: int) -> None:
         outputs = probe(model, call_model, torch.zeros(2, 1, 8, 8))
     torch.testing.assert_close(outputs, torch.full((2, 3), 1 / 3).log())
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Shared:
+    """An object with tensors that is no module."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.itself = tensor, self
+
+
+class Plain(nn.Linear):
+    """Has tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = torch.rand(4)
+        self.halves = self.scale[:2], self.scale[2:]
+        self.nested = {"shared": Shared(self.scale), "list": [torch.ones(2), "text"]}
+        self.copied = self.weight.detach() * 2
+        self.teacher = [nn.Linear(4, 2).requires_grad_(False)]
+        self.parameter_list = [self.weight]
+        with torch.no_grad():
+            self.scale.mul_(2)
+
+
+def test_other_tensors_are_created_at_once() -> None:
+    run_ranks(compare_other_tensors, 1)
+
+
+def compare_other_tensors(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    expected = Plain()
+    torch.manual_seed(3)
+    model, deferred, warnings = build_deferred("mine", Plain)
+    assert deferred is not None and not warnings
+    assert model.weight.is_meta and model.parameter_list[0] is model.weight
+    assert model.nested["shared"].tensor is model.scale
+    for read in (
+        lambda each: each.scale,
+        lambda each: each.halves[1],
+        lambda each: each.nested["list"][0],
+        lambda each: each.copied,
+        lambda each: each.teacher[0].weight,
+    ):
+        assert torch.equal(read(model), read(expected))
+    assert isinstance(model.teacher[0].weight, nn.Parameter) and not model.teacher[0].weight.requires_grad
+    model.scale.zero_()
+    assert not model.halves[0].any()  # still a view
+    deferred.materialize([model], CPU)
+    assert torch.equal(model.weight, expected.weight)

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,8 +11,10 @@ from torch import nn
 from runner import Objective
 from runner.input.batch import MicroBatch, StepBatch
 from runner.optimization.precision import Precision
+from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
+from runner.training.model.forward_state import ForwardState, mark_as_stateful, restoring_all
 from runner.training.model.submodules import attach_submodule
 
 
@@ -55,6 +57,95 @@ def test_the_additional_pass_of_terms_is_undone() -> None:
     for _ in parts:
         torch.rand((), generator=expected)
     assert torch.equal(model.generator.get_state(), expected.get_state())
+
+
+class Saving(nn.Module):
+    """A model of two layers with an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.calls = nn.Linear(2, 2), nn.Linear(2, 1), torch.zeros(2)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_an_extra_state_is_stored_once_for_several_losses() -> None:
+    class Two(Objective):
+        losses: ClassVar[dict[str, str]] = {"one": "first", "two": "last"}
+
+    model, cpu = Saving(), torch.device("cpu")
+    recipe = Recipe(model, Two(), lambda p: torch.optim.SGD(p, 0.1), Precision("fp32", cpu), None, cpu, None)
+    made = prepare_loss_groups(recipe, lambda group: Replica(recipe, torch.optim.SGD(group.parameters, 0.1), group))
+    state = made.state()
+    assert state.facts["extra_state"] == {"_extra_state": {"dict": [["calls", {"tensor": "_extra_state.calls"}]]}}
+    assert "extra_state._extra_state.calls" in state.chunks
+    weights = made.weights()
+    assert torch.equal(weights["_extra_state"]["calls"], model.calls) and weights.keys() == model.state_dict().keys()
+
+
+class Listing(nn.Module):
+    """A model with state that is restored only if it is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.inner = nn.Linear(2, 1).requires_grad_(False), nn.BatchNorm1d(2)
+        self.tensor, self.nested = torch.zeros(2), {"calls": [0], "tensor": torch.zeros(1)}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.teacher.weight.data.add_(1)
+        self.tensor.add_(1)
+        self.tensor, self.new = self.tensor + 1, 1
+        self.nested["calls"].append(1)
+        self.nested["tensor"].mul_(2).add_(1)
+        return self.teacher(self.inner(inputs))
+
+
+def test_all_state_of_marked_objects_is_restored() -> None:
+    model, inputs = Listing(), torch.randn(4, 2)
+    mark_as_stateful(model)
+    mark_as_stateful(model.teacher)
+    before, tensors = copy.deepcopy(vars(model)), (model.tensor, model.nested["tensor"])
+    state = ForwardState(model)
+    first = model(inputs)
+    state.restore()
+    assert model.nested["calls"] == [0] and not hasattr(model, "new") and model.tensor is tensors[0]
+    assert model.nested["tensor"] is tensors[1] and not any(tensor.any() for tensor in tensors)
+    torch.testing.assert_close(model.state_dict(), before["_modules"] and _state_dict(before), rtol=0, atol=0)
+    assert torch.equal(model(inputs), first)
+
+
+def _state_dict(attributes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    modules = attributes["_modules"].items()
+    return {f"{name}.{key}": value for name, module in modules for key, value in module.state_dict().items()}
+
+
+def test_a_pass_before_the_run_copies_only_what_it_writes() -> None:
+    """A module that registers tensors in its first forward keeps them, and a lazy one its parameters."""
+
+    class Growing(Listing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lazy = nn.LazyLinear(1)
+            self.late = nn.Identity()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self.late, "layer"):
+                self.late.layer = nn.Linear(2, 1)
+            return super().forward(inputs) + self.lazy(inputs) + self.late.layer(inputs)
+
+    model = Growing()
+    weight = model.teacher.weight.clone()
+    with restoring_all(model, Terms()):
+        model(torch.randn(4, 2))
+    assert model.nested["calls"] == [0] and torch.equal(model.teacher.weight, weight)
+    layer = model.late.layer
+    assert isinstance(model.lazy, nn.Linear) and model.lazy.weight.shape == (1, 2)
+    model(torch.randn(4, 2))
+    assert model.late.layer is layer
 
 
 def test_a_sequential_model_does_not_call_the_objective_that_is_added_to_it() -> None:

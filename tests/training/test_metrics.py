@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import sklearn.metrics
 import torch
+import torchmetrics
 import yaml
 from torch import nn
 
@@ -14,13 +15,16 @@ from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.objectives.losses import CrossEntropy
+from runner.objectives.losses import BCE, CrossEntropy
+from runner.objectives.supervised import Supervised
 from runner.paths import CONF
 from runner.training.components import make_metrics
 from runner.training.metrics.class_counts import F1, IoU
 from runner.training.metrics.classification import Accuracy, Perplexity, TopK
+from runner.training.metrics.classification import Auto as AutoMetrics
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.regression import MAE, R2
+from runner.training.metrics.torchmetrics_adapter import TorchMetric
 
 ALONE = World(RankInfo(), None, Backend())
 
@@ -98,6 +102,42 @@ def test_mae_and_r2_compare_elements() -> None:
         assert math.isnan(value(R2(), outputs, torch.full((40, 3), constant).double()))
 
 
+def test_metrics_accept_integers_of_every_type() -> None:
+    outputs, targets = drawn(60, 20), classes(60, below=20)
+    outputs[::2] = nn.functional.one_hot(targets[::2], 20).float()
+    metrics = {
+        "accuracy": Accuracy(3),
+        "top_k": TopK(2),
+        "f1": F1(),
+        "iou": IoU(),
+        "perplexity": Perplexity(-(2**62)),
+        "mae": MAE(),
+        "of_labels": F1(ignore_index=-256),
+        "torchmetrics": torchmetrics.classification.MulticlassCohenKappa(20),
+    }
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64):
+        for name, metric in metrics.items():
+            given, wanted = outputs, targets
+            if name == "mae":
+                given = outputs[:, 0]
+            if name == "of_labels":
+                given, wanted = outputs[:, :2], targets[:, None].repeat(1, 2) % 2
+            metric = TorchMetric(name, metric) if name == "torchmetrics" else metric
+            assert measure(metric, given, wanted.to(dtype)) == measure(metric, given, wanted), (name, dtype)
+    assert value(Accuracy(), drawn(60, 2), classes(60, below=2).bool()) == value(
+        Accuracy(), drawn(60, 2), classes(60, below=2)
+    )
+
+
+def test_the_default_metrics_follow_the_loss() -> None:
+    outputs, targets = drawn(12, 1), classes(12)
+    for loss in (nn.MSELoss(), BCE(), nn.GaussianNLLLoss()):
+        objective = Supervised(loss)
+        objective.settle(outputs[:1], targets[:1], ragged=False)
+        assert AutoMetrics().choose(outputs, objective.fit_targets(outputs, targets)) == {}, loss
+    assert AutoMetrics().choose(drawn(12, 5), targets.to(torch.uint16)).keys() == {"accuracy"}
+
+
 @pytest.mark.parametrize("average", ["macro", "micro"])
 def test_f1_of_classes(average: Any) -> None:
     outputs, targets = LAYOUTS["per pixel"]
@@ -146,7 +186,7 @@ def test_iou_of_regions() -> None:
         (Accuracy(), drawn(1, 5), classes(1, 3), "not [1, 5] for torch.int64 [1, 3]"),
         (Accuracy(), {"a": drawn(1, 5)}, classes(1), "not ({a: tensor [1, 5]}, tensor [1]); write a custom metric"),
         (TopK(6), drawn(1, 5), classes(1), "selected index k out of range"),
-        (MAE(), drawn(1, 5), classes(1, 5), "it compares numbers of one shape, not [1, 5] with torch.int64 [1, 5]"),
+        (MAE(), drawn(1, 5), classes(1), "it compares numbers of one shape, not [1, 5] with torch.int64 [1]"),
         (F1(), drawn(1, 5, 2), classes(1, 4), "it needs scores (N, C), (N, C, ...) or (N, ..., C)"),
     ],
 )

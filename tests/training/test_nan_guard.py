@@ -33,6 +33,11 @@ class Points(TensorDataset):
         super().__init__(inputs, targets)
 
 
+class Whole(Points):  # has no validation split
+    def __init__(self, bad: list[int], value: float = float("nan")):
+        super().__init__(True, bad, value)
+
+
 class Rooted(Objective):
     def loss(self, model, batch):  # its gradient at 0 is infinite
         outputs, targets = model(batch[0]), batch[1]
@@ -115,6 +120,18 @@ def test_a_gradient_that_is_not_finite_stops_the_run(ranks: int, tmp_path: Path,
     told = assert_stopped(tmp_path, 2)
     assert "the samples of the step are 8, 9, 10, 11, 12, 13, 14, 15\n" in told
     assert "no response from" not in told
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [("nan", "not finite themselves are 31"), ("100", "of the step are .*31")]
+)
+def test_samples_are_named_by_their_indices_in_the_whole_training_split(
+    value: str, problem: str, tmp_path: Path, folder: str
+) -> None:
+    part = ("data._target_=points_with_holes.Whole", "val_fraction=0.25", "objective=rooted")
+    with pytest.raises(RankError, match="loss"):
+        run(tmp_path, 1, folder, *SMALL, *part, "data.bad=[31]", f"data.value={value}")
+    assert re.search(rf"{problem}\b", the_run(tmp_path).result["error"])
 
 
 @pytest.mark.parametrize(

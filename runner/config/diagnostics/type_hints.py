@@ -5,7 +5,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union
 
 from runner.errors import nearest
@@ -26,6 +26,25 @@ def suits(annotation: Any, value: Any) -> bool:
         return _suits_class(kind, arguments, value)
     except TypeError:
         return True  # not a class, or a Protocol or TypedDict, which isinstance rejects
+
+
+def convert(annotation: Any, value: Any, parse: Callable[[str], Any]) -> Any:
+    """Return the value with each unsuitable text in it replaced by `parse` of the text, if that suits."""
+    if suits(annotation, value):
+        return value
+    kind, arguments = _parts(annotation)
+    if kind is Union:
+        converted = ((member, convert(member, value, parse)) for member in arguments)
+        return next((found for member, found in converted if suits(member, found)), value)
+    if isinstance(value, str):
+        return parsed if suits(annotation, parsed := parse(value)) else value
+    if isinstance(value, list) and arguments:
+        has_one_each = kind is tuple and arguments[-1] is not Ellipsis and len(arguments) == len(value)
+        of_items = arguments if has_one_each else [arguments[0]] * len(value)
+        return [convert(of_item, item, parse) for of_item, item in zip(of_items, value, strict=True)]
+    if isinstance(value, Mapping) and len(arguments) == 2:
+        return {name: convert(arguments[1], item, parse) for name, item in value.items()}
+    return value
 
 
 def fix(annotation: Any, value: Any, default: Any = None) -> str:

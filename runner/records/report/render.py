@@ -9,10 +9,11 @@ from runner.errors import printable
 from runner.records.attempts import error_line
 from runner.records.monitor import LOSS, evaluation_metrics
 from runner.records.records import RunRecord, finished_jobs
-from runner.records.report.statistics import Row, Summary, show, summarize
-from runner.records.tables import Cells, csv_table, markdown_table, text_table, without_empty_columns
+from runner.records.report.statistics import Mean, Row, Summary, summarize
+from runner.records.tables import Cells, csv_table, format_number, markdown_table, text_table, without_empty_columns
 
-OTHER_METRICS = ("train/loss", "samples_per_second")  # shown after those of evaluations
+SPEED = "samples_per_second"
+OTHER_METRICS = ("train/loss", SPEED)  # shown after those of evaluations
 MAX_METRICS = 4  # of evaluations
 MAX_HOLES = 6  # configurations that are named
 
@@ -34,17 +35,21 @@ def table(report: Summary) -> Cells:
     cells = [[*(report.keys or ["run"]), *metrics, "n", "unfinished", "code"]]
     has_codes = len({job.code for job in report.finished}) > 1
     for row in report.rows:
-        numbers = [str(row.means[name]) if name in row.means else "" for name in metrics]
+        numbers = [_describe(name, row.means[name]) if name in row.means else "" for name in metrics]
         code = ", ".join(dict.fromkeys(job.code or "none" for job in row.finished)) if has_codes else ""
         cells.append([*(row.values.values() or [row.name]), *numbers, str(len(row.finished)), _states(row), code])
     return without_empty_columns(cells)
+
+
+def _describe(name: str, mean: Mean) -> str:
+    return str(mean.rounded() if name == SPEED else mean)
 
 
 def effects(report: Summary) -> Cells:
     """Return the effect of each key: the mean over the configurations with each of its values."""
     cells = [["key", "value", f"mean {report.metric}", "configurations"]]
     for key, values in report.effects.items():
-        cells += [[key, value, show(mean.value), str(mean.count)] for value, mean in values]
+        cells += [[key, value, format_number(mean.value), str(mean.count)] for value, mean in values]
     return cells
 
 

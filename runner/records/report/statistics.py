@@ -11,7 +11,7 @@ from runner.errors import InputError, did_you_mean
 from runner.records.ledger import is_sweep
 from runner.records.monitor import BY_LOSS, Monitor
 from runner.records.records import RunRecord, finished_jobs, varied_keys
-from runner.records.tables import as_number
+from runner.records.tables import as_number, format_number
 
 # Parts of metric names: such a metric is minimized, if no job monitors it.
 MINIMIZED = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes", "mae", "mse")
@@ -27,7 +27,16 @@ class Mean:
     count: int
 
     def __str__(self) -> str:
-        return show(self.value) + ("" if self.deviation is None else f" ± {show(self.deviation, like=self.value)}")
+        if self.deviation is None:
+            return format_number(self.value)
+        return f"{format_number(self.value)} ± {format_number(self.deviation, like=self.value)}"
+
+    def rounded(self) -> "Mean":
+        """Return the mean and the deviation as integers, if they are finite."""
+        parts = (self.value, self.deviation)
+        value, deviation = (round(part) if part is not None and math.isfinite(part) else part for part in parts)
+        assert value is not None
+        return Mean(value, deviation, self.count)
 
 
 @dataclass(frozen=True)
@@ -149,18 +158,6 @@ def mean_of(values: Sequence[float]) -> Mean:
     mean = statistics.fmean(values)
     deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
     return Mean(mean, deviation, len(values))
-
-
-def show(value: float, like: float | None = None) -> str:
-    """Format the number with four decimals, with fewer if it (or `like`) is large, and with more if it is tiny."""
-    size = abs(value if like is None else like)
-    if not math.isfinite(value) or not math.isfinite(size):
-        return str(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size >= 100:
-        return f"{value:.1f}"
-    return f"{value:.4f}" if size >= 0.001 or value == 0 else f"{value:.4g}"
 
 
 def _row(values: dict[str, str], jobs: list[RunRecord]) -> Row:

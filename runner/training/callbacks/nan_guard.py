@@ -4,7 +4,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -63,7 +63,8 @@ class NanGuard(Callback):
     def before_forward(self) -> None:
         """Copy what the forward changes, such as BatchNorm's statistics, to restore it after a skip."""
         if self._action == "skip":
-            self._before = ForwardState(self._experiment.recipe.module)
+            recipe = self._experiment.recipe
+            self._before = ForwardState(recipe.module, recipe.objective)
 
     def allows_update(self, update: Update) -> bool:
         if self._action == "go_on":
@@ -92,7 +93,7 @@ class NanGuard(Callback):
             problem += f" of the last steps, {median:.6g}"
         else:
             return True
-        samples = f"the samples of the step are {_listed(self._samples_of_step(update.state))}"
+        samples = f"the samples of the step are {self._listed(self._samples_of_step(update.state))}"
         self._fail(update, problem, samples, follows=not gradient_is_finite and self._world.world_size > 1)
 
     def after_step(self, now: Progress) -> None:
@@ -113,9 +114,9 @@ class NanGuard(Callback):
 
     def _fail_by_loss(self, update: Update) -> NoReturn:
         indices = [index for micro_batch in update.batch.micro_batches for index in micro_batch.indices]
-        samples = f"the samples of this rank are {_listed(indices)}"
+        samples = f"the samples of this rank are {self._listed(indices)}"
         if not_finite := _samples_not_finite(update.batch):
-            samples += f"; not finite themselves are {_listed(not_finite)}"
+            samples += f"; not finite themselves are {self._listed(not_finite)}"
         else:
             time.sleep(DELAY_S)
         self._fail(update, f"{update.name} is {update.loss.item()}", samples)
@@ -140,6 +141,10 @@ class NanGuard(Callback):
         sampler = replace(self._experiment.train_loader.sampler, micro_batches=1, data_rank=0, data_ranks=1)
         return next(sampler.local_batches(state.epoch, state.step_in_epoch))
 
+    def _listed(self, indices: Sequence[int]) -> str:
+        """Return the dataset's indices of these samples of the training split."""
+        return counted([*map(str, self._experiment.train_loader.dataset.dataset_indices(indices))], MAX_LISTED)
+
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return True if all elements are finite, with one synchronization with the device.
@@ -162,7 +167,3 @@ def _samples_not_finite(batch: StepBatch) -> list[int]:
                 rows |= set((~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist())
         found += [micro_batch.indices[row] for row in sorted(rows)]
     return found
-
-
-def _listed(indices: Iterable[int]) -> str:
-    return counted([*map(str, indices)], MAX_LISTED)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from runner.records.monitor import Monitor, evaluation_metrics, main_metrics
+from runner.records.tables import format_number
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
 from runner.training.throughput import ThroughputMeter
 
@@ -42,7 +43,8 @@ class ProgressBar(Callback):
             return
         self._train_loss = {"train/loss": now.metrics["train/loss"]}
         if self._bar:
-            text = f"loss {now.metrics['train/loss']:.4f}  {self._meter.samples_per_second or 0:,.0f} samples/s"
+            rate = format_number(round(self._meter.samples_per_second or 0))
+            text = f"loss {format_number(now.metrics['train/loss'])}  {rate} samples/s"
             self._bar.update(self._task, completed=now.step, description=text)
 
     def after_evaluation(self, now: Progress) -> None:
@@ -51,9 +53,9 @@ class ProgressBar(Callback):
         first = others[: MAX_METRICS - len(monitored)]
         known = self._train_loss | {name: now.metrics[name] for name in now.metrics if name in (*monitored, *first)}
         fields = [f"epoch {now.epoch:3d}  step {now.step:6d}"]
-        fields += [f"{name} {value:.4f}" for name, value in known.items()]
+        fields += [f"{name} {format_number(value)}" for name, value in known.items()]
         if rate := self._meter.samples_per_second:
-            fields.append(f"{rate:,.0f} samples/s")
+            fields.append(f"{format_number(round(rate))} samples/s")
         log.info("%s", "  ".join(fields))
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:

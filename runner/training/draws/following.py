@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,11 @@ class Draws:
         follows: True if the random numbers follow the samples. False if nothing is drawn, or if a draw cannot follow
             them: torch then draws all numbers, with a different seed for each data rank.
         sample_dims: The dim of the samples, by function and number of dims.
+        repeats: How many times the samples occur along their dim, by function and number of dims; 1 if it is missing. 0
+            means that the entries of a sample are not adjacent, as in torch.cat([x, x]).
+        find_repeats: Returns the number of repeats for a tensor that a random function receives, in a dry run.
         common: The functions and shapes of draws that all samples share.
-        of_samples: The functions and shapes, without the dim of the samples, of the other draws.
+        of_samples: The functions and shapes of the other draws for one sample, and the lines of user code.
         recomputes: True if the model itself calls torch.utils.checkpoint around a draw.
         shard: The index of this rank's part and the number of parts, while a forward computes sharded features.
     """
@@ -37,8 +40,10 @@ class Draws:
     device: torch.device = field(default_factory=functools.partial(torch.device, "cpu"))
     follows: bool = False
     sample_dims: dict[tuple[str, int], int] = field(default_factory=dict)
+    repeats: dict[tuple[str, int], int] = field(default_factory=dict)
+    find_repeats: Callable[[tuple[str, int], int, int, Tensor], int] | None = None
     common: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
-    of_samples: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    of_samples: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)
     recomputes: bool = False
     shard: tuple[int, int] | None = None
     key: int = 0
@@ -106,6 +111,16 @@ class Draws:
         """True until the computed stage of a pipeline calls its first module, which seeds the generators."""
         return self._stage < self._computed_stage
 
+    def repeats_of(self, kind: tuple[str, int], width: int, dim: int, like: Tensor | None) -> int:
+        """Return how many times the samples occur along their dim, which has `width` entries per sample."""
+        if self.find_repeats is not None and like is not None and width > 1:
+            return self.find_repeats(kind, width, dim, like)
+        repeats = self.repeats.get(kind, 1) or width
+        if width % repeats:
+            self.warn(f"{kind[0]} draws for {width} entries per sample, unlike in the dry run")
+            return 1
+        return repeats
+
     def warn(self, what: str) -> None:
         """Log once that a draw does not follow the samples."""
         if not self._has_warned:
@@ -128,31 +143,54 @@ class Following(DrawMode):
     def _keys(self) -> Tensor:
         return sample_keys(self._indices, self._draws.device)
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> Rows | None:
-        name, draws, size = function.__name__, self._draws, torch.Size(shape)
+    def rows(
+        self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool
+    ) -> Rows | None:
+        name, draws, size, count = function.__name__, self._draws, torch.Size(shape), max(1, len(self._indices))
         if draws.precedes_stage:
             draws.warn(f"{name} draws before the first module of a pipeline's stage")
         if (name, size) in draws.common:
             return None
-        if (dim := draws.sample_dims.get((name, len(size)))) is None or size[dim] % max(1, len(self._indices)):
+        if (dim := draws.sample_dims.get((name, len(size)))) is None or size[dim] % count:
             draws.warn(f"{name} draws a tensor of shape {[*size]}, unlike in the dry run")
             return None
+        of_one = of_sample(size, dim, count)
+        start = self._start(name, of_one, dim)
+        repeats = draws.repeats_of((name, len(size)), of_one[dim], dim, like)
+        if in_order and (start or repeats > 1 or (name, of_one) not in draws.of_samples):
+            draws.warn(f"{name} draws {[*of_one]} numbers of a sample, unlike in the dry run")
         call = torch.empty(2, dtype=torch.int64).random_().to(draws.device)
-        return Rows(self._keys + call, size, dim, self._sharded(name, size, dim))
+        return Rows(self._keys + call, size, dim, repeats, start)
 
-    def _sharded(self, name: str, size: torch.Size, dim: int) -> tuple[int, int, int] | None:
-        """Return the sharded dim (the last one, or that of the heads), and `shard`; None if no dim is sharded."""
+    def _start(self, name: str, of_one: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Return the first index along each dim of the part of a sample that this rank draws; () if it draws all.
+
+        Between sharded layers, the features (the last dim) or the heads of attention are split. Heads are the third
+        last dim; in a shape such as (N * heads, L, L) it contains the samples, too. Other tensors there, such as
+        residual ones, are whole. The dry run has drawn whole tensors: the dim that was larger by the number of parts is
+        split. If other sizes also differ from the dry run, because samples have different lengths, the most equal sizes
+        decide.
+        """
         if (shard := self._draws.shard) is None:
-            return None
-        for sharded in (len(size) - 1, len(size) - 3):
-            whole = [n * shard[1] if d == sharded else n for d, n in enumerate(size)]
-            if (name, without(whole, dim)) in self._draws.of_samples:
-                return sharded, *shard
-        if (name, without(size, dim)) not in self._draws.of_samples:  # samples have different lengths
-            return len(size) - (3 if name.startswith("scaled") else 1), *shard
-        return None
+            return ()
+        drawn = {
+            shape: lines
+            for (other, shape), lines in self._draws.of_samples.items()
+            if other == name and len(shape) == len(of_one)
+        }
+        line = calling_line()
+        part, parts = shard
+        scores = {-1: 0}  # by split dim; -1 for none
+        for shape in [shape for shape, lines in drawn.items() if line in lines] or drawn:
+            for split in (len(shape) - 3, len(shape) - 1, -1):
+                whole = tuple(n * parts if d == split else n for d, n in enumerate(of_one))
+                if split == -1 or (split >= 0 and whole[split] == shape[split] and (split != dim or shape[dim] > 1)):
+                    equal = sum(n == m for n, m in zip(whole, shape, strict=True))
+                    scores[split] = max(scores.get(split, 0), equal)
+        best = max(scores, key=lambda split: (scores[split], split >= 0, split == len(of_one) - 3))
+        return () if best == -1 else tuple(part * n if d == best else 0 for d, n in enumerate(of_one))
 
 
-def without(size: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return the shape without one of its dims."""
-    return tuple(n for d, n in enumerate(size) if d != dim)
+def of_sample(shape: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
+    """Return the shape of one of the samples."""
+    return tuple(n // count if d == dim else n for d, n in enumerate(shape))

@@ -3,23 +3,55 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 from torch.overrides import TorchFunctionMode
 
 from runner.input.rng import seed_torch
+from runner.training.draws.distributions import FILLS, bernoulli, multinomial
 from runner.training.draws.generator import Rows
 
 
 class DrawMode(TorchFunctionMode):
     """Calls `rows` for each random function, with the shape that it draws. If `rows` returns None, torch draws."""
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> Rows | None:
+    def rows(
+        self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool
+    ) -> Rows | None:
+        """Return the random numbers of a tensor of this shape.
+
+        Args:
+            function: The random function.
+            shape: The shape that it draws.
+            kwargs: Its keyword arguments.
+            like: A tensor with the same samples along the same dim, if the function has one.
+            in_order: True if torch's generator draws the numbers of a sample, one after the other.
+        """
         raise NotImplementedError
+
+    def draw(
+        self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None = None, in_order: bool = False
+    ) -> Rows | None:
+        """Call `rows`. The iterations of torch.vmap(randomness="different") become the first dims of the shape."""
+        interpreters = [each for each in retrieve_all_functorch_interpreters() if isinstance(each, VmapInterpreter)]
+        if not interpreters:
+            return self.rows(function, shape, kwargs, like, in_order)
+        vmaps = sorted((each.level(), each.batch_size()) for each in interpreters if each.randomness() == "different")
+        if in_order and vmaps:
+            return None
+        with temporarily_clear_interpreter_stack():
+            rows = self.rows(function, [*(size for _, size in vmaps), *shape], kwargs, None, in_order)
+        return None if rows is None else replace(rows, levels=tuple(level for level, _ in vmaps))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # compiled code uses torch's generator
@@ -59,7 +91,7 @@ def _drop(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     if not named["train"] or p == 0:
         return None
     whole = 2 if "feature" in name else features.dim()
-    rows = mode.rows(func, [size if dim < whole else 1 for dim, size in enumerate(features.shape)], kwargs)
+    rows = mode.draw(func, [size if dim < whole else 1 for dim, size in enumerate(features.shape)], kwargs, features)
     if rows is None:
         return None
     kept = rows.bernoulli(1 - p).to(features)
@@ -73,12 +105,25 @@ def _drop(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     return result if shift is None else result.add_(shift)
 
 
+def _leak(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiply elements that are not positive by random slopes."""
+    named = dict(zip(("input", "lower", "upper", "training"), args, strict=False)) | kwargs
+    features, low, high = named["input"], named.get("lower", 1 / 8), named.get("upper", 1 / 3)
+    rows = mode.draw(func, features.shape, kwargs, features) if named.get("training") else None
+    if rows is None:
+        return None
+    slopes = rows.uniform(features.dtype) * (high - low) + low
+    factor = torch.where(features.detach() <= 0, slopes, 1.0)
+    return features.mul_(factor) if func.__name__.endswith("_") else features * factor
+
+
 def _attend(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Compute attention with dropout of its weights, by the implementation of torch that returns the weights."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = dict(zip(names, args, strict=False)) | kwargs
     p, value = named.pop("dropout_p", 0.0), named["value"]
-    rows = mode.rows(func, [*named["query"].shape[:-1], named["key"].size(-2)], {}) if p > 0 else None
+    query, shape = named["query"], [*named["query"].shape[:-1], named["key"].size(-2)]
+    rows = mode.draw(func, shape, {}, query) if p > 0 else None
     if rows is None:
         return None
     if (mask := named.get("attn_mask")) is not None and mask.dtype == torch.bool:
@@ -90,50 +135,88 @@ def _attend(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _create(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Create a tensor of uniform or normal numbers, of a given shape or of the shape of a tensor."""
-    name, options = func.__name__, {key: kwargs[key] for key in kwargs if key not in ("generator", "requires_grad")}
+    """Create a tensor of uniform or normal numbers or of integers, of a given shape or of the shape of a tensor."""
+    name, bounds = func.__name__, list[Any]()
+    options = {key: kwargs[key] for key in kwargs if key not in ("generator", "requires_grad", "low", "high")}
+    if name.startswith("randint"):  # (input, low, high) or (low, high, size); low is optional
+        bounds = [value for value in args if not isinstance(value, (Tensor, tuple, list))]
+        args = [value for value in args if isinstance(value, (Tensor, tuple, list))]
+        bounds += [kwargs[key] for key in ("low", "high") if key in kwargs]
+        if name == "randint" and "out" not in kwargs and kwargs.get("dtype") is None:
+            options["dtype"] = torch.int64
     tensor = (torch.empty_like if name.endswith("like") else torch.empty)(*args, **options)
-    rows = None if tensor.is_complex() else mode.rows(func, tensor.shape, kwargs)
+    like = args[0] if args and isinstance(args[0], Tensor) else None
+    rows = None if tensor.is_complex() else mode.draw(func, tensor.shape, kwargs, like)
     if rows is None:
         return None
-    drawn = rows.normal(tensor.dtype) if name.startswith("randn") else rows.uniform(tensor.dtype)
-    return tensor.copy_(drawn).requires_grad_(kwargs.get("requires_grad", False))
+    if bounds:
+        drawn = rows.integers(*[0, *map(int, bounds)][-2:])
+    else:
+        drawn = rows.normal(tensor.dtype) if name.startswith("randn") else rows.uniform(tensor.dtype)
+    drawn = drawn.to(tensor) if rows.levels else tensor.copy_(drawn)
+    return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
 
 
 def _fill(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Fill a tensor with uniform or normal numbers, or with samples of a Bernoulli distribution."""
-    tensor, name, defaults = args[0], func.__name__, _ARGUMENTS[func.__name__]
-    values = {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
-    first, *rest = (values[key] for key in defaults)
-    if isinstance(first, Tensor):
-        return _draw_each(mode, func, args, kwargs)
-    rows = None if tensor.is_complex() else mode.rows(func, tensor.shape, kwargs)
+    """Fill a tensor with random numbers of a distribution."""
+    tensor, *given = args
+    defaults, draw = FILLS[func.__name__]
+    if func.__name__ == "random_" and len(given) == 1:
+        given = [0, *given]
+    values = {**defaults, **dict(zip(defaults, given, strict=False)), **kwargs}
+    rows = None if tensor.is_complex() else mode.draw(func, tensor.shape, kwargs)
+    return None if rows is None else tensor.copy_(draw(rows, tensor.dtype, *(values[key] for key in defaults)))
+
+
+def _sample(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return samples of normal or Bernoulli distributions with these parameters."""
+    names = ("mean", "std", "size") if func.__name__ == "normal" else ("input", "p")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    given = [named[name].detach() for name in names if isinstance(named.get(name), Tensor)]
+    shape = named["size"] if "size" in named else torch.broadcast_shapes(*(tensor.shape for tensor in given))
+    rows = mode.draw(func, shape, kwargs, next((tensor for tensor in given if tensor.shape == shape), None))
     if rows is None:
         return None
-    if name == "bernoulli_":
-        return tensor.copy_(rows.bernoulli(first))
-    drawn, factor = (rows.uniform, rest[0] - first) if name == "uniform_" else (rows.normal, rest[0])
-    return tensor.copy_(drawn(tensor.dtype) * factor + first)
+    dtype = kwargs.get("dtype") or (given[0].dtype if given else torch.get_default_dtype())
+    if func.__name__ == "normal":
+        mean, std = (value.detach() if isinstance(value, Tensor) else value for value in map(named.get, names[:2]))
+        drawn = rows.normal(dtype) * (1.0 if std is None else std) + (0.0 if mean is None else mean)
+    else:
+        drawn = bernoulli(rows, dtype, named.get("p", given[0])).to(dtype)
+    return drawn if kwargs.get("out") is None else kwargs["out"].copy_(drawn)
+
+
+def _choose(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return samples of multinomial distributions."""
+    named = dict(zip(("input", "num_samples", "replacement"), args, strict=False)) | kwargs
+    weights, count, replacement = named["input"].detach(), named["num_samples"], named.get("replacement", False)
+    is_common = weights.dim() == 1  # then the drawn indices, not the weights, may have a dim of the samples
+    if is_common and not replacement:
+        return None
+    shape = [*weights.shape[:-1], count] if replacement else weights.shape
+    rows = mode.draw(func, shape, kwargs, None if is_common else weights)
+    if rows is None:
+        return None
+    if not rows.levels and not (weights.amin() >= 0 and weights.sum(-1).min() > 0 and weights.sum().isfinite()):
+        return None  # torch reports invalid weights
+    drawn = multinomial(rows, weights, replacement)[..., :count]
+    return drawn if kwargs.get("out") is None else kwargs["out"].copy_(drawn)
 
 
 def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Call any other function of tensors or of a size once per sample, after seeding torch's generator."""
+    """Call any other function once per sample, after seeding torch's generator."""
     given = [*args, *kwargs.values()]
     shapes = [value.shape for value in given if isinstance(value, Tensor)]
-    if func.__name__ == "multinomial" and len(shapes[0]) == 1:
-        return None  # the drawn numbers, not the weights, may have a dim of the samples
-    sizes: list[Any] = [value for value in given if isinstance(value, (tuple, list))]
-    shape = torch.broadcast_shapes(*shapes) if shapes else [*sizes, given[:1]][0]
-    rows = mode.rows(func, shape, kwargs)
+    shape = torch.broadcast_shapes(*shapes) if shapes else given[:1]
+    rows = mode.draw(func, shape, kwargs, in_order=True)
     if rows is None or not len(rows.keys):
         return None
     dim, seeds, device = rows.dim, rows.seeds(), rows.keys.device
     width = shape[dim] // len(seeds)
 
     def of_sample(value: Any, number: int) -> Any:
-        if isinstance(value, Tensor) and value.dim() == len(shape) and value.size(dim) == shape[dim]:
-            return value.narrow(dim, number * width, width)
-        return [*value[:dim], width, *value[dim + 1 :]] if isinstance(value, (tuple, list)) else value
+        is_of_samples = isinstance(value, Tensor) and value.dim() == len(shape) and value.size(dim) == shape[dim]
+        return value.narrow(dim, number * width, width) if is_of_samples else value
 
     parts = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -141,17 +224,18 @@ def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
             seed_torch(seed, device)
             named = {key: of_sample(value, number) for key, value in kwargs.items()}
             parts.append(func(*(of_sample(value, number) for value in args), **named))
-    return args[0] if func.__name__.endswith("_") else torch.cat(parts, dim)
+    return torch.cat(parts, dim)
 
 
-_ARGUMENTS = {"uniform_": {"from": 0.0, "to": 1.0}, "normal_": {"mean": 0.0, "std": 1.0}, "bernoulli_": {"p": 0.5}}
 _BY_NAMES: dict[str, Callable[[DrawMode, Any, Any, Any], Any]] = {
     "dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout": _drop,
     "feature_alpha_dropout_": _drop,
-    "rand randn rand_like randn_like": _create,
-    "uniform_ normal_ bernoulli_": _fill,
-    "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet randperm": _draw_each,
-    "randint randint_like exponential_ geometric_ cauchy_ log_normal_ random_": _draw_each,
+    "rrelu rrelu_": _leak,
+    "rand randn randint rand_like randn_like randint_like": _create,
+    " ".join(FILLS): _fill,
+    "bernoulli normal": _sample,
+    "multinomial": _choose,
+    "poisson binomial _standard_gamma _sample_dirichlet randperm": _draw_each,
 }
 REPLACEMENTS = {F.scaled_dot_product_attention: _attend} | {
     getattr(owner, name): replacement

@@ -1,33 +1,39 @@
 """A counter-based generator: each sample has its own stream of random numbers in each call of a random function."""
 
-import math
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _add_batch_dim, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # The constants of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), as int64.
 _GAMMA, _FIRST, _SECOND = (
     constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+# A multiplier for congruential generators (Steele, Vigna, "Computationally easy, spectrally good multipliers for
+# congruential pseudorandom number generators", 2022). `_steps` explains its use.
+_MULTIPLIER = 0xD1342543DE82EF95
 _DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # of a uniform number; 24 in other dtypes
 
 
 def sample_keys(indices: Sequence[int], device: torch.device) -> Tensor:
     """Return two keys of each sample, (n, 2)."""
-    return random_bits(torch.tensor(indices, dtype=torch.int64, device=device)[:, None].expand(-1, 2), 2)
+    index = torch.tensor(indices, dtype=torch.int64, device=device)[:, None]
+    return random_bits(torch.tensor([0, _GAMMA], device=device), index, index)
 
 
-def random_bits(keys: Tensor, count: int) -> Tensor:
-    """Return 64 random bits for each position of each sample, (n, 2) -> (n, count) in int64.
+def random_bits(positions: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return 64 random bits for each position and pair of keys, which are broadcast, in int64.
 
-    This is the output function of SplitMix64 for the first key and the position, with the second key added between its
-    two rounds. In SplitMix64, two streams overlap if their keys differ by a multiple of the increment.
+    This is the output function of SplitMix64 for the sum of the first key and the position, with the second key added
+    between its two rounds. In SplitMix64, two streams overlap if their keys differ by a multiple of the increment.
     """
-    state = torch.arange(count, device=keys.device) * _GAMMA + keys[:, :1]
+    state = positions + first
     shifted = torch.empty_like(state)
-    for shift, key, factor in ((30, 0, _FIRST), (27, keys[:, 1:], _SECOND), (31, 0, 1)):
+    for shift, key, factor in ((30, 0, _FIRST), (27, second, _SECOND), (31, 0, 1)):
         torch.bitwise_right_shift(state, shift, out=shifted)
         shifted &= (1 << (64 - shift)) - 1  # the shift repeats the sign
         state ^= shifted
@@ -37,37 +43,88 @@ def random_bits(keys: Tensor, count: int) -> Tensor:
     return state
 
 
+@functools.cache
+def _steps(count: int) -> list[int]:
+    """Return the distance of the positions of neighbors along each of the last dims, as int64.
+
+    It is the increment of SplitMix64 along the last dim, and grows by the factor `_MULTIPLIER` with each dim before it.
+    Two elements of a tensor have the same position if the differences s0, s1, ... of their indices solve
+    s0 + s1 * factor + s2 * factor**2 + ... = 0 modulo 2**64. The spectral test measures the shortest solution: the
+    factor was chosen to make it longer than 4e9, 2e6, 6e4 and 7e3 in 2, 3, 4 and 5 dims, close to the largest possible.
+    """
+    steps = [_GAMMA * pow(_MULTIPLIER, power, 2**64) % 2**64 for power in reversed(range(count))]
+    return [step - 2**64 if step >= 2**63 else step for step in steps]
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The random numbers of one call of a random function, which differ for each sample."""
+    """The random numbers of one call of a random function, which differ for each sample.
 
-    keys: Tensor  # two keys per sample, for this call, (n, 2)
-    shape: torch.Size  # the shape of the tensor to draw
-    dim: int  # the dim of the samples, which may have several entries per sample
-    sharded: tuple[int, int, int] | None = None  # a dim that is split, this rank's part, and the number of parts
+    The number of an element depends on its indices along the other dims, and not on the sizes of the dims, so that
+    padding of samples changes none of their numbers.
+
+    Attributes:
+        keys: Two keys per sample, for this call, (n, 2).
+        shape: The shape of the tensor to draw.
+        dim: The dim of the samples. It may have several entries per sample.
+        repeats: How many times the samples occur along the dim. The entries of a sample in one occurrence are adjacent.
+        start: The first index along each dim, if the tensor is a part of the tensor to draw. Along the dim of the
+            samples, it is the first of the adjacent entries of a sample.
+        levels: The levels of torch.vmap whose iterations are the first dims of the shape, from the outermost.
+    """
+
+    keys: Tensor
+    shape: torch.Size
+    dim: int
+    repeats: int = 1
+    start: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
 
     def words(self, size: int) -> Tensor:
         """Return 32 or 64 random bits for each element, as integers."""
-        whole = list(self.shape)
-        if self.sharded is not None:
-            whole[self.sharded[0]] *= self.sharded[2]
-        whole.insert(0, whole.pop(self.dim))
-        count = math.prod(whole) // max(1, len(self.keys))
-        if size == 64:
-            words = random_bits(self.keys, count)
-        else:
-            words = random_bits(self.keys, (count + 1) // 2).view(torch.int32)[:, :count]
-        words = words.reshape(whole).movedim(0, self.dim)
-        if self.sharded is None:
+        if peek_interpreter_stack() is None:
+            return self._words(size)
+        with temporarily_clear_interpreter_stack():  # also of torch.func.grad
+            words = self._words(size)
+            for level in self.levels:
+                words = _add_batch_dim(words, 0, level)
             return words
-        dim, number, _ = self.sharded
-        return words.narrow(dim, number * self.shape[dim], self.shape[dim])
+
+    def _words(self, size: int) -> Tensor:
+        dim, count = self.dim, len(self.keys)
+        width = self.shape[dim] // max(1, count * self.repeats)
+        start = self.start or (0,) * len(self.shape)
+        # Split the dim of the samples: (..., repeats, samples, adjacent entries, ...).
+        sizes = [*self.shape[:dim], self.repeats, count, width, *self.shape[dim + 1 :]]
+        starts = [*start[:dim], 0, 0, *start[dim:]]
+        offset = 0
+        if size == 32:  # the two halves of 64 bits belong to neighbors along the last dim
+            starts[-1], offset = divmod(starts[-1], 2)
+            sizes[-1] = (sizes[-1] + offset + 1) // 2
+        terms: list[Tensor] = []
+        for number in reversed(range(len(sizes))):
+            if number != dim + 1 and (not terms or starts[number] or sizes[number] != 1):
+                indices = torch.arange(starts[number], starts[number] + sizes[number], device=self.keys.device)
+                terms.append((indices * _steps(len(sizes))[number]).view(-1, *[1] * (len(sizes) - number - 1)))
+        first, second = self.keys.T.reshape(2, count, *[1] * (len(sizes) - dim - 2))
+        words = random_bits(functools.reduce(torch.add, terms), first, second).expand(sizes)
+        if size == 32:
+            last = self.shape[-1] if dim + 1 < len(self.shape) else width
+            words = words.view(torch.int32).narrow(-1, offset, last)
+        return words.reshape(self.shape)
 
     def uniform(self, dtype: torch.dtype) -> Tensor:
         """Return uniform numbers in [0, 1): multiples of 2**-53 in float64, and of 2**-24 in float32."""
         size, digits = (64 if dtype == torch.float64 else 32), _DIGITS.get(dtype, 24)
         kept = (self.words(size) >> (size - digits)) & (2**digits - 1)
         return kept.to(dtype) * 2.0**-digits
+
+    def positive(self, dtype: torch.dtype) -> Tensor:
+        """Return uniform numbers in (0, 1), in float64 or float32: odd multiples of 2**-53 or of 2**-24."""
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        size, digits = (64, 52) if dtype == torch.float64 else (32, 23)
+        kept = (self.words(size) >> (size - digits)) & (2**digits - 1)
+        return (kept.to(exact) + 0.5) * 2.0**-digits
 
     def normal(self, dtype: torch.dtype) -> Tensor:
         """Return numbers of the standard normal distribution (Box, Muller, 1958)."""
@@ -79,6 +136,12 @@ class Rows:
         """Return booleans that are True with this probability, rounded to a multiple of 2**-32."""
         return self.words(32) < min(round(probability * 2**32) - 2**31, 2**31 - 1)
 
+    def integers(self, low: int, high: int) -> Tensor:
+        """Return integers in [low, high); the probabilities differ by less than (high - low) * 2**-63."""
+        bits = self.words(64) & (2**63 - 1)
+        return bits if (low, high) == (0, 2**63) else bits % (high - low) + low
+
     def seeds(self) -> list[int]:
         """Return a seed of each sample, in [0, 2**63)."""
-        return [bits % 2**63 for (bits,) in random_bits(self.keys, 1).tolist()]
+        first, second = self.keys.T
+        return [bits % 2**63 for bits in random_bits(torch.zeros_like(first), first, second).tolist()]

@@ -1,13 +1,16 @@
 """A dry run that records the random functions of a model, and finds the dim of the samples in their draws."""
 
+import functools
 import random
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import von_mises
 from torch.utils import checkpoint
 
 from runner.config.schema import Config
@@ -16,8 +19,9 @@ from runner.input.batch import MicroBatch
 from runner.input.rng import isolated, seed_all
 from runner.input.source import Source
 from runner.objectives.objective import Objective
-from runner.training.draws.following import Draws, without
+from runner.training.draws.following import Draws, of_sample
 from runner.training.draws.functions import DrawMode
+from runner.training.draws.sample_order import find_order
 from runner.training.dry_run import read_float32
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
@@ -31,6 +35,8 @@ class Draw(NamedTuple):
     line: str
     problem: str = ""  # why the draw cannot follow the samples
     is_recomputed: bool = False  # True within torch.utils.checkpoint, which may recompute the draw
+    is_rejected: bool = False  # True if the draw is repeated until the numbers of all samples are accepted
+    in_backward: bool = False  # True in a hook of a gradient
 
 
 class Recording(DrawMode):
@@ -39,16 +45,23 @@ class Recording(DrawMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws: list[Draw] = []
+        self.has_hooks = False  # True if the forward has registered hooks of gradients
+        self.in_backward = False
         self._expected = torch.get_rng_state()
 
-    def rows(self, function: Any, shape: Sequence[int], kwargs: Any) -> None:
+    def rows(self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool) -> None:
         problem = "uses a custom generator" if kwargs.get("generator") is not None else ""
-        is_recomputed = any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in traceback.walk_stack(None))
-        self.draws.append(Draw(function.__name__, tuple(shape), calling_line(), problem, is_recomputed))
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
+        is_recomputed, is_rejected = (module.__file__ in files for module in (checkpoint, von_mises))
+        line = calling_line()
+        self.draws.append(
+            Draw(function.__name__, tuple(shape), line, problem, is_recomputed, is_rejected, self.in_backward)
+        )
         torch.default_generator.manual_seed(len(self.draws))  # later draws do not depend on this shape
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.check("code before a function of torch")
+        self.has_hooks |= func is Tensor.register_hook
         num_draws = len(self.draws)
         result = super().call(func, args, kwargs)
         if len(self.draws) > num_draws:
@@ -103,6 +116,9 @@ def record_draws(
         problem = f"model={choices['model']} or the objective draws numbers of NumPy or `random` for each sample"
     if not problem and config.compile:
         problem = "compile=true draws the random numbers of compiled code by torch's generator"
+    if not problem and len(source) > 1:
+        with suppress(Exception):  # training reports an error with other samples
+            problem = find_order(draws, module, objective, functools.partial(read_float32, config, source))
     draws.follows = not problem
     end = "so that results depend on the number of ranks and micro_batches"
     return [f"{problem}, {end}"] if problem else [], replaced
@@ -114,11 +130,22 @@ def _run(
     parameters = {name: tensor for name, tensor in model.named_parameters() if name in trained}
     with recording:
         for name in objective.losses:
-            objective.measure(model, name, micro_batch)
+            loss = objective.measure(model, name, micro_batch)
+            if recording.has_hooks or _has_hooks(model):
+                recording.in_backward = True
+                loss.value.sum().backward()
+                recording.in_backward = False
+                model.zero_grad()
         model.eval()
         objective.evaluate(model, micro_batch)
     model.train()  # also modules that the passes have added
     return [name for name, tensor in model.named_parameters() if parameters.get(name, tensor) is not tensor]
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Return True if the model has hooks of gradients, which may draw random numbers."""
+    parts: list[Any] = [*model.modules(), *model.parameters()]
+    return any(part._backward_hooks for part in parts) or any(part._backward_pre_hooks for part in model.modules())
 
 
 def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
@@ -131,18 +158,25 @@ def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
             return f"{where} {draw.problem}"
         draws.recomputes |= draw.is_recomputed
         if draw.shape == larger.shape:
+            if draw.in_backward and not draw.is_recomputed:
+                return f"{where} draws for a gradient of all samples"
             draws.common.add((draw.name, draw.shape))
             continue
+        if draw.is_rejected:
+            return f"{where} draws until the numbers of all samples are accepted"
         kind, pairs = (draw.name, len(draw.shape)), list(zip(draw.shape, larger.shape, strict=False))
         grown = [dim for dim, (size, size_of_three) in enumerate(pairs) if size != size_of_three]
         if len(grown) != 1 or 3 * pairs[grown[0]][0] != 2 * pairs[grown[0]][1] or draw.name == "randperm":
             return f"{where} draws {list(draw.shape)} numbers for two samples together"
         if draws.sample_dims.setdefault(kind, grown[0]) != grown[0]:
             return f"{where} has the samples along dim {grown[0]}, another call along dim {draws.sample_dims[kind]}"
-        draws.of_samples.add((draw.name, without(draw.shape, grown[0])))
+        draws.of_samples.setdefault((draw.name, of_sample(draw.shape, grown[0], 2)), set()).add(draw.line)
     for name, shape in draws.common:
         dim = draws.sample_dims.get((name, len(shape)))
-        if dim is not None and (name, without(shape, dim)) in draws.of_samples:
-            same = quantity(shape[dim], "sample")
-            return f"{name} draws {list(shape)} numbers for all samples, and the same shape for {same} in another call"
+        for other, of_one in draws.of_samples:
+            if dim is not None and other == name and len(of_one) == len(shape):
+                count = shape[dim] // max(1, of_one[dim])
+                if count and shape == tuple(n * count if d == dim else n for d, n in enumerate(of_one)):
+                    same = f"the same shape for {quantity(count, 'sample')} in another call"
+                    return f"{name} draws {list(shape)} numbers for all samples, and {same}"
     return ""

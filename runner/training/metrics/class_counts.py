@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 
+from runner.input.batch import widen_integers
 from runner.training.metrics.shapes import ClassDim, ClassMetric, IgnoreIndex, check_tensors
 
 
@@ -47,7 +48,7 @@ class _ClassCounts(ClassMetric):
         return torch.stack([true_positives, predictions - true_positives, occurrences - true_positives])
 
     def _of_labels(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        dims = [dim for dim in range(targets.dim()) if dim != 1]
+        dims, targets = [dim for dim in range(targets.dim()) if dim != 1], widen_integers(targets)
         wanted, predicted = targets > 0.5, outputs > self._threshold
         counts = torch.ones_like(wanted) if self._ignored is None else targets != self._ignored
         cells = (predicted & wanted, predicted & ~wanted, ~predicted & wanted)

@@ -55,7 +55,7 @@ class Perplexity(ClassMetric):
         logits, classes = self.positions(outputs, targets)
         scale = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         # log_softmax leaves log-probabilities as they are: their exponentials sum to 1
-        losses = -scale.log_softmax(-1).gather(-1, classes[:, None].long()).double()  # (positions, 1)
+        losses = -scale.log_softmax(-1).gather(-1, classes[:, None]).double()  # (positions, 1)
         return torch.stack([losses.sum(), losses.new_tensor(len(losses))])
 
     def compute(self, sums: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Auto:
         """Return accuracy, with options of the loss, for integer classes per sample or position; else nothing."""
         if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
             return {}
-        kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-        if targets.dtype not in kinds or find_class_dim(outputs, targets) is None:
+        dim = None if targets.is_floating_point() or targets.is_complex() else find_class_dim(outputs, targets)
+        if dim is None or outputs.size(dim) == 1:  # a single output is a number, such as a count
             return {}
         return {"accuracy": Accuracy(**of_loss)}

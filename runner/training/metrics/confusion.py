@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from runner.distributed.world import World
+from runner.input.batch import widen_integers
 from runner.input.pytree import map_tensors
 from runner.input.source import Source
 
@@ -23,8 +24,8 @@ class Predictions:
         self._sums = torch.zeros(num_classes**2 + self.num_samples, dtype=torch.int64, device=device)
 
     def add(self, outputs: torch.Tensor, targets: torch.Tensor, indices: Sequence[int]) -> None:
-        """Count the local samples of a batch: outputs (N, num_classes), targets (N,), dataset indices (N)."""
-        predicted = outputs.argmax(-1)
+        """Count the local samples of a batch: outputs (N, num_classes), targets (N,), positions in the split (N)."""
+        predicted, targets = outputs.argmax(-1), widen_integers(targets)
         cells = self.num_classes**2
         # Ignored targets may be negative, and a model may have more outputs than there are classes.
         known = (targets >= 0) & (targets < self.num_classes) & (predicted < self.num_classes)

@@ -15,6 +15,7 @@ from runner.training.metrics.contract import Metric, Rows
 
 DTYPES = (  # of sums and rows, which other ranks receive as an index of this list
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
 )
 
@@ -111,7 +112,7 @@ class MetricSums:
         self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for is_rows, _ in layouts if is_rows]
 
     def add(self, outputs: Any, targets: Any, indices: Sequence[int]) -> None:
-        """Add a local batch. `compute` sorts Rows by `indices`, the positions of the samples in the dataset."""
+        """Add a local batch. `compute` sorts Rows by `indices`, the positions of the samples in their split."""
         rows, added = iter(self._rows), []
         for metric in self._tried.values():
             for leaf in metric.update(outputs, targets):

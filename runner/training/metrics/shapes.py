@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 
+from runner.input.batch import widen_integers
 from runner.input.pytree import describe
 from runner.objectives.losses import find_class_dim, fits
 
@@ -39,7 +40,8 @@ class ClassMetric:
                 "it needs scores (N, C), (N, C, ...) or (N, ..., C) for integer classes (N, ...), not "
                 f"{list(outputs.shape)} for {targets.dtype} {list(targets.shape)}"
             )
-        scores, classes = outputs.movedim(self._class_dim, -1).flatten(0, -2), targets.flatten()
+        scores = outputs.movedim(self._class_dim, -1).flatten(0, -2)
+        classes = widen_integers(targets).flatten()
         if self._ignored is None:
             return scores, classes
         counts = classes != self._ignored
@@ -60,14 +62,14 @@ def check_tensors(outputs: object, targets: object) -> None:
 
 
 def as_pairs(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return real outputs and targets of one shape (N, ...) in float64; outputs (N, 1) also fit targets (N).
+    """Return outputs and targets of one shape (N, ...) in float64; outputs (N, 1) also fit targets (N).
 
-    Raises ValueError for other shapes and for integer targets.
+    Raises ValueError for other shapes.
     """
     check_tensors(outputs, targets)
     if outputs.shape == (*targets.shape, 1):
         outputs = outputs.squeeze(-1)
-    if outputs.shape != targets.shape or not targets.is_floating_point():
+    if outputs.shape != targets.shape:
         raise ValueError(
             f"it compares numbers of one shape, not {list(outputs.shape)} with {targets.dtype} {list(targets.shape)}"
         )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from runner.errors import InputError
+from runner.input.batch import widen_integers
 from runner.input.pytree import tensors
 from runner.training.metrics.contract import Rows, Sums, Value
 from runner.training.metrics.metric_sums import DTYPES
@@ -56,7 +57,8 @@ class TorchMetric:
         if device is not None and device != self._metric.device:
             self._metric.to(device)
         self._metric.reset()
-        self._metric.update(outputs, targets)
+        # Tensors in a structure, such as the masks of objects, may have to be uint8.
+        self._metric.update(outputs, widen_integers(targets) if isinstance(targets, torch.Tensor) else targets)
         sums: dict[str, Any] = {}
         for name, kind in self._kinds.items():
             state = getattr(self._metric, name)

@@ -8,9 +8,10 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from runner.distributed.module_class import subclass_of
 from runner.errors import InputError
 from runner.training.model.forward_state import ForwardState
-from runner.training.model.submodules import called_modules, stages_or_children, subclass_of
+from runner.training.model.submodules import stages_or_children, whole_modules
 
 Extent = str | int  # none, full, or n: every nth block
 
@@ -38,7 +39,7 @@ def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
     blocks = [
         module
         for stage in stages_or_children(model)
-        for module in called_modules(model, stage)
+        for module in whole_modules(model, stage)
         if any(True for _ in module.children()) and any(True for _ in module.parameters())
     ]
     every = 1 if extent == "full" else int(extent)

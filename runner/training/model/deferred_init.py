@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_map_only
 from runner.errors import first_line
 from runner.input.pytree import tensors
 from runner.objectives.objective import ForwardWrapper
+from runner.training.model.attributes import map_attributes
 
+T = TypeVar("T")
 PLACEHOLDER = 0.01  # not 0, because normalizing weights would divide by it
 
 Memory = dict[int, torch.UntypedStorage]  # by the meta tensors' storage
@@ -44,6 +46,8 @@ class Deferred(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[_Call] = []
+        self.error: Exception | None = None  # of an operator on the meta device
+        self.build_normally: Callable[[BaseException], Built]
         # The tensors as the constructor created them, with its dtypes, by module and name.
         self._origins: dict[tuple[nn.Module, str], Tensor] = {}
 
@@ -54,6 +58,13 @@ class Deferred(TorchDispatchMode):
             kwargs["device"] = torch.device("meta")
         elif not any(tensor.is_meta for tensor in given):
             return func(*args, **kwargs)  # only constants
+        try:
+            return self._record(func, args, kwargs)
+        except Exception as error:
+            self.error = error  # the constructor may catch it, and build another model than it would normally
+            raise
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         seen = tree_map_only(Tensor, _alias, (args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._run(func, seen, self._replay(_metas(seen)))
@@ -71,6 +82,24 @@ class Deferred(TorchDispatchMode):
             for key, tensor in chain(part._parameters.items(), part._buffers.items()):
                 if tensor is not None and tensor.is_meta:
                     self._origins[part, key] = _alias(tensor)
+
+    def create_attributes(self, module: nn.Module) -> None:
+        """Replace the tensors on the meta device that are neither parameters nor buffers: they are never sharded."""
+        registered = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+        found: dict[int, Tensor] = {}
+
+        def find(tensor: Tensor) -> Tensor:
+            if tensor.is_meta and id(tensor) not in registered:
+                found[id(tensor)] = tensor
+            return tensor
+
+        map_attributes(module, find)
+        memory = self._replay([*found.values()])
+        real = {key: _real(tensor, memory).requires_grad_(tensor.requires_grad) for key, tensor in found.items()}
+        for key, tensor in found.items():
+            if isinstance(tensor, nn.Parameter):  # of a module that is not registered as a submodule
+                real[key] = nn.Parameter(real[key].detach(), tensor.requires_grad)
+        map_attributes(module, lambda tensor: real.get(id(tensor), tensor))
 
     def materialize(self, submodules: Iterable[nn.Module], device: torch.device) -> None:
         """Allocate the submodules' tensors on the device with their initial values; shared tensors remain shared."""
@@ -121,25 +150,71 @@ class Deferred(TorchDispatchMode):
         return operator(*args, **tree_map_only(torch.device, lambda _: torch.device("cpu"), kwargs))
 
 
-def build_deferred(name: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, Deferred | None, list[str]]:
+Built = tuple[nn.Module, Deferred | None, list[str]]  # the recording, if the module is deferred, and warnings
+
+
+def build_deferred(name: str, make: Callable[[], nn.Module]) -> Built:
     """Return the module that `make` builds, and its recording; or the normal module, None and a warning.
 
     A constructor that reads a file into tensors, for example, cannot be deferred: then it is called again normally,
     from the same random state. Its exceptions are raised.
     """
     random_state, deferred = torch.get_rng_state(), Deferred()
+
+    def build_normally(error: BaseException) -> Built:
+        reason = first_line(error).partition(". ")[0]  # torch explains what developers of operators can do
+        warning = (
+            f"model={name} cannot be built on the meta device ({reason}), so that every rank builds the whole model; "
+            "if its constructor loads weights, load them with init_from=FILE instead"
+        )
+        torch.set_rng_state(random_state)
+        return make(), None, [warning]
+
+    deferred.build_normally = build_normally
     try:
         with _Mask(), deferred:
             module = make()
-        deferred.record_names(module)
-        return module, deferred, []
-    except Exception as error:  # the model's own errors are raised again below
-        warning = (
-            f"model={name} cannot be built on the meta device ({first_line(error)}), so that every rank builds the "
-            "whole model; if its constructor loads weights, load them with init_from=FILE instead"
-        )
-    torch.set_rng_state(random_state)
-    return make(), None, [warning]
+        if deferred.error is None:
+            deferred.record_names(module)
+            deferred.create_attributes(module)
+            return module, deferred, []
+        error = deferred.error
+    except Exception as raised:  # the model's own errors are raised again below
+        error = raised
+    return build_normally(error)
+
+
+def run_built(built: Built, run: Callable[[nn.Module], T]) -> tuple[T, Built]:
+    """Return the result of a dry run of what `build_deferred` has returned, and the same; or build normally first.
+
+    This is necessary if forward uses a tensor on the meta device that is found only here, such as one in a closure.
+    """
+    module, deferred, _ = built
+    try:
+        return run(module), built
+    except Exception as raised:
+        error: BaseException | None = raised
+        while not (error is None or isinstance(error, UninitializedTensor)):
+            error = error.__context__
+        if deferred is None or error is None:
+            raise
+    state = torch.get_rng_state()
+    built = deferred.build_normally(error)
+    torch.set_rng_state(state)
+    return run(built[0]), built
+
+
+class UninitializedTensor(Exception):
+    """Forward uses a tensor on the meta device, which is neither a parameter nor a buffer."""
+
+
+class RefusingMeta(TorchFunctionMode):
+    """Raises UninitializedTensor if a function has an argument on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(tensor.is_meta for tensor in tensors((args, kwargs))):
+            raise UninitializedTensor("forward uses a tensor that is found in no attribute of the model")
+        return func(*args, **(kwargs or {}))
 
 
 class _Mask(TorchFunctionMode):
@@ -152,10 +227,20 @@ class _Mask(TorchFunctionMode):
 def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: torch.device | None = None) -> Any:
     """Call a function of the model and these arguments, with a placeholder for weights that are not initialized.
 
-    The placeholder of a parameter is an expanded view of one number, on the device of the arguments.
+    The placeholder of a parameter is an expanded view of one number, on the device of the arguments. Raises
+    UninitializedTensor if the function uses another tensor that is not initialized.
     """
-    where = device or torch.device("cpu")
-    placeholders = {
+
+    def call(model: nn.Module) -> Any:
+        with RefusingMeta():
+            return function(model, *args)
+
+    return call_with(placeholders(module, device or torch.device("cpu")), module, call)
+
+
+def placeholders(module: nn.Module, where: torch.device) -> dict[Tensor, Tensor]:
+    """Return the replacements of the module's tensors that are on the meta device, or on another one than `where`."""
+    return {
         tensor: torch.full((), PLACEHOLDER, dtype=tensor.dtype, device=where).expand(tensor.size())
         if tensor.is_meta and isinstance(tensor, nn.Parameter)
         else torch.full_like(tensor, PLACEHOLDER, device=where)  # forward may write to a buffer
@@ -164,7 +249,6 @@ def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: t
         for tensor in chain(module.parameters(), module.buffers())
         if tensor.device != where
     }
-    return call_with(placeholders, module, function, *args)
 
 
 def call_with(new: Mapping[Any, Tensor], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:

@@ -4,22 +4,44 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import nn
 
 from runner.objectives.objective import Objective
+from runner.objectives.supervised import Supervised
+from runner.training.model.object_state import ObjectState
+
+# Objects whose attributes a forward changes, or whose parameters it writes, as `find_state` has seen; by their `id`.
+_stateful: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def mark_as_stateful(part: Any) -> None:
+    """Let `ForwardState` restore all that the object's attributes refer to, also the memory of its parameters."""
+    _stateful[id(part)] = part
+
+
+def parts_of(*objects: Any) -> list[Any]:
+    """Return the objects, the modules that they refer to directly, such as a loss, and all submodules."""
+    nested = [module for each in objects for module in vars(each).values() if isinstance(module, nn.Module)]
+    several = [each.modules() if isinstance(each, nn.Module) else [each] for each in (*objects, *nested)]
+    parts = [part for each in several for part in each]
+    return [*{id(part): part for part in parts}.values()]
 
 
 class ForwardState:
     """The buffers of modules, and the numbers, texts and random generators among the attributes of objects.
 
-    It includes all submodules. Other attributes, such as lists and dicts, are not restored.
+    It includes all submodules. Other attributes and parameters are only restored if they belong to a stateful object,
+    because copies of all would be too large for a step.
     """
 
     def __init__(self, *objects: Any):
-        parts = [part for each in objects for part in (each.modules() if isinstance(each, nn.Module) else [each])]
+        parts = parts_of(*objects)
+        self._objects = ObjectState([part for part in parts if _stateful.get(id(part)) is part], copies=True)
+        parts = [part for part in parts if _stateful.get(id(part)) is not part]
         self._buffers = [
             (part._buffers, name, buffer, buffer.clone())
             for part in parts
@@ -32,6 +54,7 @@ class ForwardState:
         self._generators = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
+        self._objects.restore()
         for buffers, name, buffer, value in self._buffers:
             buffer.data.copy_(value)  # `data`, because autograd may have saved the buffer and checks its version
             buffers[name] = buffer
@@ -44,32 +67,40 @@ class ForwardState:
 @contextmanager
 def restoring_state(model: nn.Module, objective: Objective) -> Iterator[None]:
     """Restore on exit what passes of a model and an objective change, also random generators and logged values."""
+    state = ForwardState(model, objective)
+    with _restoring_random(model, objective):
+        try:
+            yield
+        finally:
+            state.restore()
+
+
+@contextmanager
+def restoring_all(model: nn.Module, objective: Objective) -> Iterator[ObjectState]:
+    """Restore everything on exit, for passes before the run: also parameters, and what attributes refer to.
+
+    A tensor is copied only if an operator writes to it.
+    """
+    # The dry run settles the options of a supervised objective, which has no other state.
+    state = ObjectState([part for part in parts_of(model, objective) if not isinstance(part, Supervised)])
+    with _restoring_random(model, objective):
+        try:
+            with state.saving_writes():
+                yield state
+        finally:
+            state.restore()
+
+
+@contextmanager
+def _restoring_random(model: nn.Module, objective: Objective) -> Iterator[None]:
     gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    state, of_python, of_numpy = ForwardState(model, objective), random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     logged = objective._sums, objective.observed
     objective._sums = objective.observed = None
     with torch.random.fork_rng(gpus):
         try:
             yield
         finally:
-            state.restore()
             objective._sums, objective.observed = logged
             random.setstate(of_python)
             np.random.set_state(of_numpy)
-
-
-@contextmanager
-def restoring_bounded(model: nn.Module) -> Iterator[None]:
-    """Restore the weights of embeddings with `max_norm`, whose forward scales the rows that it reads."""
-    weights = [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    ]
-    before = [(weight, weight.detach().clone()) for weight in weights]
-    try:
-        yield
-    finally:
-        for weight, value in before:
-            if not weight.is_meta:
-                weight.detach().copy_(value)

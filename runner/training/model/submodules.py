@@ -1,16 +1,19 @@
 """Submodules of a model that sharding and activation checkpointing handle one by one."""
 
-import functools
 import inspect
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 from weakref import WeakSet
 
 from torch import nn
 
+from runner.distributed.module_class import subclass_of
 from runner.errors import InputError
 
 _attached: WeakSet[nn.Module] = WeakSet()
+# Modules that forward does not use as a whole: see record_calls in runner.training.model.forward_calls.
+divided: WeakSet[nn.Module] = WeakSet()
 
 
 def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None:
@@ -43,12 +46,6 @@ class _WithoutAttached(nn.Sequential):
         return len(self._modules) - 1
 
 
-@functools.cache
-def subclass_of(kind: Any, mixin: type) -> Any:
-    """Return a subclass of both, with the name and module of `kind`, to replace the class of an object."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
 def attached_loss(module: nn.Module) -> nn.Module | None:
     """Return the attached loss, or None."""
     loss = module._modules.get("loss")
@@ -77,7 +74,18 @@ def called_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
 
     A stage may be a temporary container of the model's modules; a ModuleList has no forward.
     """
-    of_model = set(model.modules()) - {model}
-    if submodule in of_model and type(submodule).forward is not nn.Module.forward:
-        return [submodule]
-    return [called for child in submodule.children() for called in called_modules(model, child)]
+    return _outermost(submodule, set(model.modules()) - {model}, set())
+
+
+def whole_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules in a submodule that belong to the model, and that forward uses only by calls.
+
+    Without `record_calls`, they are the same as `called_modules`.
+    """
+    return _outermost(submodule, set(model.modules()) - {model}, divided)
+
+
+def _outermost(module: nn.Module, accepted: AbstractSet[nn.Module], refused: AbstractSet[nn.Module]) -> list[nn.Module]:
+    if module in accepted and module not in refused and type(module).forward is not nn.Module.forward:
+        return [module]
+    return [part for child in module.children() for part in _outermost(child, accepted, refused)]

@@ -1,6 +1,6 @@
 """Samples, losses and objectives, each wrong in one way."""
 
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +12,10 @@ from runner import Objective
 class Points(TensorDataset):
     """Sample i: (4,) numbers and a class of 3."""
 
-    def __init__(self, train: bool, num_samples: int = 24):
+    def __init__(self, train: bool, num_samples: int = 24, dtype: str = "int64"):
         super().__init__(
             torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(int(train))),
-            torch.arange(num_samples) % 3,
+            (torch.arange(num_samples) % 3).to(getattr(torch, dtype)),
         )
 
 
@@ -86,6 +86,11 @@ class Square(Points):
         return point, kind.expand(3)
 
 
+class Outputs(NamedTuple):
+    classes: Any
+    auxiliary: Any
+
+
 class Net(nn.Module):
     """Two layers; `kind` selects what forward returns."""
 
@@ -97,6 +102,12 @@ class Net(nn.Module):
         outputs = self.second(self.first(inputs).tanh())
         if self.kind == "square":
             return outputs[:, :, None].expand(-1, -1, 3)
+        if self.kind == "auxiliary" and self.training:
+            return Outputs(outputs, outputs)
+        if self.kind == "failing" and self.training:
+            raise KeyError("in training")
+        if self.kind == "one":
+            return outputs[:, :1]
         return {"classes": outputs} if self.kind == "mapping" else outputs
 
     def stages(self):
