@@ -54,7 +54,7 @@ LOSSES = [
 DTYPES = ["int64"] * 3 + ["uint8"] * 2 + ["int8", "int16", "int32", "bool"]  # of classes; bool only of two
 TORCH, ADAM = "optimizer._target_=torch.optim", "optimizer=adam optimizer.eps=0.01"
 UNFUSED = f"{ADAM} ~optimizer.fused"
-OWN = "~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay optimizer._target_=fuzz_parts"
+OWN = "~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay optimizer._target_"
 # Adam and others divide a gradient by its size: a large eps hides the noise of gradients that are zero except for
 # rounding, such as that of a bias before BatchNorm.
 OPTIMIZERS = [
@@ -69,7 +69,7 @@ OPTIMIZERS = [
     f"{UNFUSED} ~optimizer.betas {TORCH}.Adadelta",
     f"{UNFUSED} ~optimizer.betas {TORCH}.RMSprop +optimizer.momentum=0.5",
     f"~optimizer.momentum ~optimizer.nesterov {TORCH}.ASGD +optimizer.t0=2",
-    *(f"{OWN}.{name}" for name in ("Langevin", "Normalized", "Lars")),
+    *(f"{OWN}={name}" for name in ("custom_optimizers.Langevin", "fuzz_parts.Normalized", "fuzz_parts.Lars")),
 ]
 SCHEDULES = ["scheduler=step scheduler.every_epochs=1", "scheduler=cosine scheduler.warmup_steps=2"]
 OPTIONS = [

@@ -415,22 +415,6 @@ class Outer(nn.Module):
         return {f"net.{name}": way for name, way in self.net.tensor_plan().items()}
 
 
-class Langevin(torch.optim.SGD):
-    """SGD that adds noise to the weights (Welling, Teh, 2011)."""
-
-    def __init__(self, params: Any, lr: float = 0.05, noise: float = 0.05):
-        super().__init__(params, lr=lr)
-        self.noise = noise
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(torch.randn_like(parameter), alpha=self.noise * group["lr"])
-
-
 class Normalized(torch.optim.SGD):
     """Divides the step by a statistic over all parameters, as Prodigy and D-Adaptation do."""
 
