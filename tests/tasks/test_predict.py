@@ -152,7 +152,7 @@ def test_samples_of_a_part_of_the_data_are_named_by_their_indices_in_the_data(tm
     assert len(indices) == 10 and all(index == target for index, target in indices)
 
     there = run(tmp_path / "trace", 1, "task=trace", f"run={done.path}", "task.last=1", "logger=none")
-    record = torch.load(there.path / "trace" / "1.0")["loss"]
+    record = torch.load(there.path / "trace" / "1.0", weights_only=True)["loss"]
     ((_, targets),) = record["rows"]["tensor .1 of the batch"]
     assert record["samples"] == [targets.flatten().tolist()]
 
