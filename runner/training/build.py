@@ -162,7 +162,8 @@ def build(
 
     if trains and parallel.needs_all_gradients and not world.is_imagined:
         local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
-        check_all_used(config, choices, module, objective, train_data, local_size, on_device)
+        may_skip = bool(draws.common)
+        check_all_used(config, choices, module, objective, train_data, local_size, on_device, world.device, may_skip)
     objective.is_distributed = world.world_size > 1
     # A deferred model is still on the meta device.
     synchronize_as_configured(config, module, axes, device=world.device if deferred else None)

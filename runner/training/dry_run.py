@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from runner.objectives.losses import CLASSES, ELEMENTWISE, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.parameter_patterns import counted
+from runner.training.draws.extremes import Extremes
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
@@ -196,29 +197,37 @@ def check_all_used(
     source: Source,
     local_size: int,
     on_device: Callable[[Any], Any],
+    device: torch.device,
+    may_skip: bool,
 ) -> None:
     """Raise InputError if a loss does not depend on all parameters that it trains, in training mode.
 
     A model may choose parameters by the samples. So if two samples do not use all of them, those of a local micro-batch
-    are tried. Exceptions are ignored, because training reports them.
+    are tried. With `may_skip`, it may also choose them by random numbers that all samples share, as in layer dropout:
+    the smallest and the largest numbers are tried. Exceptions are ignored, because training reports them.
     """
-    unused: list[str] = []
-    for count in (2, max(2, local_size)):
+
+    def find(count: int, mode: AbstractContextManager[Any]) -> list[str]:
         indices = range(min(count, len(source)))
         try:
-            with restoring_state(module, objective):
+            with restoring_state(module, objective), mode:
                 micro_batch = MicroBatch(on_device(source.read(indices, seed=config.seed)), indices)
-                unused = _find_unused(module, objective, micro_batch)
+                return _find_unused(module, objective, micro_batch)
         except Exception:
-            return
+            return []
         finally:
             module.zero_grad()
-        if not unused:
-            return
-    raise InputError(
-        f"parallel={choices['parallel']} needs the gradients of all trained parameters, but the loss does not depend "
-        f"on {counted(unused)}; try parallel.find_unused_parameters=true"
-    )
+
+    when = ""
+    unused = find(2, nullcontext()) and find(max(2, local_size), nullcontext())
+    if not unused and may_skip:
+        when = " with some random numbers"
+        unused = find(2, Extremes(False, device)) or find(2, Extremes(True, device))
+    if unused:
+        raise InputError(
+            f"parallel={choices['parallel']} needs the gradients of all trained parameters, but{when} the loss does "
+            f"not depend on {counted(unused)}; try parallel.find_unused_parameters=true"
+        )
 
 
 def _find_unused(module: nn.Module, objective: Objective, micro_batch: MicroBatch) -> list[str]:

@@ -126,6 +126,34 @@ def test_parameters_that_no_loss_depends_on_are_named_before_the_run() -> None:
     build_experiment(*of_model("Idle"), "parallel=ddp", "freeze=[unused]")
 
 
+class Skipping(nn.Module):
+    """Skips its second layer with a small probability, as in layer dropout (Fan, Grave, Joulin, 2019)."""
+
+    def __init__(self, sample_shape: list[int], num_outputs: int, draw: str = "rand"):
+        super().__init__()
+        self.first, self.last = nn.Linear(sample_shape[0], num_outputs), nn.Linear(num_outputs, num_outputs)
+        self.draw = draw
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        if self.draw == "rand":
+            skips = torch.rand([]) < 1e-4
+        elif self.draw == "uniform":
+            skips = torch.zeros(1).uniform_() > 0.9999
+        else:
+            skips = torch.bernoulli(torch.full((1,), 1e-4)) == 1
+        return hidden if self.training and skips else self.last(hidden)
+
+
+@pytest.mark.parametrize("draw", ["rand", "uniform", "bernoulli"])
+def test_layers_that_are_rarely_skipped_are_named_before_the_run(draw: str) -> None:
+    of_model = ("model=linear", "model._target_=test_special_parameters.Skipping", *TOY, f"+model.draw={draw}")
+    named = r"with some random numbers the loss does not depend on last\.weight, last\.bias"
+    with pytest.raises(InputError, match=f"parallel=ddp .*{named}; try parallel.find_unused_parameters=true"):
+        build_experiment(*of_model, "parallel=ddp")
+    build_experiment(*of_model, "parallel=ddp", "parallel.find_unused_parameters=true")
+
+
 class Router(nn.Module):
     """Uses an expert for each kind of samples, as a mixture of experts does; the step `idle` is the last one."""
 
