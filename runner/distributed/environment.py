@@ -27,6 +27,7 @@ class RankInfo:
     local_world_size: int = 1
     restart: int = 0  # how often the launcher has restarted this world
     source: str = ALONE  # what started the ranks
+    world_id: str = ""  # distinguishes the world from others that use the same port; empty if the launcher has no id
     master_addr: str = ""
     master_port: int = 0
     hosts_store: bool = False  # this process, and not an agent, serves the world's store
@@ -74,6 +75,7 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         local_world_size=local_world_size,
         restart=integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         source="torchrun" if is_torchrun else "environment variables",
+        world_id=environ.get("TORCHELASTIC_RUN_ID", ""),
         master_addr=master_addr,
         master_port=integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
@@ -143,6 +145,7 @@ def rank_info_of_step(environ: Mapping[str, str]) -> RankInfo:
         world_size=world_size,
         local_world_size=tasks[integer(environ, "SLURM_NODEID")],
         source="srun",
+        world_id=f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}",
         # A script may export another address and port.
         master_addr=environ.get("MASTER_ADDR") or ("localhost" if len(tasks) == 1 else address_of(first_node)),
         master_port=integer(environ, "MASTER_PORT", step_port(environ)),

@@ -37,7 +37,7 @@ class ProcessGroup:
             torch.cuda.set_device(device)
         self._choose_interface(backend)
         self._local_ranks.discover()
-        store = dist.PrefixStore("torch", self._store.namespace("group"))  # whose values are not signed
+        store = dist.PrefixStore("torch", self._store.namespace("group"))
         timeout = timedelta(seconds=backend.timeout_s)
         store.set_timeout(timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
         dist.init_process_group(

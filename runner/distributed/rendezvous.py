@@ -1,9 +1,7 @@
 """The rendezvous of a world's processes: each connects to the world's store, once."""
 
 import json
-import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -18,7 +16,6 @@ from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
 from runner.distributed.network import is_loopback
-from runner.distributed.signed_store import SignedStore, below, publish_secret, read_secret
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
 from runner.distributed.world_store import call_in_daemon, set_tcp_timeouts
@@ -41,7 +38,8 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
             exit_with_parent()
         connection = _connect(rank_info, backend.init, timeout_s)
         set_tcp_timeouts(connection, backend.timeout_s)
-        store = _with_signatures(connection, rank_info, timeout_s)
+        # A rank of another world that has reached this store by mistake must not read or change the keys of this one.
+        store = None if connection is None else dist.PrefixStore(f"runner/{rank_info.world_id}", connection)
         complete = rank_info if store is None else _wait_for_all(store, rank_info, timeout_s)
         _joined[rank_info] = World(complete, store, backend)
     return _joined[rank_info]
@@ -113,27 +111,9 @@ def _connect_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.
     return connecting.result()
 
 
-def _with_signatures(store: dist.Store | None, rank_info: RankInfo, timeout_s: float) -> dist.Store | None:
-    """Return the store with signed values if it is on one machine, or if the environment has a secret."""
-    secret = os.environ.get("RUNNER_STORE_SECRET", "").encode()
-    is_local = rank_info.on_one_machine and sys.platform == "linux"
-    if not isinstance(store, dist.TCPStore) or not (secret or is_local):
-        return store
-    key = f"secret{rank_info.restart}"
-    if not secret and rank_info.rank == 0:
-        publish_secret(store, key)
-    deadline = time.monotonic() + timeout_s + REPORT_TIMEOUT_S
-    if not secret and not (secret := _poll(partial(read_secret, store, key), deadline)):
-        raise InputError(
-            f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s, or is in another container than "
-            f"rank {rank_info.rank}; in that case set RUNNER_STORE_SECRET to the same random text for all ranks"
-        )
-    return SignedStore("runner", store, secret)
-
-
 def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
     """Wait until all ranks have connected. Return the info, with the fields that the environment did not define."""
-    arrivals = below(f"here{rank_info.restart}", store)
+    arrivals = dist.PrefixStore(f"here{rank_info.restart}", store)
     arrivals.set(str(rank_info.rank), socket.gethostname())
     if rank_info.rank == 0:
         deadline = time.monotonic() + timeout_s

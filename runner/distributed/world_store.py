@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from runner.distributed.environment import RankInfo
-from runner.distributed.signed_store import below
 
 T = TypeVar("T")
 RESPONSE_S = 5.0  # for the store to respond
@@ -27,19 +26,19 @@ class WorldStore:
         """connection: to the store of the ranks' rendezvous; None in a world of one rank."""
         self._rank_info, self._connection = rank_info, connection
         # A restarted world must not read keys that the one before it left in an agent's store (pytorch issue 135712).
-        self.root = None if connection is None else below(f"attempt{rank_info.restart}", connection)
+        self.root = None if connection is None else dist.PrefixStore(f"attempt{rank_info.restart}", connection)
         self.job: dist.Store | None = self.root  # both are None as well if the store does not respond
         self._num_jobs = 0
 
     def begin_job(self) -> None:
         """Use new keys for the next job. All ranks must call it."""
         if self.root is not None:
-            self.job = below(f"job{self._num_jobs}", self.root)
+            self.job = dist.PrefixStore(f"job{self._num_jobs}", self.root)
         self._num_jobs += 1
 
     def namespace(self, name: str) -> dist.Store:
         """Return a store of this job's keys under `name`."""
-        return dist.HashStore() if self.job is None else below(name, self.job)
+        return dist.HashStore() if self.job is None else dist.PrefixStore(name, self.job)
 
     def restart_file(self) -> Path | None:
         """Return the JSON file in which this machine's agent keeps texts for restarted ranks; None if there is none."""

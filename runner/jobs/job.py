@@ -17,7 +17,6 @@ from runner.distributed.failures.hung_ranks import raised_at
 from runner.distributed.failures.peer_failure import PeerMissing, is_peer_failure
 from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
 from runner.distributed.machine import choose_devices, set_threads
-from runner.distributed.signed_store import report_ignored
 from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
 from runner.errors import (
@@ -146,7 +145,6 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
                 raise
         finally:
             world.watchdog.stop()
-            report_ignored()
             if experiment is not None:
                 experiment.train_loader.close()
                 experiment.val_loader.close()

@@ -188,7 +188,7 @@ def join_rpc(world: World, recipe: Recipe, server: Server | None, allow_network:
             _imagined[:] = [parameter for parameter in recipe.module.parameters() if parameter.requires_grad]
         world.group.on_leave(lambda went_well: _imagined.clear())
         return
-    _stores[:] = [torch.distributed.PrefixStore("torch", world.store.namespace("rpc"))]  # its values are not signed
+    _stores[:] = [torch.distributed.PrefixStore("torch", world.store.namespace("rpc"))]
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="runner://",  # torch's own store would listen on all interfaces
         rpc_timeout=world.backend.timeout_s,

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,30 @@ def test_missing_rank_is_named_at_the_rendezvous(tmp_path: Path) -> None:
         wait_until((tmp_path / "refused").exists)  # rank 0 serves the store
 
     run_ranks(meet, 2, forms_group=False)
+
+
+def test_a_rank_does_not_join_another_run_at_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of the run b reaches the store of the run a, whose own rank 1 comes later."""
+    monkeypatch.setattr("runner.distributed.rendezvous.REPORT_TIMEOUT_S", 0.0)
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    stranger_left = multiprocessing.get_context("fork").Event()
+
+    def meet(process: int, world_size: int) -> None:
+        rank, run = [("0", "a"), ("1", "b"), ("1", "a")][process]
+        rank_info = find_rank_info(environ={**environ, "RANK": rank, "TORCHELASTIC_RUN_ID": run})
+        rank_info = replace(rank_info, has_parent=False)
+        if run == "b":
+            with pytest.raises(InputError, match="rank 0 of 2 did not appear within"):
+                join(rank_info, Backend(name="gloo", device="cpu"), timeout_s=0.5)
+            stranger_left.set()
+            return
+        if rank == "1":
+            assert stranger_left.wait(100)
+        world = join(rank_info, Backend(name="gloo", device="cpu"), timeout_s=120)
+        world.consensus.first_error("met", [])  # rank 0 must not exit before
+        world.shutdown.close()
+
+    run_ranks(meet, 3, forms_group=False)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from worlds import configure
 from runner.distributed import rendezvous
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.signed_store import SignedStore
 from runner.distributed.world_store import STOPPED
 from runner.jobs.job import run_job
 from runner.training.trainer import Trainer
@@ -98,7 +97,7 @@ def until_first_step(outputs: Path, world_size: int, monkeypatch: pytest.MonkeyP
             store = connect(*args)
             assert store is not None
             stores.append(CountingStore(store, operations))
-            return SignedStore("runner", stores[0], b"secret")
+            return stores[0]
 
         monkeypatch.setattr(Trainer, "step", first_step)
         monkeypatch.setattr(rendezvous, "_connect", counting)
