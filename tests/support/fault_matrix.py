@@ -1,7 +1,10 @@
 """The fault matrix: which tests inject which fault, and the outcome.
 
 `@pytest.mark.fault("SIGKILL of a rank", outcome="survived")` adds a test to the matrix. `-m faults` runs these tests
-and prints the matrix. A test that injects its fault several times records it: `record_property("injected", 200)`.
+and prints what they measured. A test that injects its fault several times records it:
+`record_property("injected", 200)`.
+
+    python tests/support/fault_matrix.py > tests/faults/matrix.md    # the promised outcomes, from the marks
 """
 
 import ast
@@ -10,10 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from marked_part import read_part, write_part
 
 OUTCOMES = {"survived": "survived to the bit", "refused": "refused cleanly", "went_on": "continued"}
-BEGIN, END = "<!-- fault matrix: written by the command above -->", "<!-- end of the fault matrix -->"
+PAGE = """# The fault matrix
+
+Written by `python tests/support/fault_matrix.py > tests/faults/matrix.md` from the marks of the tests.
+[docs/reliability.md](../../docs/reliability.md#the-fault-matrix) explains the outcomes.
+
+| fault | outcome | tests |
+|---|---|---|
+"""
 
 
 @dataclass
@@ -37,10 +46,6 @@ class Fault:
         return OUTCOMES[self.promised] + (f"; {len(self.skipped)} skipped: {reasons}" if self.skipped else "")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fault-matrix", metavar="FILE", help="write the fault matrix into this file, with -m faults")
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark tests that inject a fault as `faults`. A test marked `soak` is not `thorough`."""
     for mark in item.iter_markers("fault"):
@@ -60,11 +65,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports = [report for each in terminalreporter.stats.values() for report in each]
     faults = collect(report for report in reports if isinstance(report, pytest.TestReport))
     if faults:
-        table = render(faults)
         terminalreporter.section("fault matrix")
-        terminalreporter.write(table)
-        if file := config.getoption("--fault-matrix"):
-            write(Path(file), table)
+        terminalreporter.write(render(faults))
 
 
 def collect(reports: Iterable[pytest.TestReport]) -> dict[str, Fault]:
@@ -100,24 +102,35 @@ def render(faults: dict[str, Fault]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(path: Path, table: str) -> None:
-    """Update the rows of the table between the marks of a file. Raise ValueError if the file has no marks."""
-    old = read_part(path, BEGIN, END)
-    head, rows = table.splitlines()[:2], {name_of(line): line for line in table.splitlines()[2:]}
-    lines = [line for line in old.strip().splitlines()[2:] if name_of(line) not in rows] + [*rows.values()]
-    lines.sort(key=lambda line: (OUTCOMES["refused"] not in line, name_of(line).lower()))
-    write_part(path, BEGIN, END, "\n".join([*head, *lines]) + "\n")
+@dataclass(frozen=True)
+class Mark:
+    """A fault with the outcome that a test file promises."""
+
+    fault: str
+    promised: str
+    file: str
 
 
-def name_of(row: str) -> str:
-    return row.split(" | ")[0].removeprefix("| ")
-
-
-def marked(folder: Path) -> dict[str, str]:
-    """Return the promised outcome of every fault that a test below this directory is marked with, by name."""
-    found = {}
+def read_marks(folder: Path) -> list[Mark]:
+    """Return the marks of all tests below a directory."""
+    found = []
     for path in sorted(folder.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
-                found[ast.literal_eval(node.args[0])] = ast.literal_eval(node.keywords[0].value)
+                name, outcome = ast.literal_eval(node.args[0]), ast.literal_eval(node.keywords[0].value)
+                found.append(Mark(name, outcome, str(path.relative_to(folder))))
     return found
+
+
+def render_page(marks: Iterable[Mark]) -> str:
+    """Return the page that lists each fault once, with all files that inject it."""
+    files: dict[tuple[str, str], set[str]] = {}
+    for mark in marks:
+        files.setdefault((mark.promised, mark.fault), set()).add(mark.file)
+    rows = sorted(files, key=lambda each: (each[0], each[1].lower()))
+    lines = [f"| {name} | {OUTCOMES[outcome]} | {', '.join(sorted(files[outcome, name]))} |" for outcome, name in rows]
+    return PAGE + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_page(read_marks(Path(__file__).parents[1])), end="")

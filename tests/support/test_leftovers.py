@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_matrix import BEGIN, END
 
 TESTS = """
 import os, socket, subprocess, time
@@ -87,11 +86,8 @@ def pytest_in(folder: Path, *args: str) -> str:
 
 @pytest.mark.thorough
 def test_leftovers_fail_their_test_and_faults_are_in_the_matrix(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    old = "| fault |\n|---|\n| older | 1 | refused cleanly | - | x |\n| a half | 1 | FAILED |"
-    page.write_text(f"before\n{BEGIN}\n\n{old}\n\n{END}\nafter\n")
     try:
-        output = pytest_in(tmp_path, "-n", "2", "-m", "faults or not faults", "--fault-matrix", "page.md")
+        output = pytest_in(tmp_path, "-n", "2", "-m", "faults or not faults")
     finally:
         Path("/dev/shm", SHARED).unlink(missing_ok=True)
     parts = re.findall(r"ERROR at teardown of (\w+).*?\n(.*?)(?=\n___|\n===)", output, re.DOTALL)
@@ -102,16 +98,12 @@ def test_leftovers_fail_their_test_and_faults_are_in_the_matrix(tmp_path: Path) 
     assert "step_1.tmp" in left["half"]
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if f"sleep\0{SECONDS}" in words_of(path)]
 
-    rows = [re.sub(r" \d+\.\d \|", "", line) for line in page.read_text().splitlines()]
-    assert rows[0] == "before" and rows[-1] == "after" and "| older | 1 | refused cleanly | - | x |" in rows
-    inner = [row for row in rows if "test_inner" in row]
-    assert inner == [
-        "| a half | 7 | survived to the bit | test_inner.py |",
+    rows = [re.sub(r" \d+\.\d \|", "", line) for line in output.splitlines()]
+    assert [row for row in rows if row.startswith("| ") and "test_inner" in row] == [
         "| not here | 0 | skipped: no such machine | test_inner.py |",
         "| two kinds | 3 | FAILED in 1 of 3 tests | test_inner.py |",
+        "| a half | 7 | survived to the bit | test_inner.py |",
     ]
-    shown = re.sub(r" \d+\.\d \|", "", output)
-    assert all(row in shown for row in inner)
 
 
 def words_of(path: Path) -> str:
