@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from runner.api.manage import (
         archive as archive,
         delete as delete,
-        note as note,
         show as show,
         stop as stop,
         tag as tag,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     **dict.fromkeys(("compose", "sweep", "train"), "runner.api.experiments"),
-    **dict.fromkeys(("archive", "delete", "note", "show", "stop", "tag"), "runner.api.manage"),
+    **dict.fromkeys(("archive", "delete", "show", "stop", "tag"), "runner.api.manage"),
     **dict.fromkeys(("Run", "open_run", "runs", "table"), "runner.api.runs"),
     **dict.fromkeys(("InputError", "JobFailed", "Preempted"), "runner.errors"),
     "Config": "runner.config.schema",

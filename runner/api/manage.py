@@ -36,12 +36,6 @@ def tag(run: Name, *words: str, remove: bool = False, outputs: Name = "outputs")
     write_labels(path, replace(labels, tags=others if remove else [*others, *dict.fromkeys(words)]))
 
 
-def note(run: Name, text: str, outputs: Name = "outputs") -> None:
-    """Set the note of a run or sweep, one line. An empty text removes it."""
-    path = find_record(run, outputs)
-    write_labels(path, replace(read_labels(path), note=text))
-
-
 def archive(run: Name, restore: bool = False, outputs: Name = "outputs") -> None:
     """Hide a run or sweep from `runs list`, or list it again. Raise InputError for a job of a sweep."""
     path = find_record(run, outputs)

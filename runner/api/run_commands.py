@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from rich import filesize
 
 from runner.api import manage
-from runner.api.watch import watch
 from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
 from runner.records.attempts import error_line, read_attempts
@@ -119,12 +118,8 @@ def _parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     command.add_argument("--sort", choices=listing.ORDERS, default="started", help="the order (started)")
     command.add_argument("--limit", type=int, metavar="N", help=f"at most N rows; 0: all ({LIMIT}, with --json 0)")
     add("show", _show, "show a run, or a sweep and its jobs", "run", json="print JSON")
-    command = add("watch", _watch, "show the runs in progress, or the jobs of a sweep, until they end")
-    command.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="a directory (outputs), or RUN")
     command = add("tag", _tag, "add tags", "run", remove="remove the tags instead")
     command.add_argument("words", nargs="+", metavar="WORD")
-    command = add("note", _note, "set the note; an empty TEXT removes it", "run")
-    command.add_argument("text", metavar="TEXT")
     add("archive", _archive, "do not list runs any more; they stay in their directories", "runs", restore="list them")
     add("stop", _stop, "send the signal that saves a checkpoint and ends the run", "run")
     add("delete", _delete, "delete runs and sweeps that are not in progress", "runs", yes="do not ask")
@@ -151,11 +146,6 @@ def _list(args: Namespace) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def _watch(args: Namespace) -> int:
-    folder = Path(args.folder)
-    return watch(folder.absolute() if folder.is_dir() else listing.find_record(args.folder))
-
-
 def _show(args: Namespace) -> None:
     if args.json:
         print(dumps(manage.show(args.run, args.outputs), indent=1))
@@ -173,7 +163,6 @@ def _show(args: Namespace) -> None:
         "attempts": ", ".join(str(attempt.state) for attempt in read_attempts(path)),
         "checkpoints": ", ".join(sorted(each.name for each in (path / CHECKPOINTS).glob("step_*"))),
         "tags": " ".join(row.labels.tags),
-        "note": row.labels.note,
     }
     if row.monitor:
         facts |= {row.monitor.name: f"best {format_number(row.best)}, last {format_number(row.last)}"}
@@ -187,10 +176,6 @@ def _show(args: Namespace) -> None:
 
 def _tag(args: Namespace) -> None:
     manage.tag(args.run, *args.words, remove=args.remove, outputs=args.outputs)
-
-
-def _note(args: Namespace) -> None:
-    manage.note(args.run, args.text, args.outputs)
 
 
 def _archive(args: Namespace) -> None:

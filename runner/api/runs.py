@@ -70,11 +70,6 @@ class Run:
         return read_labels(self.path).tags
 
     @property
-    def note(self) -> str:
-        """The note that `runner.note` has set; empty if there is none."""
-        return read_labels(self.path).note
-
-    @property
     def metrics(self) -> dict[str, Column]:
         """All logged values by column: step, epoch and each metric, which is nan in steps without a value."""
         rows: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The labels of a run or a sweep, in the file labels.json: tags, a note, and whether it is archived."""
+"""The labels of a run or a sweep, in the file labels.json: its tags, and whether it is archived."""
 
 import os
 import re
@@ -15,7 +15,6 @@ _TAG = re.compile(r"[\w.:/+-]+")
 @dataclass
 class Labels:
     tags: list[str] = field(default_factory=list)
-    note: str = ""  # one line
     archived: bool = False  # not listed by default
 
 
@@ -25,10 +24,10 @@ def read_labels(directory: Path) -> Labels:
         return Labels()
     path = directory / LABELS
     match read_mapping(path):
-        case {"tags": list(tags), "note": str(note), "archived": bool(archived)} if note.isprintable():
+        case {"tags": list(tags), "archived": bool(archived)}:
             if all(isinstance(tag, str) and _TAG.fullmatch(tag) for tag in tags):
-                return Labels(tags, note, archived)
-    raise InputError(f"{path} must contain tags, note and archived; restore the file, or remove it")
+                return Labels(tags, archived)
+    raise InputError(f"{path} must contain tags and archived; restore the file, or remove it")
 
 
 def write_labels(directory: Path, labels: Labels) -> None:
@@ -36,8 +35,6 @@ def write_labels(directory: Path, labels: Labels) -> None:
     for tag in labels.tags:
         if not _TAG.fullmatch(tag):
             raise InputError(f"tag {tag!r} must consist of letters, digits and _ . : / + -")
-    if not labels.note.isprintable():
-        raise InputError("a note must be one line of printable characters")
     try:
         if labels == Labels():
             (directory / LABELS).unlink(missing_ok=True)

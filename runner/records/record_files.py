@@ -23,7 +23,6 @@ from runner.errors import InputError
 
 METRICS = "metrics.jsonl"
 MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole; characters of a line
-LAST_BYTES = 64 << 10  # of metrics.jsonl, more than ten lines
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 MAX_INT = 2**1023  # larger integers may not be convertible to float
 _decode = json.JSONDecoder().decode  # json.loads without its checks of the arguments, for speed
@@ -184,19 +183,6 @@ def read_metrics(directory: Path, *names: str) -> Iterator[dict[str, Any]]:
         if type(numbers.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
         yield numbers
-
-
-def read_last_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the numbers of the last lines of metrics.jsonl, as `read_metrics` does, without reading the whole file."""
-    with open(directory / METRICS, "rb", opener=without_links) as file:
-        start = max(0, os.fstat(file.fileno()).st_size - LAST_BYTES)
-        file.seek(start)
-        texts = file.read(LAST_BYTES).split(b"\n")[start > 0 :]  # without the end of a line
-    lines = []
-    for text in texts:
-        with suppress(ValueError, RecursionError):
-            lines.append(parse_metrics(parse_json(text)))
-    return [line for line in lines if type(line.get("step")) is int]
 
 
 def read_mapping(path: Path | str) -> dict[str, Any]:

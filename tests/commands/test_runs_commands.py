@@ -62,12 +62,12 @@ def test_rows_are_limited_filtered_and_printed_as_json(runs: Runs, outputs: Path
     assert json.loads(runs("list", "--json", "--state", "lost")[1]) == []
 
 
-def test_a_run_is_tagged_noted_and_archived(runs: Runs, outputs: Path) -> None:
-    assert runs("tag", "2026", "paper", "b.2") == runs("note", "last", "the baseline") == (0, "", "")
+def test_a_run_is_tagged_and_archived(runs: Runs, outputs: Path) -> None:
+    assert runs("tag", "2026", "paper", "b.2") == (0, "", "")
     out = runs("show", "last")[1]
-    assert "paper b.2" in out and "the baseline" in out and "best 0.9000, last 0.8000" in out and "no: really" in out
+    assert "paper b.2" in out and "best 0.9000, last 0.8000" in out and "no: really" in out
     run = runner.open_run(outputs / RUN)
-    assert (run.tags, run.note) == (["paper", "b.2"], "the baseline")
+    assert run.tags == ["paper", "b.2"]
     assert "paper b.2" in runs("list", "--tag", "paper")[1] and "sweep" not in runs("list", "--tag", "paper")[1]
     assert runs("tag", "last", "paper", "--remove")[0] == 0 and run.tags == ["b.2"]
     assert runs("archive", "sweep", "last")[0] == 0
@@ -153,7 +153,6 @@ def test_the_functions_do_what_the_commands_do(outputs: Path) -> None:
     run = runner.open_run(outputs / RUN)
     runner.tag(run, "paper", "b.2")
     runner.tag("2026", "paper", remove=True, outputs=outputs)
-    runner.note(str(run.path), "the baseline")
     runner.archive(run)
     shown = runner.show("last", outputs)
     assert (shown["path"], shown["state"], shown["best"], shown["result"]["model"]) == (
@@ -162,7 +161,7 @@ def test_the_functions_do_what_the_commands_do(outputs: Path) -> None:
         0.9,
         "mlp",
     )
-    assert (shown["tags"], shown["note"], shown["archived"]) == (["b.2"], "the baseline", True)
+    assert (shown["tags"], shown["archived"]) == (["b.2"], True)
     runner.archive(run, restore=True)
     assert not runner.show(run)["archived"]
     with pytest.raises(InputError, match="is not in progress"):
@@ -248,95 +247,6 @@ def test_a_run_on_another_machine_is_not_stopped(runs: Runs, outputs: Path) -> N
     assert status == 2 and "runs on elsewhere; log in there and type: python -m runner runs stop /" in err
 
 
-def test_a_sweep_is_watched_until_it_ends(runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sleep of the command changes a file: the job logs a step, ends, and its sweep unlocks its directory."""
-    sweep = make_sweep(outputs / "run" / "sweep-20260101-000009", "finished", "running", "waiting")
-    job = sweep / "1-lr-0.2"
-    result = json.loads((job / "result.json").read_text()) | {"num_steps": 230}
-    (job / "result.json").write_text(json.dumps(result))
-    with contextlib.ExitStack() as owners:
-        owners.enter_context(owned(job))
-        leave_sweep = owners.enter_context(contextlib.ExitStack())
-        leave_sweep.enter_context(owned(sweep))
-
-        def log_step() -> None:
-            line = {"step": 30, "epoch": 2, "perf/step_time_s": 0.9, "val/accuracy": 0.95}
-            with (job / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-        def end_jobs() -> None:
-            (job / "result.json").write_text(json.dumps(result | {"state": "finished", "step": 230}))
-            write_state(sweep, 1, "finished")
-            write_state(sweep, 2, "failed")
-
-        changes = iter([log_step, end_jobs, leave_sweep.close])
-        monkeypatch.setattr("runner.api.watch.time.sleep", lambda seconds: next(changes)())
-        status, out, err = runs("watch", str(sweep))
-    assert (status, err, next(changes, None)) == (1, "", None)
-    first, last = ([line.split() for line in block.splitlines()] for block in out.split("\n\n")[:2])
-    assert first[0] == ["1", "of", "3", "done"] and len(out.split("\n\n")) == 3
-    assert first[2:] == [
-        ["1-lr-0.2", "running", "2/230", "val/accuracy", "0.9000"],
-        ["2-lr-0.3", "waiting"],
-        ["0-lr-0.1", "finished", "val/accuracy", "0.9000"],
-    ]
-    assert last[0] == ["2", "of", "3", "done"] and last[4][:3] == ["1-lr-0.2", "finished", "230/230"]
-
-
-def test_the_runs_in_progress_of_a_directory_are_watched(
-    runs: Runs, outputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert runs("watch") == (0, "no run is in progress\n\n", "")
-    run = make_run(outputs / "run" / "20260101-000009", state="running", num_steps=230)
-    line = {"step": 30, "epoch": 2, "perf/step_time_s": 1.0}
-    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr("runner.api.watch.is_terminal", lambda: True)
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    with owned(run):
-        monkeypatch.setattr("runner.api.watch.time.sleep", interrupt)
-        status, out, err = runs("watch")
-    assert (status, err) == (130, "")
-    assert out.splitlines()[2].split() == ["run/20260101-000009", "running", "30/230", "val/accuracy", "3", "min"]
-    assert "0 of 1 done" in out and SWEEP not in out
-
-
-@pytest.mark.parametrize("is_job", [False, True])
-def test_a_preempted_run_is_watched_while_slurm_may_requeue_it(
-    is_job: bool, runs: Runs, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = watched = outputs / "run" / "20260101-000009"
-    if is_job:
-        watched = make_sweep(run, "waiting")
-        queue = {"queued_as": "7_0", "queue": "runner.launchers.slurm.launcher.Slurm"}
-        write_state(watched, 0, "queued", **queue)
-        run = watched / "0-lr-0.1"
-    make_run(run, state="preempted")
-    later = time.time() + 1  # file systems round times, and this result must not be older than the job in the queue
-    os.utime(run / "result.json", (later, later))
-    (run / "slurm").mkdir()
-    if not is_job:
-        (run / "slurm" / "job").write_text("7\n")
-    squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/sh\necho 7 7_0\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def end() -> None:
-        result = json.loads((run / "result.json").read_text())
-        (run / "result.json").write_text(json.dumps(result | {"state": "finished"}))
-        squeue.write_text("#!/bin/sh\n")
-
-    changes = iter([int, end])
-    # subprocess sleeps for shorter times
-    monkeypatch.setattr("runner.api.watch.time.sleep", lambda seconds: seconds < 2 or next(changes)())
-    status, out, err = runs("watch", str(watched))
-    assert (status, err, next(changes, None)) == (0, "", None)
-    assert "preempted" in out and "1 of 1 done" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     {
@@ -346,7 +256,7 @@ def test_a_preempted_run_is_watched_while_slurm_may_requeue_it(
         "run stopp last": "run stopp last: not KEY=VALUE; did you mean runs stop?",
         "list": "list: not KEY=VALUE; did you mean runs list?",
         "delet x --yes": "did you mean runs delete?",
-        "runs watch nowhere": "nowhere is no run or sweep in",
+        "runs show nowhere": "nowhere is no run or sweep in",
         "runs list nowhere": "runs list nowhere: no such directory",
         "runs list --state gone": "runs list: argument --state: invalid choice: 'gone'",
         "runs list --wher x=1": "runs: unrecognized arguments: --wher; --help describes the arguments",

@@ -99,7 +99,7 @@ def test_a_unique_beginning_of_a_name_finds_a_run(outputs: Path) -> None:
 
 def test_a_damaged_run_is_skipped_with_a_message(outputs: Path) -> None:
     (outputs / "run" / "20260101-000000" / "result.json").write_text("[1]")
-    (outputs / "other" / "20260101-000001" / "labels.json").write_text('{"tags": [1], "note": "", "archived": false}')
+    (outputs / "other" / "20260101-000001" / "labels.json").write_text('{"tags": [1], "archived": false}')
     skipped: list[str] = []
     assert [row.done for row in list_rows(outputs, skipped=skipped)] == ["1/3"]
     assert ["result.json" in line or "labels.json" in line for line in skipped] == [True, True]
@@ -150,9 +150,9 @@ def test_runs_of_the_name_cells_are_listed(tmp_path: Path) -> None:
 
 
 def test_labels_are_checked_and_an_empty_file_is_removed(tmp_path: Path) -> None:
-    write_labels(tmp_path, Labels(["a.b", "x"], "a note", True))
-    assert read_labels(tmp_path) == Labels(["a.b", "x"], "a note", True)
-    for labels in (Labels(["two words"]), Labels(note="two\nlines"), Labels(note="\x1b[31m")):
+    write_labels(tmp_path, Labels(["a.b", "x"], True))
+    assert read_labels(tmp_path) == Labels(["a.b", "x"], True)
+    for labels in (Labels(["two words"]), Labels(["two\nlines"]), Labels(["\x1b[31m"])):
         with pytest.raises(InputError):
             write_labels(tmp_path, labels)
     write_labels(tmp_path, Labels())
