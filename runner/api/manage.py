@@ -99,7 +99,7 @@ def check_deletable(path: Path, ignored: int | None = None) -> None:
 
     ignored: a process whose locks do not count.
     """
-    from runner.launchers.slurm.queue import find_ended, last_job
+    from runner.launchers.slurm.queue import last_job, query_ended
 
     if is_sweep(path.parent):
         raise InputError(f"{path} is a job, which the ledger of its sweep names; delete the sweep, {path.parent}")
@@ -113,7 +113,7 @@ def check_deletable(path: Path, ignored: int | None = None) -> None:
     if any(job.state == "queued" for job in jobs):
         raise InputError(f"{path} has jobs in a queue; cancel them first")
     submitted = {job: directory for directory in directories if (job := last_job(directory))}
-    ended = find_ended([*submitted])
+    ended = query_ended([*submitted])
     for job, directory in submitted.items():
         if job not in ended:
             raise InputError(f"{directory} may be in Slurm's queue (job {job}); cancel it first: scancel {job}")

@@ -13,10 +13,10 @@ from runner.api import manage
 from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
 from runner.records.attempts import error_line, read_attempts
-from runner.records.record_files import dumps
 from runner.records.records import find_records
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS
+from runner.records.run_files import dumps
 from runner.records.tables import format_number, text_table
 
 LIMIT = 50

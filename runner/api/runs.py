@@ -13,10 +13,10 @@ from runner.errors import InputError, as_input_error, printable
 from runner.records.custom_code import read_code
 from runner.records.labels import read_labels
 from runner.records.monitor import Monitor
-from runner.records.record_files import read_mapping, read_metrics
 from runner.records.records import RunRecord, find_records, newest_training_run, read_run, single_run, varied_keys
 from runner.records.result import current_state, read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
+from runner.records.run_files import read_mapping, read_metrics
 from runner.records.start_time import in_order
 from runner.records.tables import as_number, format_number
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from runner.records.record_files import parse_metrics, regular
+from runner.records.run_files import parse_metrics, regular
 
 log = logging.getLogger(__name__)
 

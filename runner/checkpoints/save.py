@@ -17,7 +17,7 @@ from runner.checkpoints.save_coordination import SaveCoordinator, StoreLost
 from runner.checkpoints.saved_state import LocalState, merge
 from runner.checkpoints.shard_file import write_shard
 from runner.errors import JobFailed
-from runner.records.record_files import dumps, make_directory, without_links
+from runner.records.run_files import dumps, make_directory, without_links
 
 VISIBLE_WITHIN_S = 10.0  # a client of a network file system may cache that a file does not exist
 _PAUSE_S = 0.1

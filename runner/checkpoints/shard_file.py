@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.layout import FileRecord
-from runner.records.record_files import without_links
+from runner.records.run_files import without_links
 
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # https://github.com/huggingface/safetensors#format
 # Keys of a file's metadata, as torch.distributed.checkpoint's HuggingFaceStorageReader reads them.

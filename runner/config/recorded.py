@@ -17,9 +17,9 @@ from runner.records.attempts import initial_values
 from runner.records.custom_code import read_code
 from runner.records.frozen_code import find_archive
 from runner.records.ledger import DONE
-from runner.records.record_files import read_mapping
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, CONFIG
+from runner.records.run_files import read_mapping
 from runner.records.settings import dotted
 
 # Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.

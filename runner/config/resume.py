@@ -23,10 +23,10 @@ from runner.errors import InputError
 from runner.records.custom_code import find_code
 from runner.records.ledger import LEDGER, read_ledger, read_sweep
 from runner.records.logged_numbers import check_comparable
-from runner.records.record_files import read_string_list
 from runner.records.records import check_is_record
 from runner.records.result import read_result
 from runner.records.run_directory import OVERRIDES
+from runner.records.run_files import read_string_list
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path", "diff.with": "diff.other"}
 # These tasks read directories as data: no recorded override is composed. Each maps to the kind of its directories.

@@ -16,9 +16,9 @@ from runner.errors import InputError, as_input_error
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
-from runner.records.record_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.result import RESULT
 from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, Request, RunDirectory, new_directory
+from runner.records.run_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.run_lock import DEAD_AFTER_S
 from runner.training.build import Experiment
 

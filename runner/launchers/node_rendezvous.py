@@ -52,7 +52,7 @@ class OneMachine(StaticTCPRendezvous):
         self._ranks_store = None
 
 
-class Attempt(DynamicRendezvousHandler):
+class WorldRendezvous(DynamicRendezvousHandler):
     """The rendezvous of one world over several machines; it is over when a rank fails or a machine joins."""
 
     number: int
@@ -83,7 +83,7 @@ class Attempt(DynamicRendezvousHandler):
 
 
 class Nodes:
-    """The rendezvous of a job over several machines: one `Attempt` after another.
+    """The rendezvous of a job over several machines: one `WorldRendezvous` after another.
 
     The machines agree on the attempt by a key of the store at the rendezvous's endpoint. torch's own handler could form
     several worlds, but keeps the first one's store for the ranks: that is lost with the machine that serves it, and
@@ -99,7 +99,7 @@ class Nodes:
             set_tcp_timeouts(self._store, timeout_s)
         self._parameters, self._key = parameters, f"runner.attempt.{parameters.run_id}"
         self._node_rank = node_rank
-        self._attempts: list[Attempt] = []
+        self._attempts: list[WorldRendezvous] = []
         self.worlds: list[int] = []  # the number of this machine in each world so far
 
     @property
@@ -107,7 +107,7 @@ class Nodes:
         """Return True if this machine has rank 0."""
         return self.worlds[-1] == 0
 
-    def join(self) -> Attempt:
+    def join(self) -> WorldRendezvous:
         """Return the current attempt. Raise RendezvousClosedError if the job is over."""
         number = self._exchange("", "0")
         if number == CLOSED:
@@ -133,11 +133,11 @@ class Nodes:
             for attempt in self._attempts:
                 attempt.shutdown()
 
-    def _attempt(self, number: int) -> Attempt:
+    def _attempt(self, number: int) -> WorldRendezvous:
         parameters = self._parameters
         run_id = f"{parameters.run_id}.{number}"
         join_s, last_call_s = (float(parameters.get(f"{name}_timeout")) for name in ("join", "last_call"))
-        attempt = Attempt.from_backend(
+        attempt = WorldRendezvous.from_backend(
             run_id,
             self._store,
             C10dRendezvousBackend(self._store, run_id),

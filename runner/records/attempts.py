@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.records.record_files import append_json_lines, parse_json, read_lines
+from runner.records.run_files import append_json_lines, parse_json, read_lines
 
 ATTEMPTS = "attempts.jsonl"
 KILLED = "killed"  # the state of an attempt that could not record its end

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 from rich.console import Console
 
 from runner.errors import printable
-from runner.records.record_files import make_directory, without_links
+from runner.records.run_files import make_directory, without_links
 
 LOG, LOGS = "log.txt", "logs"  # the log of rank 0, and the directory for those of other ranks
 LOGGER = logging.getLogger("runner")

@@ -22,8 +22,8 @@ from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.ledger import is_sweep
 from runner.records.provenance import STATE, original_path
-from runner.records.record_files import dumps, make_directory, read_bytes, read_mapping, regular
 from runner.records.result import read_result
+from runner.records.run_files import dumps, make_directory, read_bytes, read_mapping, regular
 
 CODE = "code"
 _HASH = re.compile(r"[0-9a-f]{12}")

@@ -24,7 +24,7 @@ from runner.records import provenance
 from runner.records.custom_code import custom_file, runner_sources
 from runner.records.ledger import is_sweep
 from runner.records.provenance import INSTALLED, STATE, CodeState
-from runner.records.record_files import dumps
+from runner.records.run_files import dumps
 
 # Directories of the archive, for the directories of --config-dir and for other imported modules.
 CUSTOM, IMPORTED = "own", "imported"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from runner.errors import InputError
-from runner.records.record_files import dumps, read_mapping, write_atomically
+from runner.records.run_files import dumps, read_mapping, write_atomically
 
 LABELS = "labels.json"
 _TAG = re.compile(r"[\w.:/+-]+")

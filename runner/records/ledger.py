@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
-from runner.records.record_files import append_json_lines, check_links, parse_metrics, read_json_lines
 from runner.records.result import RESULT, RUNNING, current_state, read_result
+from runner.records.run_files import append_json_lines, check_links, parse_metrics, read_json_lines
 from runner.records.run_lock import RunLock, find_owner, lock_directory
 
 LEDGER = "ledger.jsonl"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from runner.errors import InputError
 from runner.records.monitor import LOSS
-from runner.records.record_files import read_metrics
 from runner.records.result import read_result
+from runner.records.run_files import read_metrics
 
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}  # torch.finfo(...).eps
 # In training, differences by rounding start at a few EPS and grow, in runs of ConvNets by up to 7 times per step.
@@ -17,7 +17,7 @@ GROWTH, MAX_STEPS = 10, 4
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """The values of a metric in two runs, at one step."""
 
     step: int
@@ -42,8 +42,8 @@ class NumberComparison:
     """The comparison of two runs in the steps that both have logged, up to the first step at which they differ."""
 
     num_steps: int
-    largest: Difference
-    first_unexplained: Difference | None = None  # by rounding; None if the runs agree
+    largest: MetricDifference
+    first_unexplained: MetricDifference | None = None  # by rounding; None if the runs agree
     allowed: float = 0.0  # the relative difference that rounding explains at that step
     agreed: int = 0  # the last compared step before it; 0 if none exists
 
@@ -62,15 +62,15 @@ def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = Tru
     depend on values that the loss of a step does not depend on, such as the statistics of BatchNorm.
     """
 
-    def explained(difference: Difference) -> float:
+    def explained(difference: MetricDifference) -> float:
         is_evaluation = grows and difference.metric == LOSS
         return max(allowed, math.sqrt(tolerance)) if is_evaluation else allowed
 
     one, other = map(_logged, runs)
-    largest, before, num_steps = Difference(0, "", (0.0, 0.0)), 0, 0
+    largest, before, num_steps = MetricDifference(0, "", (0.0, 0.0)), 0, 0
     for step in sorted(one.keys() & other.keys()):
         both = [name for name in one[step] if name in other[step]]
-        found = [Difference(step, name, (one[step][name], other[step][name])) for name in both]
+        found = [MetricDifference(step, name, (one[step][name], other[step][name])) for name in both]
         if not found:
             continue
         num_steps += 1

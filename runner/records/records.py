@@ -13,9 +13,9 @@ from typing import Any
 from runner.errors import InputError
 from runner.records.ledger import LEDGER, JobRecord, is_sweep, read_ledger, read_sweep
 from runner.records.monitor import Monitor, recorded_monitor
-from runner.records.record_files import parse_metrics, read_mapping, read_metrics
 from runner.records.result import RESULT, current_state, valid_result
 from runner.records.run_directory import CONFIG, OVERRIDES
+from runner.records.run_files import parse_metrics, read_mapping, read_metrics
 from runner.records.settings import Section, read_overrides, read_settings
 from runner.records.start_time import in_order
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from runner.errors import InputError
 from runner.records.console import LOG
-from runner.records.record_files import dumps, parse_metrics, read_mapping, without_links, write_atomically
+from runner.records.run_files import dumps, parse_metrics, read_mapping, without_links, write_atomically
 from runner.records.run_lock import living_owner
 
 RESULT = "result.json"

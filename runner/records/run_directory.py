@@ -20,8 +20,8 @@ from runner.records import provenance
 from runner.records.attempts import Attempt, append_attempt, error_line, utc_now
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
-from runner.records.record_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
 from runner.records.result import RESULT, Result, read_result, write_result
+from runner.records.run_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
 from runner.records.run_lock import RunLock, lock_directory
 from runner.records.start_time import STAMP, started_at
 

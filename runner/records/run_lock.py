@@ -21,7 +21,7 @@ from typing import Any
 from runner.distributed.failures.heartbeat import machine_id, started_at
 from runner.errors import InputError, print_messages
 from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
-from runner.records.record_files import read_mapping, without_links
+from runner.records.run_files import read_mapping, without_links
 
 HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0

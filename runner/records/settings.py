@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import yaml
 
-from runner.records.record_files import SAFE_LOADER, read_bytes, read_mapping, read_string_list
+from runner.records.run_files import SAFE_LOADER, read_bytes, read_mapping, read_string_list
 
 _SECTION = re.compile(r"\n(?=[^\s-])")
 _OVERRIDE = re.compile(r"- ([A-Za-z][\w./]*=[\w./+-]+)")  # YAML reads such a line as a string

@@ -11,8 +11,8 @@ from typing import Any
 from runner.errors import InputError
 from runner.records.attempts import read_attempts
 from runner.records.ledger import LEDGER
-from runner.records.record_files import read_bytes, read_json_lines
 from runner.records.result import RESULT
+from runner.records.run_files import read_bytes, read_json_lines
 
 STAMP = "%Y%m%d-%H%M%S"  # in the name of a directory, in local time
 _STARTED = re.compile(rb'"started": "([^"]*)"')  # in result.json, which is not parsed, for speed

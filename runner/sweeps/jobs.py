@@ -138,7 +138,7 @@ def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], compos
     """
 
     def identity(job: Sequence[str]) -> str:
-        return json.dumps(flatten(composer.compose(job)[0]), sort_keys=True)
+        return json.dumps(identifying_values(composer.compose(job)[0]), sort_keys=True)
 
     known, distinct = {identity(job.overrides) for job in recorded}, dict[str, list[str]]()
     for job in jobs:
@@ -159,7 +159,7 @@ def check_shared(
     config: the configuration of one job of this command. swept: the keys that have several values in this command.
     These keys, and the keys that differ between the recorded jobs, may have new values.
     """
-    now, varying = flatten(config), _prefixes([*varying_keys([job.overrides for job in recorded]), *swept])
+    now, varying = identifying_values(config), _prefixes([*varying_keys([job.overrides for job in recorded]), *swept])
     changed = [
         f"{key} ({show(before)}, now {show(now.get(key))})"
         for key, before in shared.items()
@@ -174,7 +174,7 @@ def check_shared(
 
 def shared_values(configs: Sequence[Config], swept: Sequence[str]) -> dict[str, Any]:
     """Return the values, by dotted key, that all configurations have in common, except those of the swept keys."""
-    first, *others = map(flatten, configs)
+    first, *others = map(identifying_values, configs)
     return {
         key: value
         for key, value in first.items()
@@ -186,7 +186,7 @@ def _prefixes(keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{key.lstrip('+')}." for key in keys)
 
 
-def flatten(config: Config) -> dict[str, Any]:
+def identifying_values(config: Config) -> dict[str, Any]:
     """Return the values that identify a job, by dotted key."""
     return dotted({key: value for key, value in asdict(config).items() if key not in UNCOMPARED_KEYS})
 

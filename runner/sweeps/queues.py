@@ -95,7 +95,7 @@ def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, recor
     return bool(queues) and not all(have_ended)
 
 
-def find_ended(jobs: Sequence[JobRecord]) -> set[str]:
+def ended_in_queues(jobs: Sequence[JobRecord]) -> set[str]:
     """Return the names of the jobs that have left their queues. Raises InputError if a queue cannot be queried."""
     names: dict[str, list[str]] = {}
     for job in jobs:
@@ -107,7 +107,7 @@ def find_ended(jobs: Sequence[JobRecord]) -> set[str]:
 def find_unfinished(path: Path, recorded: Sequence[JobRecord], num_added: int) -> list[Job]:
     """Return the jobs of a resumed sweep that are neither done nor in a queue, and print their number."""
     left = [job for job in recorded if job.state not in DONE]
-    ended = find_ended(left)
+    ended = ended_in_queues(left)
     unfinished = [Job(job.number, job.label, job.overrides) for job in left if job.queued_as in {None, *ended}]
     if recorded:
         num_queued = len(left) - len(unfinished)
@@ -123,7 +123,7 @@ def read_jobs_and_queues(directory: Path) -> list[JobRecord]:
     """
     jobs = read_ledger(directory)
     try:
-        ended = find_ended([job for job in jobs if job.state in UNDECIDED])
+        ended = ended_in_queues([job for job in jobs if job.state in UNDECIDED])
     except ValueError:
         ended = set()
     if ended:

@@ -33,7 +33,7 @@ NOTES = (
 
 
 @dataclass
-class Cell:
+class ComparedCell:
     """One mode at one world size."""
 
     mode: str
@@ -103,20 +103,20 @@ class Compare(LaunchingTask):
         return rates
 
 
-def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[Cell]:
+def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[ComparedCell]:
     from runner.config.compose import modes_to_compare  # the command line imports tasks before it composes
 
     modes = modes_to_compare(request.choices["parallel"], "compare.modes", config.compare.modes)
     sizes = config.compare.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
     if not sizes or min(sizes) < 1:
         raise InputError(f"compare.world_sizes={sizes} must be numbers of processes of at least 1; try [1,2]")
-    cells = [Cell(mode, size) for size in sizes for mode in modes]
+    cells = [ComparedCell(mode, size) for size in sizes for mode in modes]
     if rank_info.world_size > 1:
         return cells  # this world cannot run the reference, a world of one process
-    return [Cell("none", 1), *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
+    return [ComparedCell("none", 1), *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
 
 
-def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> None:
+def _measure(cell: ComparedCell, path: Path, request: Request, rank_info: RankInfo) -> None:
     from runner.config.compose import checked, compose, for_mode
     from runner.launchers.launch import launch
 
@@ -140,7 +140,7 @@ def _measure(cell: Cell, path: Path, request: Request, rank_info: RankInfo) -> N
         cell.remark = f"failed: {error_line(str(error))}"
 
 
-def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info: RankInfo) -> None:
+def _compare_weights(cells: list[ComparedCell], path: Path, request: Request, rank_info: RankInfo) -> None:
     """Set the difference of each cell from the reference, the first cell: parallel=none in one process.
 
     A mode with more micro-batches, such as pipeline, is compared with a reference of the same number of micro-batches.
@@ -149,7 +149,7 @@ def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info:
     for cell in [cell for cell in cells if cell.metrics]:
         count = cell.metrics["micro_batches"]
         if count not in references:
-            references[count] = Cell("none", 1, micro_batches=int(count))
+            references[count] = ComparedCell("none", 1, micro_batches=int(count))
             _measure(references[count], path, request, rank_info)
         reference = references[count]
         if reference.micro_batches:
@@ -162,12 +162,12 @@ def _compare_weights(cells: list[Cell], path: Path, request: Request, rank_info:
             )
 
 
-def _weights(cell: Cell, path: Path) -> dict[str, SavedTensor]:
+def _weights(cell: ComparedCell, path: Path) -> dict[str, SavedTensor]:
     (newest,) = list_checkpoints(path / CELLS / cell.name / CHECKPOINTS)
     return open_checkpoint(newest).model()
 
 
-def _write(cells: list[Cell], path: Path) -> None:
+def _write(cells: list[ComparedCell], path: Path) -> None:
     """Log the table, and write it as Markdown and CSV and to TensorBoard, with world sizes as steps."""
     from torch.utils.tensorboard import SummaryWriter
 

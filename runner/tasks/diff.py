@@ -18,7 +18,7 @@ from runner.optimization.parameter_patterns import counted
 from runner.records.logged_numbers import NumberComparison, compare_numbers, default_tolerance
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, Request
-from runner.tasks.rerun import differences
+from runner.tasks.rerun import possible_causes
 from runner.tasks.trace import TRACE
 from runner.tasks.trace_comparison import find_difference
 
@@ -51,7 +51,7 @@ class Diff(LaunchingTask):
                 state = result.get("state")
                 end = "" if state == "finished" else f", {state} at step {result.get('step')}"
                 print(f"{name}        {run} ({world}{end})")
-            for line in differences(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
+            for line in possible_causes(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
                 print(f"differs  {line}")
             print(f"numbers  {describe(numbers)}", flush=True)
             if config.diff.trace and numbers.first_unexplained is None:

@@ -24,9 +24,9 @@ from runner.input.pytree import tensors
 from runner.jobs.task import LaunchingTask
 from runner.jobs.trained_model import Trained, restore_model
 from runner.records.provenance import git_state, versions
-from runner.records.record_files import dumps, make_directory, read_metrics
 from runner.records.result import read_result
 from runner.records.run_directory import Request
+from runner.records.run_files import dumps, make_directory, read_metrics
 from runner.tasks import exported
 
 WAIT_S = 3600.0  # the other ranks' timeout while rank 0 exports

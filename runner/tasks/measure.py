@@ -17,8 +17,8 @@ from runner.records.run_directory import RunDirectory
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks
 from runner.training.callbacks.ema import EMA
+from runner.training.callbacks.metric_log import MetricLog
 from runner.training.callbacks.nan_guard import NanGuard
-from runner.training.callbacks.recorder import Recorder
 from runner.training.throughput import ThroughputMeter, peak_memory_mib
 from runner.training.trainer import Trainer
 
@@ -47,7 +47,7 @@ class Measure(JobTask):
         if config.ema.decay is not None:
             ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
             callbacks.add("ema", ema)
-        callbacks.add("recorder", Recorder(directory, CompositeLogger({}), meter))
+        callbacks.add("metric log", MetricLog(directory, CompositeLogger({}), meter))
         trainer = Trainer(config, experiment, parallel_model, world, start, meter, callbacks)
         batches = itertools.chain.from_iterable(experiment.train_loader.steps(epoch) for epoch in itertools.count())
 

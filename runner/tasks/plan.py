@@ -17,9 +17,9 @@ from runner.planning.cell import Cell
 from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
-from runner.records.record_files import write_atomically
 from runner.records.report.plots import new_figure
 from runner.records.run_directory import Request, RunDirectory, new_directory
+from runner.records.run_files import write_atomically
 from runner.records.tables import format_number, markdown_table, text_table, without_empty_columns
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from runner.errors import JobFailed
 from runner.input.pytree import map_tensors, named_tensors
 from runner.objectives.supervised import resolve_class_dim
-from runner.records.record_files import dumps
+from runner.records.run_files import dumps
 
 Columns = dict[str, np.ndarray[Any, Any]]  # arrays of shape (num_samples, ...) by name
 
@@ -84,12 +84,12 @@ def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 @contextlib.contextmanager
-def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet | Arrays | JsonLines"]:
+def writing(kind: str, path: Path, num_samples: int) -> Iterator["CsvTable | Parquet | Arrays | JsonLines"]:
     """Yield the writer of the file or directory at `path`, which exists only if the context ends without an exception.
 
     The methods of a writer raise JobFailed if the format cannot store the samples.
     """
-    writers: dict[str, Any] = {"csv": Csv, "parquet": Parquet, "npy": Arrays, "jsonl": JsonLines}
+    writers: dict[str, Any] = {"csv": CsvTable, "parquet": Parquet, "npy": Arrays, "jsonl": JsonLines}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
         partial = Path(directory) / path.name
@@ -101,7 +101,7 @@ def writing(kind: str, path: Path, num_samples: int) -> Iterator["Csv | Parquet 
         partial.replace(path)
 
 
-class Csv:
+class CsvTable:
     """A CSV file. Each number is written as the shortest text that is parsed as the same number."""
 
     def __init__(self, path: Path, num_samples: int):

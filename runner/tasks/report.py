@@ -8,12 +8,12 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.errors import InputError
 from runner.jobs.task import LaunchingTask
-from runner.records.record_files import write_atomically
 from runner.records.records import DAMAGED, read_jobs
 from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
 from runner.records.report.statistics import Summary, summarize
 from runner.records.run_directory import Request, new_directory
+from runner.records.run_files import write_atomically
 from runner.sweeps.queues import read_jobs_and_queues
 
 

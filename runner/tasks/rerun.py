@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from runner.checkpoints.layout import list_checkpoints, read_train_state
-from runner.config.recorded import differences as config_differences
+from runner.config.recorded import differences
 from runner.config.schema import OF_TASKS, Config
 from runner.distributed.world import World
 from runner.errors import InputError, quantity
@@ -16,10 +16,10 @@ from runner.jobs.task import JobTask
 from runner.records.custom_code import read_code
 from runner.records.logged_numbers import compare_numbers
 from runner.records.provenance import DIFF
-from runner.records.record_files import read_bytes, read_mapping
 from runner.records.records import LOCATION_KEYS
 from runner.records.result import read_result
 from runner.records.run_directory import CONFIG, RunDirectory
+from runner.records.run_files import read_bytes, read_mapping
 from runner.records.settings import dotted
 from runner.tasks.train import Train
 from runner.training.build import Experiment
@@ -56,9 +56,9 @@ class Rerun(JobTask):
     ) -> dict[str, float]:
         then = Path(str(config.run))
         if directory.writes:
-            if config.fork:  # `differences` reads this record, which the training would write later
+            if config.fork:  # `possible_causes` reads this record, which the training would write later
                 directory.commit(read_train_state(list_checkpoints(directory.checkpoints)[-1]).step)
-            lines = differences(then, directory.path)
+            lines = possible_causes(then, directory.path)
             log.info("rerun   %s", then)
             for line in lines or ["nothing: commit, versions, machine and configuration are the same"]:
                 log.info("differs %s", line)
@@ -74,7 +74,7 @@ class Rerun(JobTask):
         return metrics | {"rerun/same_weights": float(now == was)}
 
 
-def differences(then: Path, now: Path) -> list[str]:
+def possible_causes(then: Path, now: Path) -> list[str]:
     """Return the possible causes of different weights of two runs, one line each."""
     old, new = (
         dotted({topic: result.get(topic) or {} for topic in ("git", "code", "versions", "machine")})
@@ -82,7 +82,7 @@ def differences(then: Path, now: Path) -> list[str]:
         | _settings(path)
         for path, result in ((path, read_result(path) or {}) for path in (then, now))
     )
-    changes = config_differences(old, new)
+    changes = differences(old, new)
     lines = [f"{key}: was {before}, is {after}" for key, (before, after) in changes.items()]
     lines = [line for line in lines if not line.startswith("code.submitted")]
     with suppress(InputError):  # raised if a copy of the code has been removed

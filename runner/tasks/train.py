@@ -21,8 +21,8 @@ from runner.jobs.continuation import read_past_evaluations
 from runner.jobs.task import JobTask
 from runner.optimization.optimizers import DEFAULT
 from runner.records.monitor import LOSS, main_metrics
-from runner.records.record_files import read_mapping
 from runner.records.run_directory import CHOICE, RunDirectory
+from runner.records.run_files import read_mapping
 from runner.records.tables import format_number
 from runner.training.build import Experiment
 from runner.training.callbacks.buffer_check import BufferCheck
@@ -30,10 +30,10 @@ from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.contract import Callbacks, RunInfo
 from runner.training.callbacks.early_stop import EarlyStop, Pruning
 from runner.training.callbacks.ema import EMA
+from runner.training.callbacks.metric_log import MetricLog
 from runner.training.callbacks.nan_guard import NanGuard
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress_bar import ProgressBar
-from runner.training.callbacks.recorder import Recorder
 from runner.training.callbacks.stream_position import StreamPosition
 from runner.training.mode import ParallelModel
 from runner.training.restore import copy_model, restore
@@ -69,8 +69,8 @@ class Train(JobTask):
         losses = [LOSS, *(f"val/{name}" for name in (*objective.losses, *objective.value_names))]
         values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
         names = list(dict.fromkeys([experiment.monitor.name, *losses, *values]))  # of evaluations
-        recorder = Recorder(directory, experiment.logger, meter, names)
-        callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, recorder)
+        metric_log = MetricLog(directory, experiment.logger, meter, names)
+        callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, metric_log)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if list_checkpoints(directory.checkpoints):
             state = restore(directory.checkpoints, parallel_model, callbacks, world)
@@ -97,7 +97,7 @@ class Train(JobTask):
                 num_steps=trainer.num_steps,
                 steps_per_epoch=trainer.steps_per_epoch,
                 copy_model=functools.partial(copy_model, experiment.make_model, parallel_model, dtype, world),
-                log=recorder.log,
+                log=metric_log.log,
                 monitor=experiment.monitor,
                 evaluations=past.values,
                 checkpoints=past.checkpoints,
@@ -150,7 +150,7 @@ def make_all_callbacks(
     directory: RunDirectory,
     console: Console,
     meter: ThroughputMeter,
-    recorder: Recorder,
+    metric_log: MetricLog,
 ) -> Callbacks:
     """Return the built-in and the custom callbacks in the order in which they are called; checkpoints come last."""
     callbacks = Callbacks()
@@ -160,7 +160,7 @@ def make_all_callbacks(
         ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
         callbacks.add("ema", ema)
     callbacks.add("buffer_check", BufferCheck(experiment, parallel_model, world))
-    callbacks.add("recorder", recorder)
+    callbacks.add("metric log", metric_log)
     callbacks.add("progress_bar", ProgressBar(console if directory.writes else None, meter, experiment.monitor))
     if config.profile and directory.writes:
         callbacks.add("profiler", Profiler(world.device))

@@ -12,7 +12,7 @@ from runner.input.batch import MicroBatch
 from runner.input.source import Source
 from runner.objectives.objective import Objective
 from runner.training.draws.following import Draws
-from runner.training.draws.recording import record_draws
+from runner.training.draws.observed_draws import observe_draws
 from runner.training.dry_run import DryRun, check_training, dry_run
 from runner.training.mode import Parallel
 from runner.training.model.forward_calls import record_calls
@@ -80,6 +80,6 @@ def run_dry(
     # Forward cannot write to the placeholder of a parameter, and modes that need placeholders refuse such a model.
     if trains and not (state.parameters and parallel.meta_init):
         check_training(config, choices, module, objective, source)
-    warnings, replaced = record_draws(config, choices, module, objective, source, draws)
+    warnings, replaced = observe_draws(config, choices, module, objective, source, draws)
     warnings += compare_samples(config, choices, module, objective, source, draws)
     return Findings(forward, draws, replaced, state, warnings)

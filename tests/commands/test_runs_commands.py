@@ -1,6 +1,5 @@
 """`python -m runner runs ...`: lists, labels, stops and deletes runs."""
 
-import contextlib
 import json
 import os
 import signal

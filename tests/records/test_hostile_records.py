@@ -14,8 +14,8 @@ from runner.config.resume import add_recorded
 from runner.errors import InputError, printable
 from runner.records.attempts import read_attempts
 from runner.records.ledger import read_ledger
-from runner.records.record_files import read_json_lines, read_mapping
 from runner.records.result import read_result
+from runner.records.run_files import read_json_lines, read_mapping
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=2")
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))

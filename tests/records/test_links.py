@@ -12,9 +12,9 @@ from runner.launchers.slurm.queue import submit
 from runner.records.attempts import Attempt, append_attempt
 from runner.records.console import LOGGER, logging_to
 from runner.records.custom_code import CustomCode, CustomModule
-from runner.records.record_files import check_links, write_atomically
 from runner.records.result import report_failure
 from runner.records.run_directory import RunDirectory
+from runner.records.run_files import check_links, write_atomically
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=2")
 pytestmark = pytest.mark.fault("a link in a run directory", outcome="refused")
@@ -103,7 +103,7 @@ def test_directories_that_are_links_are_refused(tmp_path: Path, mine: Path, monk
         (theirs / name).unlink()
     (theirs / "checkpoints").symlink_to(tmp_path / "other")
     check_links(theirs)  # this user has moved them to another disk
-    monkeypatch.setattr("runner.records.record_files.os.geteuid", lambda: 54321)
+    monkeypatch.setattr("runner.records.run_files.os.geteuid", lambda: 54321)
     with pytest.raises(ValueError, match="checkpoints is a link"):
         check_links(theirs)
 

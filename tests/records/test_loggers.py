@@ -20,8 +20,8 @@ from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.dashboard import History, logged_metrics
 from runner.records.loggers.mlflow import valid_name
 from runner.records.loggers.wandb import WandB
-from runner.records.record_files import METRICS
 from runner.records.records import Trial
+from runner.records.run_files import METRICS
 
 SMALL = ("model=toy", "data=toy", "batch_size=256", "backend=gloo")  # 4 steps an epoch
 FILES = {

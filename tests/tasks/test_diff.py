@@ -10,7 +10,7 @@ from many_runs import make_run
 
 from runner.records.custom_code import CustomCode, CustomModule
 from runner.records.logged_numbers import compare_numbers, default_tolerance
-from runner.tasks.rerun import differences
+from runner.tasks.rerun import possible_causes
 
 FP32 = default_tolerance(["fp64", "fp32"])
 
@@ -102,5 +102,5 @@ def test_a_module_that_only_the_second_run_imports_is_named(tmp_path: Path) -> N
     runs = [make_run(tmp_path / str(code.hash), code={"hash": code.hash}) for code in codes]
     for code, path in zip(codes, runs, strict=True):
         code.write(path)
-    (line,) = [line for line in differences(*runs) if line.startswith("code: ")]
+    (line,) = [line for line in possible_causes(*runs) if line.startswith("code: ")]
     assert line.startswith(f"code: {file}: compare ")

@@ -11,7 +11,7 @@ from commands import Commands
 from worlds import Run, run
 
 from runner.records import provenance
-from runner.tasks.rerun import differences
+from runner.tasks.rerun import possible_causes
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "max_steps=6", "logger=none")
 
@@ -79,7 +79,7 @@ def test_differences_are_listed(tmp_path: Path) -> None:
     one = run(tmp_path, 1, *SMALL)
     then = tmp_path / "then"
     shutil.copytree(one.path, then)
-    assert differences(then, one.path) == []
+    assert possible_causes(then, one.path) == []
     result = one.result
     result["git"]["commit"], result["versions"]["torch"], result["machine"]["threads"] = "abc", "1.0", 64
     (then / "result.json").write_text(json.dumps(result))
@@ -87,7 +87,7 @@ def test_differences_are_listed(tmp_path: Path) -> None:
     config = yaml.safe_load((then / "config.yaml").read_text())
     config["optimizer"]["lr"], config["name"] = 9.0, "elsewhere"
     (then / "config.yaml").write_text(yaml.safe_dump(config))
-    lines = differences(then, one.path)
+    lines = possible_causes(then, one.path)
     assert [line.partition(":")[0] for line in lines] == [
         "git.commit",
         "versions.torch",

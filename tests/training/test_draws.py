@@ -16,7 +16,7 @@ from runner.input.batch import MicroBatch
 from runner.training.draws.distributions import FILLS, multinomial
 from runner.training.draws.following import Draws, Following
 from runner.training.draws.generator import Rows, sample_keys
-from runner.training.draws.recording import Recording, _compare
+from runner.training.draws.observed_draws import ObservedDraws, _compare
 
 CPU = torch.device("cpu")
 X = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -61,9 +61,9 @@ def record(function: Callable[[Tensor], Tensor]) -> tuple[Draws, str]:
     records = []
     for count in (2, 3):
         torch.manual_seed(0)
-        with Recording() as recording:
+        with ObservedDraws() as observed:
             function(X[:count])
-        records.append(recording.draws)
+        records.append(observed.draws)
     draws = Draws(follows=True)
     return draws, _compare(draws, *records)
 

@@ -19,7 +19,7 @@ from runner.errors import InputError
 from runner.launchers.env import check_options
 from runner.launchers.protocol import Queue
 from runner.launchers.slurm import script
-from runner.launchers.slurm.queue import POLL_S, check_sbatch, find_ended, follow, last_job, leave_queued, submit
+from runner.launchers.slurm.queue import POLL_S, check_sbatch, follow, last_job, leave_queued, query_ended, submit
 from runner.records.frozen_code import EXTRACTED, freeze
 from runner.records.run_directory import Request, new_directory
 
@@ -93,7 +93,7 @@ class Slurm(Queue):
         check_sbatch()
         directory = directory or new_directory(config.outputs, config.name)
         previous = last_job(directory)
-        if previous and not find_ended([previous]):
+        if previous and not query_ended([previous]):
             raise InputError(
                 f"{directory} belongs to job {previous}, which is in the queue; `scancel {previous}` ends it"
             )
@@ -124,7 +124,7 @@ class Slurm(Queue):
 
     @classmethod
     def find_ended(cls, names: Sequence[str]) -> set[str]:
-        return find_ended(names)
+        return query_ended(names)
 
     def max_jobs(self) -> int:
         """Return how many tasks an array may have; Slurm's default limit if scontrol does not respond."""
@@ -140,7 +140,7 @@ class Slurm(Queue):
         left = self._submitted
         try:
             with interruptible():
-                while self.wait and (left := sorted({*left} - find_ended(left))):
+                while self.wait and (left := sorted({*left} - query_ended(left))):
                     time.sleep(POLL_S)
         except (KeyboardInterrupt, Stopped):
             leave_queued(*dict.fromkeys(job.partition("_")[0] for job in left))

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
 from runner.errors import InputError, JobFailed
-from runner.records.record_files import make_directory, read_bytes, write_atomically
 from runner.records.result import read_result
+from runner.records.run_files import make_directory, read_bytes, write_atomically
 
 JOB = Path("slurm") / "job"  # the file with the id of the directory's last job
 QUERY_TIMEOUT_S = 60.0
@@ -59,7 +59,7 @@ def last_job(directory: Path) -> str | None:
         raise InputError(f"{directory / JOB} cannot be read: {reason}") from None
 
 
-def find_ended(names: Sequence[str]) -> set[str]:
+def query_ended(names: Sequence[str]) -> set[str]:
     """Return the named jobs (7) and tasks of arrays (7_3) that neither wait nor run, as `Queue.find_ended`."""
     jobs = ",".join(sorted({name.partition("_")[0] for name in names}))
     if not jobs:
@@ -85,7 +85,7 @@ def follow(job: str, directory: Path, log: Path) -> dict[str, float]:
         with interruptible():
             while not has_ended:
                 time.sleep(POLL_S)
-                has_ended = bool(find_ended([job]))
+                has_ended = bool(query_ended([job]))
                 if log.exists():
                     with log.open(errors="replace") as file:
                         file.seek(offset)

@@ -10,9 +10,9 @@ from pathlib import Path
 from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.records.attempts import ATTEMPTS, KILLED, read_attempts
 from runner.records.ledger import DONE
-from runner.records.record_files import dumps, write_atomically
 from runner.records.result import RESULT, read_result, write_result
 from runner.records.run_directory import CHECKPOINTS
+from runner.records.run_files import dumps, write_atomically
 
 STARTED = Path("slurm") / "started"  # the script touches it before each start
 STOPPED = Path("slurm") / "stopped"  # touched by an agent that received a signal, and removed before each start

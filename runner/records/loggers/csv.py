@@ -4,8 +4,8 @@ from pathlib import Path
 
 from runner.records.loggers.contract import Logger, RunOutcome
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.record_files import without_links, write_atomically
 from runner.records.records import Trial
+from runner.records.run_files import without_links, write_atomically
 from runner.records.tables import csv_table
 
 TABLE = "metrics.csv"

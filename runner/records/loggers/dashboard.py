@@ -7,9 +7,9 @@ from typing import Any
 from runner.records.ledger import is_sweep
 from runner.records.loggers.contract import Logger, Predictions
 from runner.records.loggers.images import draw_confusion
-from runner.records.record_files import dumps, read_mapping, read_metrics, write_atomically
 from runner.records.result import read_result
 from runner.records.run_directory import CONFIG
+from runner.records.run_files import dumps, read_mapping, read_metrics, write_atomically
 
 IDS = "loggers.json"
 CONFUSION = "val/confusion"

@@ -18,8 +18,8 @@ from runner.records.background import BackgroundThread
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
 from runner.records.loggers.dashboard import History, RunFacts, read_ids, save_id
 from runner.records.loggers.images import draw_confusion
-from runner.records.record_files import without_links
 from runner.records.records import Trial, to_text
+from runner.records.run_files import without_links
 from runner.records.settings import dotted
 
 STORE, ARTIFACTS, LOCK = "mlflow.db", "mlflow-artifacts", ".mlflow.lock"  # in the directory of all runs

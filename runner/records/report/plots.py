@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.records.monitor import LOSS
-from runner.records.record_files import write_atomically
 from runner.records.report.statistics import Mean, Row, Summary
+from runner.records.run_files import write_atomically
 from runner.records.tables import as_number
 
 MAX_CURVES = 10  # of the best configurations; matplotlib has ten distinct colors

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import profile, schedule
 
 from runner.distributed.environment import quiet_profiler
-from runner.records.record_files import make_directory
+from runner.records.run_files import make_directory
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
 
 log = logging.getLogger(__name__)

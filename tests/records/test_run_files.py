@@ -14,7 +14,12 @@ from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
 from runner.records.listing import list_rows
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.record_files import (
+from runner.records.records import read_jobs
+from runner.records.report.render import best
+from runner.records.report.statistics import summarize
+from runner.records.result import read_result
+from runner.records.run_directory import RunDirectory
+from runner.records.run_files import (
     METRICS,
     dumps,
     parse_json,
@@ -23,11 +28,6 @@ from runner.records.record_files import (
     read_metrics,
     read_string_list,
 )
-from runner.records.records import read_jobs
-from runner.records.report.render import best
-from runner.records.report.statistics import summarize
-from runner.records.result import read_result
-from runner.records.run_directory import RunDirectory
 
 NAN = math.nan
 

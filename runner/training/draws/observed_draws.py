@@ -1,4 +1,4 @@
-"""A dry run that records the random functions of a model, and finds the dim of the samples in their draws."""
+"""A dry run that observes the random functions of a model, and finds the dim of the samples in their draws."""
 
 import functools
 import random
@@ -39,8 +39,8 @@ class Draw(NamedTuple):
     in_backward: bool = False  # True in a hook of a gradient
 
 
-class Recording(DrawMode):
-    """Records the draws of a forward pass, and lets torch draw."""
+class ObservedDraws(DrawMode):
+    """Observes the draws of a forward pass, and lets torch draw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Recording(DrawMode):
         self._expected = state
 
 
-def record_draws(
+def observe_draws(
     config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source, draws: Draws
 ) -> tuple[list[str], list[str]]:
     """Record in `draws` the draws of model and objective, in training and in evaluation.
@@ -96,9 +96,9 @@ def record_draws(
         data = read_float32(config, source, [0] * count)
         with restoring_state(module, objective):
             seed_all(0)
-            recording = Recording()
-            found.append(recording.draws)
-            replaced[:] = probe(module, _run, trained, recording, objective, MicroBatch(data, [0] * count))
+            observed = ObservedDraws()
+            found.append(observed.draws)
+            replaced[:] = probe(module, _run, trained, observed, objective, MicroBatch(data, [0] * count))
             others.append((np.random.bytes(16), random.getrandbits(128)))
 
     error: Exception | None = None
@@ -125,16 +125,16 @@ def record_draws(
 
 
 def _run(
-    model: nn.Module, trained: set[str], recording: Recording, objective: Objective, micro_batch: MicroBatch
+    model: nn.Module, trained: set[str], observed: ObservedDraws, objective: Objective, micro_batch: MicroBatch
 ) -> list[str]:
     parameters = {name: tensor for name, tensor in model.named_parameters() if name in trained}
-    with recording:
+    with observed:
         for name in objective.losses:
             loss = objective.measure(model, name, micro_batch)
-            if recording.has_hooks or _has_hooks(model):
-                recording.in_backward = True
+            if observed.has_hooks or _has_hooks(model):
+                observed.in_backward = True
                 loss.value.sum().backward()
-                recording.in_backward = False
+                observed.in_backward = False
                 model.zero_grad()
         model.eval()
         objective.evaluate(model, micro_batch)

@@ -1,4 +1,4 @@
-"""Recording of metrics in result.json, metrics.jsonl and the loggers."""
+"""The callback that writes metrics to result.json, metrics.jsonl and the loggers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +10,8 @@ from runner.training.callbacks.contract import Callback, Outcome, Progress, RunI
 from runner.training.throughput import ThroughputMeter
 
 
-class Recorder(Callback):
-    """Records metrics; only the rank that writes the run directory uses the logger.
+class MetricLog(Callback):
+    """Logs metrics; only the rank that writes the run directory uses the logger.
 
     `metrics` are the names of an evaluation's metrics, the monitor first.
     """
@@ -30,7 +30,7 @@ class Recorder(Callback):
                 self._logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
 
     def log(self, now: Progress, metrics: Mapping[str, float]) -> None:
-        """Record a callback's custom metrics; only those of the writing rank are kept."""
+        """Log a callback's custom metrics; only those of the writing rank are kept."""
         self._log(replace(now, metrics={name: float(value) for name, value in metrics.items()}))
 
     def after_step(self, now: Progress) -> None:
