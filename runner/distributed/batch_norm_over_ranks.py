@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules import _functions
 
-from runner.distributed.collectives import gather_over, has_values, sum_over
+from runner.distributed.collectives import gather_over, sum_over
+from runner.tensor_values import has_values
 
 
 def batch_norm_over(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from runner.distributed.local.exchange import exchange_of, is_plain, is_small
@@ -47,11 +46,6 @@ def gather_over(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> torch.
     gathered = tensor.new_empty(num_ranks, *tensor.shape)
     all_gather_single(gathered.view(-1), tensor.reshape(-1), group=group)  # gloo accepts only these shapes
     return gathered
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Return False on the meta device, and for the fake tensors of a plan."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from runner.daemon_thread import call_in_daemon
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
 from runner.distributed.network import is_loopback
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
-from runner.distributed.world_store import call_in_daemon, set_tcp_timeouts
+from runner.distributed.world_store import set_tcp_timeouts
 from runner.errors import InputError, Preempted
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known

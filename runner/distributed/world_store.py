@@ -3,15 +3,14 @@
 import os
 import socket
 import stat
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from runner.daemon_thread import call_in_daemon
 from runner.distributed.environment import RankInfo
 
 T = TypeVar("T")
@@ -101,17 +100,3 @@ def set_tcp_timeouts(store: dist.Store | None, timeout_s: float) -> None:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
-
-
-def call_in_daemon(function: Callable[[], T], name: str) -> "Future[T]":
-    """Call `function` in a daemon thread, which may wait for the store until the exit. Return its future result."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True, name=name).start()
-    return future

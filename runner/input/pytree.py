@@ -20,7 +20,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.data import default_collate
 
-from runner.distributed.collectives import has_values
+from runner.tensor_values import has_values
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

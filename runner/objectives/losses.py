@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from runner.distributed.collectives import has_values
 from runner.input.pytree import tensors
+from runner.tensor_values import has_values
 
 IGNORED_BY_TORCH = -100  # the default of ignore_index
 NO_CLASS = -(2**62)  # an ignore_index that equals no target

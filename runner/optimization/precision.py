@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from runner.distributed.collectives import has_values
 from runner.input.batch import cast_floating
+from runner.tensor_values import has_values
 
 
 class Precision:

@@ -8,10 +8,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.saved_state import local_part
-from runner.distributed.collectives import has_values
 from runner.optimization.optimizers import by_mesh
 from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import as_local_part_of
+from runner.tensor_values import has_values
 
 
 class ParameterUpdate:

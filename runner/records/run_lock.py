@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.distributed.failures.heartbeat import machine_id, started_at
 from runner.errors import InputError, print_messages
+from runner.process_identity import machine_id, process_start
 from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
 from runner.records.run_files import read_mapping, without_links
 
@@ -37,7 +37,7 @@ class RunLock:
 
     def __init__(self, directory: Path, attempt: Attempt):
         self.path, self.attempt = directory / f"holder-{attempt.number}.json", attempt
-        facts = {**asdict(attempt), "machine": _machine(), "process_start": started_at(os.getpid())}
+        facts = {**asdict(attempt), "machine": _machine(), "process_start": process_start(os.getpid())}
         with self.path.open("x") as file:
             file.write(json.dumps(facts) + "\n")
         self._touched, self._lost, self._released = time.monotonic(), False, threading.Event()
@@ -148,7 +148,7 @@ def _is_here(facts: Mapping[str, Any]) -> bool:
 
 
 def _is_running_here(facts: Mapping[str, Any]) -> bool:
-    return started_at(facts["pid"]) == facts.get("process_start") is not None
+    return process_start(facts["pid"]) == facts.get("process_start") is not None
 
 
 def _is_alive(path: Path) -> bool:

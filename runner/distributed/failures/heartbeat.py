@@ -9,8 +9,9 @@ import socket
 import struct
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
+
+from runner.process_identity import machine_id, process_start, process_state
 
 STACKS_SIGNAL = signal.SIGUSR2  # writes the stacks of all threads, whatever the process is doing
 _POSITION = struct.Struct("d192s")  # the time on the machine's monotonic clock, and the position; the stacks follow
@@ -47,7 +48,7 @@ class Heartbeat:
                 # Two containers may have the same host name and the same pids.
                 network = os.readlink("/proc/self/ns/net")
                 machine = "/".join([machine_id(), network, host, str(os.getuid())])
-                self._process = RankProcess(self._rank, host, machine, pid, started_at(pid) or 0, file)
+                self._process = RankProcess(self._rank, host, machine, pid, process_start(pid) or 0, file)
             self.record(self._position)
         return self._process
 
@@ -64,7 +65,7 @@ class Heartbeat:
 
 def state_of(process: RankProcess) -> str:
     """Return "exited", "stopped" (by a signal, not by a debugger) or "running" for a process on this machine."""
-    state, started = _state_and_start(process.pid)
+    state, started = process_state(process.pid)
     if started != process.started:
         return "exited"
     return "stopped" if state == "T" else "running"
@@ -107,22 +108,3 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
     if state_of(process) != "exited":
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
-
-
-def machine_id() -> str:
-    """Return an identifier of this boot of the machine and of the PID namespace, within which PIDs are unique."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-def started_at(pid: int) -> int | None:
-    """Return when the process started, which identifies it if its PID is reused; None if it has exited."""
-    return _state_and_start(pid)[1]
-
-
-def _state_and_start(pid: int) -> tuple[str, int | None]:
-    """Return the state of a process and its start in clock ticks since boot; None if it has exited."""
-    try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", None
-    return state, None if state in "ZX" else int(others[18])  # field 22 of proc(5)
