@@ -1,8 +1,9 @@
-"""The typed top level of the configuration."""
+"""The typed top level of the configuration: each key with its type, its default and the values that are valid."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -11,16 +12,43 @@ SPLITS = ("train", "val", "test")  # of a dataset
 DEBUG_BATCHES = 3  # with debug=true, of each training epoch and each evaluation
 
 
+@dataclass(frozen=True)
+class AtLeast:
+    """The finite numbers from `least` on, or one of the words; for a list, one or more of these numbers."""
+
+    least: int
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Between:
+    """The numbers between two limits, which are not valid themselves. `example` is a valid value."""
+
+    low: float
+    high: float
+    example: str
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The only valid values."""
+
+    choices: tuple[Any, ...]
+
+
+Rule = AtLeast | Between | OneOf
+
+
 @dataclass
 class Checkpoints:
     """When checkpoints are saved, how many are kept, and which of them a task reads."""
 
-    every_epochs: int = 1
-    every_steps: int | None = None
-    every_seconds: float | None = None
+    every_epochs: Annotated[int, AtLeast(1)] = 1
+    every_steps: Annotated[int | None, AtLeast(1)] = None
+    every_seconds: Annotated[float | None, Between(0, math.inf, "600")] = None
     asynchronous: bool = True
-    keep: int = 2
-    keep_best: int = 1
+    keep: Annotated[int, AtLeast(1)] = 2
+    keep_best: Annotated[int, AtLeast(0)] = 1
     load: str = "last"
 
 
@@ -28,16 +56,16 @@ class Checkpoints:
 class EarlyStop:
     """When a run stops early because its monitor no longer improves."""
 
-    patience: int | None = None
-    min_delta: float = 0.0
+    patience: Annotated[int | None, AtLeast(1)] = None
+    min_delta: Annotated[float, AtLeast(0)] = 0.0
 
 
 @dataclass
 class Averaging:
     """The exponential moving average of the weights, which is evaluated, and saved with them."""
 
-    decay: float | None = None
-    warmup_steps: int = 0
+    decay: Annotated[float | None, Between(0, 1, "0.999")] = None
+    warmup_steps: Annotated[int, AtLeast(0)] = 0
 
 
 @dataclass
@@ -54,7 +82,7 @@ class Comparison:
     """What task=compare measures."""
 
     modes: list[str] | None = None
-    world_sizes: list[int] = field(default_factory=lambda: [1, 2])
+    world_sizes: Annotated[list[int], AtLeast(1)] = field(default_factory=lambda: [1, 2])
 
 
 @dataclass
@@ -62,9 +90,9 @@ class Planning:
     """What task=plan plans, and for which device."""
 
     modes: list[str] | None = None
-    world_sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
+    world_sizes: Annotated[list[int], AtLeast(1)] = field(default_factory=lambda: [1, 2, 4])
     device: str = "this"
-    memory_gib: float | None = None
+    memory_gib: Annotated[float | None, Between(0, math.inf, "40")] = None
     collectives: str | None = None
 
 
@@ -74,8 +102,8 @@ class Reporting:
 
     runs: list[str] = field(default_factory=list)
     metric: str | None = None
-    direction: str | None = None
-    value: str = "best"
+    direction: Annotated[str | None, OneOf((None, "max", "min"))] = None
+    value: Annotated[str, OneOf(("best", "last"))] = "best"
     over: list[str] = field(default_factory=lambda: ["seed"])
     output: str | None = None
 
@@ -84,18 +112,18 @@ class Reporting:
 class Exporting:
     """What task=export writes, and the tolerance of its outputs."""
 
-    format: str = "safetensors"
+    format: Annotated[str, OneOf(("safetensors", "torch_export", "onnx"))] = "safetensors"
     output: str | None = None
-    tolerance: float | None = None
+    tolerance: Annotated[float | None, AtLeast(0)] = None
 
 
 @dataclass
 class Predicting:
     """What task=predict writes, and its batch size per rank."""
 
-    format: str = "csv"
+    format: Annotated[str, OneOf(("csv", "parquet", "npy", "jsonl"))] = "csv"
     output: str | None = None
-    batch_size: int = 64
+    batch_size: Annotated[int, AtLeast(1)] = 64
 
 
 @dataclass
@@ -103,7 +131,7 @@ class Differing:
     """What task=diff compares, how closely, and whether it repeats the runs."""
 
     other: str | None = None  # also written diff.with
-    tolerance: float | None = None
+    tolerance: Annotated[float | None, AtLeast(0)] = None
     trace: bool = False
 
 
@@ -111,7 +139,8 @@ class Differing:
 class Config:
     """One experiment. A group is a node with a `_target_`, whose constructor's signature types it.
 
-    OmegaConf does not support the types in `Annotated`; `runner.config.texts` reads them.
+    A key whose type includes numbers needs a rule in `Annotated`, which `runner.config.validate` checks. OmegaConf does
+    not support the types that follow `Any`; `runner.config.texts` reads them.
     """
 
     task: Any = MISSING
@@ -130,34 +159,34 @@ class Config:
     metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
     name: str = "run"
-    seed: int = 0
-    epochs: int = 10
-    max_steps: int | None = None
-    val_fraction: float | None = None
+    seed: Annotated[int, AtLeast(0)] = 0
+    epochs: Annotated[int, AtLeast(1)] = 10
+    max_steps: Annotated[int | None, AtLeast(1)] = None
+    val_fraction: Annotated[float | None, Between(0, 1, "0.1")] = None
     keep_samples: bool = False
-    transform_targets: Annotated[Any, bool | Literal["auto"]] = "auto"
-    batch_size: int = 64
-    micro_batches: Annotated[Any, int | Literal["auto"]] = 1
-    precision: str = "fp32"
+    transform_targets: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
+    batch_size: Annotated[int, AtLeast(1)] = 64
+    micro_batches: Annotated[Any, int | Literal["auto"], AtLeast(1, ("auto",))] = 1
+    precision: Annotated[str, OneOf(("fp64", "fp32", "bf16", "fp16"))] = "fp32"
     compile: bool = False
-    memory_format: str = "auto"
-    sync_batchnorm: Annotated[Any, bool | Literal["auto"]] = "auto"
-    activation_checkpointing: Annotated[Any, int | Literal["none", "full"]] = "none"
-    clip_grad_norm: float | None = None
-    on_nonfinite: str = "stop"
-    loss_spike: float | None = None
-    replay_every_steps: int | None = None
+    memory_format: Annotated[str, OneOf(("auto", "contiguous", "channels_last"))] = "auto"
+    sync_batchnorm: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
+    activation_checkpointing: Annotated[Any, int | Literal["none", "full"], AtLeast(1, ("none", "full"))] = "none"
+    clip_grad_norm: Annotated[float | None, Between(0, math.inf, "1.0")] = None
+    on_nonfinite: Annotated[str, OneOf(("stop", "skip", "go_on"))] = "stop"
+    loss_spike: Annotated[float | None, Between(1, math.inf, "10")] = None
+    replay_every_steps: Annotated[int | None, AtLeast(1)] = None
     ema: Averaging = field(default_factory=Averaging)
     init_from: InitFrom = field(default_factory=InitFrom)
     freeze: list[str] = field(default_factory=list)
     monitor: str | None = None
-    monitor_direction: str | None = None
-    threads: int | None = None
-    log_every: int = 1
+    monitor_direction: Annotated[str | None, OneOf((None, "max", "min"))] = None
+    threads: Annotated[int | None, AtLeast(1)] = None
+    log_every: Annotated[int, AtLeast(1)] = 1
     train_metrics: bool = False
-    eval_every: int = 1
-    eval_every_steps: int | None = None
-    eval_batches: int | None = None
+    eval_every: Annotated[int, AtLeast(1)] = 1
+    eval_every_steps: Annotated[int | None, AtLeast(1)] = None
+    eval_batches: Annotated[int | None, AtLeast(1)] = None
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     profile: bool = False
@@ -173,8 +202,9 @@ class Config:
     fork: str | None = None
     run: str | None = None
     trust: bool = False
-    code: str | None = None  # recorded or current; None means current for task=rerun, else recorded
-    split: str = "val"
+    # None means current for task=rerun, else recorded.
+    code: Annotated[str | None, OneOf((None, "recorded", "current"))] = None
+    split: Annotated[str, OneOf(SPLITS)] = "val"
     outputs: str = "outputs"
 
 
@@ -183,6 +213,13 @@ ConfigStore.instance().store(name="schema", node=Config)
 KEYS = tuple(f.name for f in fields(Config))
 GROUPS = tuple(f.name for f in fields(Config) if f.default == MISSING)
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}  # type: ignore[misc]
+RULES: dict[str, Rule] = {  # by dotted key
+    f"{section}.{name}".lstrip("."): rule
+    for section, schema in {"": Config, **SECTIONS}.items()
+    for name, hint in get_type_hints(schema, include_extras=True).items()
+    for rule in getattr(hint, "__metadata__", ())
+    if isinstance(rule, Rule)
+}
 OF_TASKS = ("compare", "plan", "report", "export", "predict", "diff")  # sections of one task
 # Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}

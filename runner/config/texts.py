@@ -24,9 +24,12 @@ _AFTER = (None, OverrideLexer.COMMA, OverrideLexer.BRACKET_CLOSE, OverrideLexer.
 
 
 def _types_of(schema: type) -> dict[str, Any]:
-    """Return the types of the fields. Types that OmegaConf does not support are in `Annotated`."""
+    """Return the types of the fields. A type that OmegaConf does not support follows `Any` in `Annotated`."""
     hints = typing.get_type_hints(schema, include_extras=True)
-    return {name: getattr(hint, "__metadata__", (hint,))[0] for name, hint in hints.items()}
+    types = typing.get_type_hints(schema)
+    return types | {
+        name: hint.__metadata__[0] for name, hint in hints.items() if getattr(hint, "__origin__", None) is Any
+    }
 
 
 def _is_text(annotation: Any) -> bool:

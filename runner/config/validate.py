@@ -14,41 +14,10 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.pattern_options import check_optimizer_groups, check_patterns
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, SECTIONS, SPLITS, Config
+from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, RULES, SECTIONS, Between, Config, OneOf, Rule
 from runner.errors import near_hint
 
 AUTO = "auto"
-_AT_LEAST_0 = (
-    *("seed", "ema.warmup_steps", "checkpoint.keep_best", "early_stop.min_delta", "export.tolerance"),
-    "diff.tolerance",
-)
-_AT_LEAST_1 = (
-    *("epochs", "max_steps", "batch_size", "micro_batches", "threads", "log_every", "eval_every", "eval_every_steps"),
-    *("eval_batches", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep"),
-    *("early_stop.patience", "predict.batch_size", "replay_every_steps"),
-)
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": ("fp64", "fp32", "bf16", "fp16"),
-    "memory_format": ("auto", "contiguous", "channels_last"),
-    "sync_batchnorm": ("auto", True, False),
-    "transform_targets": ("auto", True, False),
-    "on_nonfinite": ("stop", "skip", "go_on"),
-    "monitor_direction": (None, "max", "min"),
-    "report.direction": (None, "max", "min"),
-    "report.value": ("best", "last"),
-    "code": (None, "recorded", "current"),
-    "split": SPLITS,
-    "export.format": ("safetensors", "torch_export", "onnx"),
-    "predict.format": ("csv", "parquet", "npy", "jsonl"),
-}
-# Exclusive limits of a value, and an example.
-_BETWEEN = {
-    "clip_grad_norm": (0, math.inf, "1.0"),
-    "checkpoint.every_seconds": (0, math.inf, "600"),
-    "loss_spike": (1, math.inf, "10"),
-    "ema.decay": (0, 1, "0.999"),
-    "val_fraction": (0, 1, "0.1"),
-}
 # Keys that have no effect without another key, and an example of the other key.
 _NEEDS = {
     "init_from.map": ("init_from.path", "init_from.path=weights.pt"),
@@ -174,24 +143,10 @@ def check_types(container: Mapping[str, Any], choices: Mapping[str, str]) -> lis
 
 def check_values(config: Config) -> list[str]:
     """Return one message for each top-level value that is wrong whatever else is chosen."""
-    if config.micro_batches != AUTO and type(config.micro_batches) is not int:
-        return [f"micro_batches={show(config.micro_batches)} must be int | auto; for example 1"]
-    values = {key: attrgetter(key)(config) for key in (*_AT_LEAST_0, *_AT_LEAST_1)}
-    messages = [
-        f"{key}={value} must be {'finite' if value == math.inf else f'at least {least}'}"
-        for key, value in values.items()
-        if value not in (None, AUTO) and not (least := int(key in _AT_LEAST_1)) <= value < math.inf
-    ]
-    for key, choices in _CHOICES.items():
-        value, names = attrgetter(key)(config), list(map(show, choices))
-        if not any(value == choice and type(value) is type(choice) for choice in choices):
-            messages.append(f"{key}={show(value)} must be one of {', '.join(names)}{near_hint(show(value), names)}")
+    checked = [_check_rule(key, attrgetter(key)(config), rule) for key, rule in RULES.items()]
+    messages = [message for message in checked if message]
     if config.seed >= 2**63:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
-    for key, (low, high, example) in _BETWEEN.items():
-        if (value := attrgetter(key)(config)) is not None and not low < value < high:
-            limits = f"above {low} and {'finite' if high == math.inf else f'below {high}'}"
-            messages.append(f"{key}={value:g} must be {limits}, or null; try {example}")
     for key, (needed, example) in _NEEDS.items():
         is_set = any(attrgetter(each)(config) for each in needed.split("|"))
         if (value := attrgetter(key)(config)) != attrgetter(key)(Config()) and not is_set:
@@ -205,12 +160,6 @@ def check_values(config: Config) -> list[str]:
         messages.append(
             f"export.tolerance={tolerance:g} has no effect with export.format=safetensors, whose weights are compared "
             "to the bit; leave it out"
-        )
-    extent = config.activation_checkpointing
-    if extent not in ("none", "full") and (type(extent) is not int or extent < 1):
-        messages.append(
-            f"activation_checkpointing={show(extent)} must be none, full or n of at least 1, for every nth "
-            "block; try full"
         )
     name = config.checkpoint.load
     if name not in (LAST, BEST) and not STEP.fullmatch(name):
@@ -226,6 +175,33 @@ def check_values(config: Config) -> list[str]:
     elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         messages.append(f"outputs={config.outputs} must be writable, but {existing} is no writable directory")
     return messages
+
+
+def _check_rule(key: str, value: Any, rule: Rule) -> str | None:
+    """Return a message if the value is not valid by the rule of its key."""
+    if isinstance(rule, OneOf):
+        if any(value == choice and type(value) is type(choice) for choice in rule.choices):
+            return None
+        names = list(map(show, rule.choices))
+        return f"{key}={show(value)} must be one of {', '.join(names)}{near_hint(show(value), names)}"
+    if value is None:
+        return None
+    if isinstance(rule, Between):
+        if rule.low < value < rule.high:
+            return None
+        limits = f"above {rule.low} and {'finite' if rule.high == math.inf else f'below {rule.high}'}"
+        return f"{key}={value:g} must be {limits}, or null; try {rule.example}"
+    if rule.words:
+        if value in rule.words or (type(value) is int and value >= rule.least):
+            return None
+        return f"{key}={show(value)} must be {', '.join(rule.words)} or n of at least {rule.least}"
+    if isinstance(value, list):
+        if value and all(rule.least <= each < math.inf for each in value):
+            return None
+        return f"{key}={value} must list numbers of at least {rule.least}; try [{rule.least}]"
+    if rule.least <= value < math.inf:
+        return None
+    return f"{key}={value} must be {'finite' if value == math.inf else f'at least {rule.least}'}"
 
 
 def check_batch(config: Config, parallel_micro_batches: int = 1) -> list[str]:

@@ -72,12 +72,7 @@ def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
 
     modes = modes_to_compare(request.choices["parallel"], "plan.modes", config.plan.modes)
     sizes = config.plan.world_sizes
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"plan.world_sizes={sizes} must list numbers of ranks of at least 1; try [1,8]")
-    memory = config.plan.memory_gib
-    if memory is not None and memory <= 0:
-        raise InputError(f"plan.memory_gib={memory} must be positive, or null for that of the device")
-    memory = device.memory_gib if memory is None else memory
+    memory = device.memory_gib if config.plan.memory_gib is None else config.plan.memory_gib
     limits = {size: available_memory() / size if memory is None else memory * GIB for size in sizes}
     return plan_modes(compose_modes(request, modes, DROPPED), limits, device, len(allowed_cores()))
 

@@ -72,7 +72,7 @@ def test_options_are_converted_to_the_types_of_their_constructors(monkeypatch: p
     [
         ("seed=${oc.env:WORD}", r"seed=\$\{oc.env:WORD\}: Value 'x' of type 'str' could not be converted to Integer"),
         ("ema.decay=${oc.env:WORD}", r"ema.decay=\$\{oc.env:WORD\}: Value 'x' of type 'str' could not be converted to"),
-        ("micro_batches=${oc.env:WORD}", "micro_batches=x must be int | auto; for example 1"),
+        ("micro_batches=${oc.env:WORD}", "micro_batches=x must be auto or n of at least 1"),
         ("compile=${oc.env:WORD}", r"compile=\$\{oc.env:WORD\}: Value 'x' is not a valid bool"),
         ("optimizer.lr=${oc.env:WORD}", r"optimizer.lr=x must be float \| Tensor; for example 0.001"),
         ("optimizer.lr='{_target_: torch.tensor}'", r"optimizer.lr=\{_target_: torch.tensor\} must be float \| Tensor"),

@@ -81,5 +81,5 @@ def test_a_number_that_changes_batch_norm_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["0", "two"])
 def test_other_values_are_refused(value: str) -> None:
-    with pytest.raises(InputError, match=rf"^micro_batches={value} must be (at least 1|int \| auto; )"):
+    with pytest.raises(InputError, match=rf"^micro_batches={value} must be auto or n of at least 1"):
         configure(f"micro_batches={value}")

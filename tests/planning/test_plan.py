@@ -328,13 +328,13 @@ def test_the_command_to_copy_starts_all_ranks(num_ranks: int, start: str) -> Non
         (("plan.device=odd",), "odd.yaml is not a valid data sheet"),
         (("plan.collectives=custom",), "plan.collectives=custom has not measured all_reduce"),
         (("plan.modes=[dpp]",), "unknown mode dpp; did you mean d"),
-        (("plan.world_sizes=[0]",), "must list numbers of ranks of at least 1"),
+        (("plan.world_sizes=[0]",), "must list numbers of at least 1; try [1]"),
         (("plan.modes=[none]", "plan.world_sizes=[2]"), "none: parallel=none is for one process"),
         (
             ("plan.modes=[ddp]", "plan.memory_gib=1e-6"),
             "=1e-06: no mode fits into 1e-06 GiB per rank: the",
         ),
-        (("plan.memory_gib=0",), "plan.memory_gib=0.0 must be positive, or null for that of the device"),
+        (("plan.memory_gib=0",), "plan.memory_gib=0 must be above 0 and finite, or null; try 40"),
         (("plan.modes=[ddp]", "model=reading"), "odd_models.py:12); without activations, a rank needs "),
     ],
 )

@@ -64,7 +64,7 @@ def test_wrong_input_is_refused(here: Callable[..., int], tmp_path: Path, capsys
     assert here("task=compare", *TINY, "compare.modes=[dpp]") == 2
     assert "unknown mode dpp; did you mean d" in capsys.readouterr().err
     assert here("task=compare", *TINY, "compare.world_sizes=[0]") == 2
-    assert "must be numbers of processes of at least 1" in capsys.readouterr().err
+    assert "compare.world_sizes=[0] must list numbers of at least 1; try [1]" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

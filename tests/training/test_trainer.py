@@ -1,7 +1,9 @@
 """The training loop: evaluation, preemption, checkpoints, precision and logged metrics."""
 
+import inspect
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ from worlds import Run, build_experiment, configure, run
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
+from runner.training.components import RESERVED
+from runner.training.trainer import Trainer
 
 TINY = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none")
 
@@ -280,3 +284,10 @@ def test_metrics_of_training_batches_are_exact_on_any_number_of_ranks(parallel: 
 def test_train_metrics_are_refused_where_they_cannot_be_measured(option: str, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         build_experiment(*TINY, "train_metrics=true", option)
+
+
+def test_names_that_the_loop_logs_are_reserved() -> None:
+    """An objective that logs a value of the same name would overwrite it."""
+    texts = [path.read_text() for path in Path(inspect.getfile(Trainer)).parent.rglob("*.py")]
+    logged = {name for text in texts for name in re.findall(r"[\"']train/(\w+)", text)} - {"loss"}
+    assert logged == set(RESERVED)
