@@ -170,7 +170,7 @@ class ExtraTensor(Annealed):
         super().__init__("extra_tensor")
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.temperature)
+        return torch.tensor(self.temperature, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
         self.temperature = float(state)
