@@ -1,7 +1,6 @@
 """DistributedDataParallel: a replica per rank; gradients are combined bucket by bucket while backward runs."""
 
 import inspect
-import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -9,11 +8,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.checkpoints.saved_state import LocalState, SavedState
-from runner.checkpoints.shard_file import LocalChunk
 from runner.config.schema import Config
 from runner.distributed.collectives import sum_over
 from runner.distributed.local.exchange import exchange_of
@@ -26,8 +23,6 @@ from runner.parallel.imagined_buckets import ImaginedBuckets
 from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, ParallelModel, Recipe
-
-log = logging.getLogger(__name__)
 
 # torch 2.15 renames the option and deprecates the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -48,17 +43,12 @@ class DDP(Parallel):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
-        comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none",
-        powersgd_rank: int = 1,
+        comm_hook: Literal["none", "fp16", "bf16"] = "none",
     ):
         if bucket_cap_mb <= 0:
             raise ValueError(f"parallel.bucket_cap_mb={bucket_cap_mb} must be above 0; try 25")
-        if powersgd_rank < 1:
-            raise ValueError(f"powersgd_rank={powersgd_rank} must be at least 1; try 1")
-        if powersgd_rank != 1 and comm_hook != "powersgd":
-            raise ValueError(f"powersgd_rank={powersgd_rank} has no effect; try parallel.comm_hook=powersgd with it")
         self.needs_all_gradients = not (find_unused_parameters or static_graph)
-        self.static_graph, self.comm_hook, self.powersgd_rank = static_graph, comm_hook, powersgd_rank
+        self.static_graph, self.comm_hook = static_graph, comm_hook
         self.options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -68,10 +58,8 @@ class DDP(Parallel):
         }
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        if self.comm_hook == "powersgd" and config.on_nonfinite == "skip":
-            return ["on_nonfinite=skip: comm_hook=powersgd adds the error of a step to the next; try on_nonfinite=stop"]
-        if (every := config.replay_every_steps) and (self.static_graph or self.comm_hook == "powersgd"):
-            return [f"replay_every_steps={every} needs parallel.static_graph=false, and a comm_hook except powersgd"]
+        if (every := config.replay_every_steps) and self.static_graph:
+            return [f"replay_every_steps={every} needs parallel.static_graph=false"]
         return []
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
@@ -88,8 +76,6 @@ class DDP(Parallel):
         first_backward: list[AbstractContextManager[Any]] = [nullcontext()] if self.static_graph else []
         options = replica_options(wrapped, world, is_summed)
         options["without_sync"] = lambda: first_backward.pop() if first_backward else wrapped.no_sync()
-        if self.comm_hook == "powersgd":
-            return PowerSGDReplica(recipe, loss_group, wrapped, self, **options)
         return Replica(recipe, recipe.make_optimizer(loss_group.parameters), loss_group, **options)
 
 
@@ -185,71 +171,3 @@ def _sum_after_last(waiting: list[tuple[torch.Tensor, Summed]], bucket: dist.Gra
             future.set_result(gradients)
         waiting.clear()
     return summed
-
-
-class PowerSGDReplica(Replica):
-    """A replica whose gradients are compressed by PowerSGD, a communication hook with a state.
-
-    Vogels, Karimireddy, Jaggi, "PowerSGD", 2019: a gradient's matrix is sent as two matrices of low rank. The error of
-    a step is added to the next one, per rank and bucket, and the matrices start from those of the previous step. The
-    first two steps are not compressed: torch requires that, because its own buckets change.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        loss_group: LossGroup,
-        wrapped: FixedBuckets | ImaginedBuckets,
-        mode: DDP,
-        **options: Any,
-    ):
-        super().__init__(recipe, recipe.make_optimizer(loss_group.parameters), loss_group, **options)
-        self._hook = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=mode.powersgd_rank,
-            start_powerSGD_iter=2,
-            orthogonalization_epsilon=1e-8,  # a layer without gradient (dead units) would divide by zero
-        )
-        wrapped.register_comm_hook(self._hook, powerSGD_hook.powerSGD_hook)
-        self._prefix = f"powersgd.rank_{dist.get_rank()}"
-        self._options = {"num_ranks": dist.get_world_size(), "rank": mode.powersgd_rank}
-        self._options["bucket_cap_mb"] = mode.options["bucket_cap_mb"]
-
-    @property
-    def _tensors(self) -> dict[str, dict[int, torch.Tensor]]:
-        """Errors and matrices by bucket, each a flat tensor."""
-        return {"error": self._hook.error_dict, "p": self._hook.p_memory_dict, "q": self._hook.q_memory_dict}
-
-    def state(self) -> LocalState:
-        chunks = {
-            f"{self._prefix}.{kind}.{bucket}": LocalChunk.of(tensor)
-            for kind, by_bucket in self._tensors.items()
-            for bucket, tensor in by_bucket.items()
-        }
-        return super().state() | LocalState(chunks, {"powersgd": {**self._options, "steps": self._hook.iter}})
-
-    def load_optimizer(self, saved: SavedState) -> None:
-        """Resume PowerSGD exactly if its options and the number of ranks are equal; else restart it with a warning."""
-        super().load_optimizer(saved)
-        for by_bucket in self._tensors.values():
-            by_bucket.clear()
-        self._hook.iter = 0
-        found = dict(saved.facts.get("powersgd", {}))
-        steps = found.pop("steps", 0)
-        if found != self._options:
-            if dist.get_rank() == 0:
-                log.warning(
-                    "parallel.comm_hook=powersgd restarts and drops the gradients that it had not sent yet: the "
-                    "checkpoint was saved with %s, and the run has %s",
-                    found,
-                    self._options,
-                )
-            return
-        own = saved.under(self._prefix)
-        targets: dict[str, torch.Tensor] = {}
-        for name, tensor in own.tensors.items():
-            kind, _, bucket = name.partition(".")
-            targets[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.loss_group.parameters[0].device)
-            self._tensors[kind][int(bucket)] = targets[name]
-        own.read(targets)
-        self._hook.iter = steps

@@ -53,8 +53,6 @@ ROWS = [INEXACT.get(mode, Row(mode, (f"parallel={mode}",))) for mode in MODES] +
     # of each step's update. The effect on later gradients adds less than as much again in ten steps.
     Row("ddp fp16", ("parallel=ddp", "parallel.comm_hook=fp16"), (2,), error=4 * 2**-11),
     Row("ddp bf16", ("parallel=ddp", "parallel.comm_hook=bf16"), (2,), error=4 * 2**-8),
-    # The last eight of ten steps send a matrix of rank 1 for each layer; at worst, all of their update comes late.
-    Row("ddp powersgd", ("parallel=ddp", "parallel.comm_hook=powersgd"), (2,), error=0.8),
     # Each of three trainers updates the weights from which the others' gradients were computed, and momentum decays
     # three times a step: the weights move less far, but in the same direction.
     Row("ps async", ("parallel=ps", "parallel.updates=async"), (4,), error=1.0),
