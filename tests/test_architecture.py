@@ -49,7 +49,7 @@ MAY_READ_ENVIRONMENT = (
     "runner/launchers/",
     "runner/sweeps/slot_process.py",
 )
-MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_FILES = 300, 250, 25
+MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_FILES = 400, 250, 25
 VAGUE_NAMES = ("utils", "helpers", "misc", "common", "manager", "registry")
 
 Sources = Mapping[str, str]  # text by path

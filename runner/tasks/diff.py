@@ -19,8 +19,7 @@ from runner.records.logged_numbers import NumberComparison, compare_numbers, def
 from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, Request
 from runner.tasks.rerun import possible_causes
-from runner.tasks.trace import TRACE
-from runner.tasks.trace_comparison import find_difference
+from runner.tasks.trace import TRACE, find_difference
 
 NO_CHECKPOINTS = ("checkpoint.every_epochs=1000000", "checkpoint.every_steps=null", "checkpoint.every_seconds=null")
 LARGE = 0.01  # a relative difference that is remarked upon even if rounding explains it

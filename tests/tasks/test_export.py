@@ -19,7 +19,7 @@ from worlds import Run, run
 
 from runner.checkpoints.saved_state import open_checkpoint
 from runner.paths import ROOT
-from runner.tasks import exported
+from runner.tasks.export import SUFFIXES
 
 OWN = Path(__file__).parents[1] / "parallel" / "own"
 HEADS = (f"--config-dir={OWN}", "data=figures", "model=two_heads", "loss=both_heads", "batch_size=20")
@@ -42,7 +42,7 @@ def test_a_program_accepts_the_inputs_of_the_model(
     done = train(tmp_path, *HEADS, "parallel=ddp", ranks=2)
     recorded = yaml.safe_load((done.path / "overrides.yaml").read_text())
     (done.path / "overrides.yaml").write_text(yaml.safe_dump([*recorded, "launcher=slurm", "launcher.nodes=2"]))
-    file = done.path / "export" / f"two_heads-step_3{exported.SUFFIXES[kind]}"
+    file = done.path / "export" / f"two_heads-step_3{SUFFIXES[kind]}"
     file.parent.mkdir()
     file.write_text("of an earlier export")
     assert here("task=export", f"run={done.path}", f"export.format={kind}") == 0

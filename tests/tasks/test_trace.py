@@ -13,7 +13,7 @@ from worlds import Run, only_run, run, run_world
 from runner.config.custom_dirs import fresh_imports
 from runner.records.logged_numbers import default_tolerance
 from runner.tasks import diff
-from runner.tasks.trace_comparison import find_difference
+from runner.tasks.trace import find_difference
 
 FILES = {
     "model/net.yaml": "_target_: net.Net\n",
