@@ -156,7 +156,7 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
 
     Args:
         path: the run directory; "last" is the newest training run in outputs/run, as run=last on the command line.
-        trust: allow `model` to import code that another user's run directory names.
+        trust: allow `model` to use another user's run directory, which chooses the code to import.
     """
     if str(path) == "last":
         directory = Path("outputs", "run").absolute()

@@ -40,7 +40,6 @@ def prepare(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -
         directory=arguments.directory or rank_info.directory,
         choices=dict(cfg.hydra.runtime.choices),
         code_of=arguments.code_of,
-        untrusted=arguments.untrusted,
     )
     return config, request
 

@@ -18,7 +18,7 @@ from runner.config.diagnostics.keys import key_of
 from runner.config.pointers import ANY_NAME, check_location, find_directory, pin_checkpoint, pointer_to, quote
 from runner.config.recorded_code import CURRENT, RECORDED
 from runner.config.texts import keep_text
-from runner.config.trust import check_code, check_overrides, untrusted_owner
+from runner.config.trust import check_trusted
 from runner.errors import InputError
 from runner.records.custom_code import find_code
 from runner.records.ledger import LEDGER, read_ledger, read_sweep
@@ -36,6 +36,8 @@ OF_TRAINING = (*OF_START, "profile", "debug")  # not inherited by tasks that do 
 NOT_RECORDED = ("resume_force", "trust", "code")
 POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
 LOCATIONS = (*POINTERS, "outputs", "name")
+# Recorded values do not apply to a new run: its command chooses where results are written.
+OF_RESULTS = ("outputs", "name", "export.output", "predict.output", "report.output")
 _FLAG = "--config-dir="
 
 
@@ -50,7 +52,6 @@ class Arguments:
     launch_overrides: list[str] = field(default_factory=list)
     code_of: str | None = None
     resume_force: bool = False  # resume a sweep even if its code has changed
-    untrusted: str | None = None
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
@@ -101,11 +102,11 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         check_location(path, values)
     recorded, directories = read_overrides(path, named, values.get("trust"))
     directories = _merge_dirs(named, directories, config_dirs)
-    if key != "resume" and not is_rerun:
-        dropped = OF_TRAINING if key == "run" else OF_START
-        recorded = [override for override in recorded if key_of(override) not in dropped]
+    if key != "resume":
+        dropped = () if is_rerun else OF_TRAINING if key == "run" else OF_START
+        recorded = [override for override in recorded if key_of(override) not in (*OF_RESULTS, *dropped)]
     merged = _merge(recorded, [override for override in given if override is not pointer])
-    code_of = _code_of(named, path, values) if key == "run" else None
+    code_of = _code_of(path, values) if key == "run" else None
     if is_rerun:
         return _rerun(task, merged, path, directories, code_of)
     pointing = pointer_to(path, key)
@@ -113,18 +114,17 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
         merged = pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
     lasting = _recordable(merged)
     if key == "resume":
-        user = untrusted_owner(path, values.get("trust"))
-        return Arguments([*merged, pointing], lasting, directories, str(path), untrusted=user)
+        return Arguments([*merged, pointing], lasting, directories, str(path))
     launched = [*merged, pointing] if lasting != merged else []
     return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
-    """Return the overrides and the custom directories that a run recorded. Raise InputError as `check_overrides`."""
+    """Return the overrides and the custom directories that a run recorded. Raise InputError as `check_trusted` does."""
     recorded = read_string_list(run / OVERRIDES)
+    check_trusted(named, run, recorded, trust)
     directories = [word.removeprefix(_FLAG) for word in recorded if word.startswith(_FLAG)]
-    overrides = [word for word in recorded if not word.startswith("--")]
-    return check_overrides(named, run, overrides, directories, trust), directories
+    return [word for word in recorded if not word.startswith("--")], directories
 
 
 def _merge(recorded: list[str], given: list[Override]) -> list[str]:
@@ -167,15 +167,8 @@ def _resume_sweep(
         recorded, jobs = read_sweep(path), read_ledger(path)
     except OSError as error:
         raise InputError(f"{named}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
-    trust = values.get("trust")
-    user = untrusted_owner(path, trust, (LEDGER,))
-    words = [*recorded.typed, *(word for job in jobs for word in job.overrides)]
-    kept = check_overrides(named, path, words, recorded.config_dirs, trust, (LEDGER,))
-    if moved := [word for word in words if word not in kept]:
-        raise InputError(
-            f"{named} belongs to {user}, and its {LEDGER} sets {moved[0]}, which chooses where results are written; "
-            "if you trust it, add trust=true"
-        )
+    words = [*(f"{_FLAG}{directory}" for directory in recorded.config_dirs), *recorded.typed]
+    check_trusted(named, path, [*words, *(word for job in jobs for word in job.overrides)], values.get("trust"))
     others = [override for override in given if override.key_or_group not in ("resume", "resume_force", "trust")]
     # Values that add jobs apply once and are not recorded; Hydra's options, such as its launcher, are recorded.
     lasting = _merge(recorded.typed, [override for override in others if override.is_hydra_override()])
@@ -185,15 +178,15 @@ def _resume_sweep(
     read_values = dict(override.partition("=")[::2] for override in recorded.typed) | dict(values)
     code_of = _shared_code(reads[0], read_values, directories)[1] if reads else None
     merged = _merge(recorded.typed, others)
-    return Arguments(merged, lasting, directories, str(path), code_of=code_of, resume_force=force, untrusted=user)
+    return Arguments(merged, lasting, directories, str(path), code_of=code_of, resume_force=force)
 
 
-def _code_of(named: str, path: Path, values: Mapping[str, Any]) -> str | None:
-    """Return the value of `Request.code_of`. Raise InputError if its copy of custom modules is missing or untrusted."""
+def _code_of(path: Path, values: Mapping[str, Any]) -> str | None:
+    """Return the value of `Request.code_of`. Raise InputError if its copy of custom modules is missing."""
     default = CURRENT if values.get("task") == "rerun" else RECORDED
     if (values.get("code") or default) != RECORDED:
         return None
-    check_code(named, path, values.get("trust"))
+    find_code(path)
     return str(path)
 
 
@@ -208,7 +201,7 @@ def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str
     for value in (run.strip("'\"") for run in runs):
         named, path = f"{key}={value}", find_directory(key, {**values, key: value})
         recorded = read_overrides(path, named, values.get("trust"))[1]
-        code_of = _code_of(named, path, values) if key == "run" else None
+        code_of = _code_of(path, values) if key == "run" else None
         copy = find_code(path) if code_of else None
         found.append((_merge_dirs(named, recorded, config_dirs), copy and copy.name))
     if any(each != found[0] for each in found):

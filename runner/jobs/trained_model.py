@@ -18,7 +18,6 @@ from runner.config.recorded import read_choices, read_config
 from runner.config.recorded_code import RECORDED, importing_code_of
 from runner.config.resume import read_overrides
 from runner.config.schema import Config
-from runner.config.trust import check_code, check_targets
 from runner.errors import InputError, as_input_error
 from runner.optimization.precision import Precision, convert
 from runner.records.run_directory import CHECKPOINTS
@@ -39,15 +38,11 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
     The class and options of the model are those that the run recorded, and its custom directories (--config-dir) are
     added to sys.path. The dtype is that of the run's parameters: float64 for precision=fp64, else float32. Raises
     InputError if the run or the checkpoint does not exist, if the checkpoint does not fit the model, or if the
-    directory belongs to another user, names custom code, and is not trusted. `checkpoint` and `code` are as in
-    `runner.api.runs.Run.model`.
+    directory belongs to another user and is not trusted. `checkpoint` and `code` are as in `runner.api.runs.Run.model`.
     """
     config, named = read_config(run), f"run={run}"
     _, config_dirs = read_overrides(run, named, trust)
-    check_targets(run, config, trust)
-    if code == RECORDED:
-        check_code(named, run, trust)
-    elif missing := [directory for directory in config_dirs if not Path(directory).is_dir()]:
+    if code != RECORDED and (missing := [directory for directory in config_dirs if not Path(directory).is_dir()]):
         raise InputError(f"{named}: its --config-dir={missing[0]} no longer exists; restore it")
     add_to_path(config_dirs)
     with importing_code_of(run if code == RECORDED else None):

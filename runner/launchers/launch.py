@@ -39,7 +39,7 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
-        check_queueable(config, request.choices, request.untrusted)
+        check_queueable(config, request.choices)
         locate_initial_weights(config, request.directory)
         request = replace(request, overrides=request.launch_overrides or request.overrides)
     if launches_jobs(config):
@@ -88,16 +88,8 @@ def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> 
     return status
 
 
-def check_queueable(config: Config, choices: Mapping[str, str], untrusted: str | None = None) -> None:
-    """Raise InputError if the launcher queues jobs but the task would launch its own jobs in this process.
-
-    Also raise it if another user, `untrusted`, owns the directory to resume, because a job runs code from there.
-    """
-    if untrusted:
-        raise InputError(
-            f"launcher={choices['launcher']}: a job runs code from its directory, which belongs to {untrusted}; use "
-            "another launcher, or if you trust that user, add trust=true"
-        )
+def check_queueable(config: Config, choices: Mapping[str, str]) -> None:
+    """Raise InputError if the launcher queues jobs but the task would launch its own jobs in this process."""
     if launches_jobs(config) and not locate(config.task["_target_"]).reads_run:
         raise InputError(
             f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes itself "

@@ -43,7 +43,6 @@ class Request:
     launch_overrides: tuple[str, ...] = ()  # for a launcher's processes, if they differ from `overrides`
     directory_file: str | None = None  # a file to which the path of the run directory is written
     code_of: str | None = None  # the run whose copy of the custom modules is imported; None for the current files
-    untrusted: str | None = None  # the other user who owns `directory`; None if the directory is trusted
 
 
 class RunDirectory:

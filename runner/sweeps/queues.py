@@ -22,13 +22,13 @@ UNDECIDED = ("queued", RUNNING, LOST)
 
 
 def check_launchers(
-    jobs: Sequence[tuple[Config, Mapping[str, str]]], rank_info: RankInfo, adds_jobs: bool, untrusted: str | None = None
+    jobs: Sequence[tuple[Config, Mapping[str, str]]], rank_info: RankInfo, adds_jobs: bool
 ) -> tuple[bool, bool]:
     """Return whether the jobs are for a queue, and whether they are only printed.
 
     jobs: the configuration of each job, with the chosen option of each group. adds_jobs: the sweeper needs results
-    before it adds jobs. untrusted: as `Request.untrusted`. Raises InputError if the launchers cannot be used in this
-    sweep, or if a queued job could not run with its world size.
+    before it adds jobs. Raises InputError if the launchers cannot be used in this sweep, or if a queued job could not
+    run with its world size.
     """
     from runner.launchers.launch import check_ahead, check_queueable, make_launcher
 
@@ -55,7 +55,7 @@ def check_launchers(
         if applies:
             raise InputError(f"launcher={named['launcher']} queues jobs, but {conflict}; use only one of the two")
     for (config, chosen), queue in zip(jobs, queues, strict=True):
-        check_queueable(config, chosen, untrusted)
+        check_queueable(config, chosen)
         if queue.world_size is not None:
             check_ahead(config, chosen, queue.world_size)
     return True, queues[0].dry_run

@@ -79,7 +79,7 @@ class Sweep:
         composer = Composer(master, loader)
         composed = [composer.compose(job) for job in jobs]
         configs = [config for config, _ in composed]
-        self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None, self.given.untrusted)
+        self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None)
         check(configs)
         if self.dry_run:
             if self.directory is not None:
@@ -200,7 +200,6 @@ class Sweep:
             choices=choices,
             pruner=self.pruners.get(job.number),
             code_of=self.given.code_of,
-            untrusted=self.given.untrusted,
         )
 
     def path(self, job: Job) -> Path:

@@ -139,7 +139,7 @@ def test_the_model_of_a_run_is_loaded_from_the_copy(trained: Path, mine: Path, m
         activation("old")
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(runner.InputError, match="names code to run"):
+    with pytest.raises(runner.InputError, match="would run --config-dir="):
         activation("recorded")
 
 

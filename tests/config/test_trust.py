@@ -1,8 +1,8 @@
-"""Tests of other users' directories: no code that they name is imported or composed unless they are trusted."""
+"""Tests of other users' directories: they are only read as data unless they are trusted."""
 
 import json
 import os
-import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,8 +52,8 @@ def trap(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("a malicious run directory", outcome="refused")
-@pytest.mark.parametrize("whose", ["directory", "overrides.yaml"])
-def test_untrusted_code_is_not_imported(
+@pytest.mark.parametrize("whose", [".", "overrides.yaml"])
+def test_code_of_another_user_is_not_imported(
     whose: str,
     run: Path,
     give_away: Callable[..., None],
@@ -62,11 +62,13 @@ def test_untrusted_code_is_not_imported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recorded = yaml.safe_load((run / "overrides.yaml").read_text())
-    (run / "overrides.yaml").write_text(yaml.safe_dump([f"--config-dir={trap(tmp_path)}", *recorded]))
-    give_away(run if whose == "directory" else run / "overrides.yaml")
+    folder = trap(tmp_path)
+    (run / "overrides.yaml").write_text(yaml.safe_dump([f"--config-dir={folder}", *recorded]))
+    give_away(run / whose)
     commands = [
         (f"resume={run}", "max_steps=3"),
         ("resume=last", "max_steps=3"),
+        (f"fork={run}", "max_steps=3"),
         ("task=evaluate", f"run={run}"),
         ("task=predict", f"run={run}"),
         ("task=export", f"run={run}"),
@@ -79,8 +81,8 @@ def test_untrusted_code_is_not_imported(
         assert here(*args) == 2, args
         reported = capsys.readouterr().err
         assert len(reported.splitlines()) == 1 and "=" in reported.partition(" ")[0], reported
-        assert "belongs to uid 54321, and its overrides.yaml names code to run, --config-dir=" in reported
-    with pytest.raises(InputError, match="names code to run, --config-dir="):
+        assert f"belongs to uid 54321 and would run --config-dir={folder}" in reported
+    with pytest.raises(InputError, match="would run --config-dir="):
         runner.open_run(run).model()
     assert not (tmp_path / "sentinel").exists()
     assert here("task=evaluate", f"run={run}", "trust=true") == 0
@@ -89,37 +91,43 @@ def test_untrusted_code_is_not_imported(
 
 
 @pytest.mark.fault("a malicious run directory", outcome="refused")
-def test_untrusted_override_is_refused(run: Path, give_away: Callable[..., None]) -> None:
-    give_away(run / "overrides.yaml")
-    for word in (
-        *("model._target_=os.system", "model._partial_=true", "+callbacks.x={_target_: trap.Trap}", "model@data=mlp"),
-        *("hydra.searchpath=[file:///tmp/evil]", "hydra/launcher=slots", "model=../../../tmp/evil", "data=/tmp/evil"),
-        *("model=glob(*)", "monitor=${oc.env:HOME}", "launcher=slurm", "launcher.prefix=evil", "launcher.venv=evil"),
-        *("launcher.venv=1", "launcher.env={PYTHONINSPECT:1}", "launcher.setup=[evil]", "logger.mlflow.uri=evil"),
-        *("backend.init=tcp://evil:1", "parallel.allow_network=true", "init_from={path:5}", "data.root=evil"),
-        *("trust=true", "resume_force=true", "report.runs=[evil]", "export={output:evil}", "seed=[["),
-        f"seed={'[' * 3000}",
-    ):
-        (run / "overrides.yaml").write_text(yaml.safe_dump([*SMALL, word]))
-        with pytest.raises(InputError, match=re.escape(f"its overrides.yaml sets {word[:200]}, which could name code")):
-            add_recorded(["task=evaluate", f"run={run}"], [], multirun=False)
+@pytest.mark.parametrize("whose", [".", "overrides.yaml", "config.yaml", "result.json", "code/0123456789ab/net.py"])
+def test_a_run_with_files_of_another_user_is_only_read_as_data(
+    whose: str, run: Path, give_away: Callable[..., None], here: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a run without custom code, because its options could name a command, a file or a host."""
+    own = shutil.copytree(run, run.with_name("own"), symlinks=True)
+    (run / whose).parent.mkdir(parents=True, exist_ok=True)
+    (run / whose).touch()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["callbacks"] = {"one": {"_target_": "os.system"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    give_away(run / whose)
+    assert here("task=evaluate", f"run={run}") == 2
+    reported = capsys.readouterr().err
+    assert "belongs to uid 54321 and would run " in reported and "_target_: os.system" in reported
+    with pytest.raises(InputError, match="belongs to uid 54321"):
+        runner.open_run(run).model()
+    assert here("task=report", f"run={run}") == here("task=diff", f"run={run}", f"diff.with={own}") == 0
+    assert runner.open_run(run).state == "finished" and run in [Path(each) for each in runner.runs(run.parent)]
 
 
-def test_untrusted_override_that_is_harmless_applies(run: Path, give_away: Callable[..., None]) -> None:
+def test_the_refusal_of_a_run_without_custom_code(run: Path, give_away: Callable[..., None]) -> None:
     give_away(run)
-    harmless = [
-        *("model=mlp", "logger=[csv,tensorboard]", "experiment=digits", "launcher=spawn", "launcher.nproc_per_node=4"),
-        *("monitor=val/loss", "precision='fp64'", "micro_batches=auto", "+optimizer.foreach=true", "~callbacks"),
-        *("logger.csv.images=false", "metrics.f1.average=micro", "checkpoint={keep:3,every_steps:null}"),
-    ]
-    (run / "overrides.yaml").write_text(yaml.safe_dump(harmless))
-    assert add_recorded(["task=evaluate", f"run={run}"], [], multirun=False).overrides[: len(harmless)] == harmless
+    rule = (
+        "would run no custom code, but with the options of its record; review that, and if you trust it, add trust=true"
+    )
+    with pytest.raises(InputError, match=rule):
+        add_recorded(["task=evaluate", f"run={run}"], [], multirun=False)
+    assert "model=mlp" in add_recorded(["task=evaluate", f"run={run}", "trust=true"], [], multirun=False).overrides
 
 
 @pytest.mark.fault("a malicious run directory", outcome="refused")
-def test_untrusted_record_does_not_choose_where_results_are_written(
-    run: Path, give_away: Callable[..., None], here: Callable[..., int], tmp_path: Path
+@pytest.mark.parametrize("trust", ["trust=true", "trust=false"])
+def test_no_record_chooses_where_results_are_written(
+    trust: str, run: Path, give_away: Callable[..., None], here: Callable[..., int], tmp_path: Path
 ) -> None:
+    """Neither the record of another user, which must be trusted, nor the user's own."""
     mine = tmp_path / "mine"
     mine.mkdir()
     for name in ("predictions.csv", "model.safetensors"):
@@ -128,16 +136,17 @@ def test_untrusted_record_does_not_choose_where_results_are_written(
     locations = [f"predict.output={mine}/predictions.csv", f"export.output={mine}/model.safetensors"]
     locations += [f"report.output={mine}", f"outputs={mine}", "name=theirs"]
     (run / "overrides.yaml").write_text(yaml.safe_dump([*SMALL, *locations]))
-    give_away(run)
-    for task in ("predict", "export", "evaluate"):
-        assert here(f"task={task}", f"run={run}") == 0
-    assert here(f"resume={run}", "max_steps=3") == 0
+    if trust == "trust=true":
+        give_away(run)
+    for task in ("predict", "export", "evaluate", "rerun"):
+        assert here(f"task={task}", f"run={run}", trust) == 0
+    assert here(f"fork={run}", "max_steps=3", trust) == 0
     assert {path: path.read_text() for path in mine.iterdir()} == before
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"run"}
 
 
 @pytest.mark.fault("a malicious run directory", outcome="refused")
-def test_code_in_an_untrusted_directory_is_not_submitted(
+def test_code_in_a_directory_of_another_user_is_not_submitted(
     run: Path,
     give_away: Callable[..., None],
     here: Callable[..., int],
@@ -151,35 +160,17 @@ def test_code_in_an_untrusted_directory_is_not_submitted(
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     archive = freeze(run, []).path
-    for owned in (archive, run):
-        give_away(owned)
-        assert here(f"resume={run}", "max_steps=3", "launcher=slurm") == 2
-        assert (
-            "launcher=slurm: a job runs code from its directory, which belongs to uid 54321" in capsys.readouterr().err
-        )
+    give_away(archive)
+    assert here(f"resume={run}", "max_steps=3", "launcher=slurm") == 2
+    assert f"belongs to uid 54321 and would run {archive}" in capsys.readouterr().err
     assert not (tmp_path / "submitted").exists()
     assert here(f"resume={run}", "max_steps=3", "launcher=slurm", "parallel=ddp", "trust=true") == 0
     assert archive.name in (tmp_path / "submitted").read_text()
 
 
-def test_untrusted_run_without_custom_code_is_read(
-    run: Path, give_away: Callable[..., None], here: Callable[..., int], tmp_path: Path
-) -> None:
-    give_away(run, run / "overrides.yaml", run / "config.yaml")
-    assert here("task=evaluate", f"run={run}") == 0
-    runner.open_run(run).model()
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["model"] = {"_target_": "os.system", "command": f"touch {tmp_path / 'sentinel'}"}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    give_away(run / "config.yaml")
-    with pytest.raises(InputError, match=r"its config.yaml names code to run, _target_: os\.system"):
-        runner.open_run(run).model()
-    assert not (tmp_path / "sentinel").exists()
-
-
 @pytest.mark.thorough
 @pytest.mark.fault("a malicious run directory", outcome="refused")
-def test_untrusted_sweep_is_only_read_as_data(
+def test_a_sweep_of_another_user_is_only_read_as_data(
     give_away: Callable[..., None], here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert here("-m", *SMALL, "seed=0,1") == 0
@@ -191,18 +182,12 @@ def test_untrusted_sweep_is_only_read_as_data(
     ledger.write_text("\n".join([json.dumps(record), *others]) + "\n")
     give_away(ledger)
     assert here("-m", "resume=last", "seed=2") == 2
-    assert "resume=last belongs to uid 54321, and its ledger.jsonl names code to run" in capsys.readouterr().err
+    assert "resume=last belongs to uid 54321 and would run --config-dir=" in capsys.readouterr().err
     assert here("task=report", "run=last") == 0  # reads it as data
     assert not (tmp_path / "sentinel").exists()
-    for word, refusal in {"launcher.prefix=evil": "could name code", "predict.output=/evil": "chooses where"}.items():
-        record["sweep"] |= {"config_dirs": [], "typed": [*SMALL, word]}
-        ledger.write_text("\n".join([json.dumps(record), *others]) + "\n")
-        assert here("-m", "resume=last", "seed=2") == 2
-        reported = capsys.readouterr().err
-        assert f"its ledger.jsonl sets {word}" in reported and refusal in reported
     ledger.write_text("\n".join([first, *others]) + "\n")
-    assert here("-m", "resume=last", "seed=2", "launcher=slurm") == 2
-    assert "launcher=slurm: a job runs code from its directory" in capsys.readouterr().err
+    assert here("-m", "resume=last", "seed=2") == 2
+    assert "would run no custom code" in capsys.readouterr().err
     assert here("-m", "resume=last", "seed=2", "trust=true") == 0
 
 
