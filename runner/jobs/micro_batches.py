@@ -48,7 +48,7 @@ def run_until_it_fits(
     fits instead of auto. All ranks must call it. Raises InputError for a mode that can neither be planned nor repeated.
     """
     mode = request.choices["parallel"]
-    is_repeatable = world.world_size == 1 or make_parallel(config, request.choices).fails_at_once
+    is_repeatable = world.world_size == 1 or make_parallel(config.parallel, request.choices).fails_at_once
     planned = _planned_count(config, request, world)
     if planned is None and not is_repeatable:
         raise InputError(

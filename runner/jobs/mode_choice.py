@@ -46,7 +46,7 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
     size uses the recorded mode. Raises InputError if no mode fits, and Preempted as `run_once` does.
     """
     overrides, chosen = request.overrides, request.choices["parallel"]
-    options = make_parallel(config, request.choices)
+    options = make_parallel(config.parallel, request.choices)
     assert isinstance(options, Auto)
     with prepared_hydra(request.config_dirs):
         measured = (*for_mode(overrides, chosen, chosen, DROPPED), *MEASURE)

@@ -106,7 +106,7 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
         raise InputError(*messages)
     if not task.needs_experiment:
         return
-    make_axes(config, make_parallel(config, choices), world_size)
+    make_axes(config, make_parallel(config.parallel, choices), world_size)
     try_options(config.optimizer, choices)
     make_group(choices, "scheduler", config.scheduler)
-    make_logger(config)
+    make_logger(config.logger)

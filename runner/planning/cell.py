@@ -103,7 +103,7 @@ def plan_cell(
     """Plan a mode, whose configuration is given. If it cannot be planned, return a cell with the reason."""
     cell = Cell(mode, world_size, limit=limit)
     try:
-        cell.round_steps = make_parallel(config, choices).round_steps
+        cell.round_steps = make_parallel(config.parallel, choices).round_steps
         ranks = _plan_ranks(config, choices, data, world_size, costs)
     except Exception as error:  # raised by the model, or by torch for tensors without values
         cause = _find_value_error(error)

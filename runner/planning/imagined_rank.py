@@ -24,10 +24,11 @@ from runner.objectives.objective import Objective
 from runner.planning.imagined_world import imagined_world, replace_tensors
 from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
 from runner.planning.timeline import Message, Operator, Timeline
-from runner.training.build import Experiment, build
+from runner.training.build import Assembly, Experiment
 from runner.training.callbacks.contract import Callbacks
 from runner.training.callbacks.ema import EMA
 from runner.training.mode import Axes, ParallelModel
+from runner.training.preflight import run_forward
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer
 
@@ -71,7 +72,7 @@ def plan_rank(
     backend, tracker = as_backend(config.backend), MemoryTracker(on_cpu=not on_gpu)
     with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
-        experiment = build(config, choices, world, data=(train_data, val_data))
+        experiment = _build(config, choices, world, (train_data, val_data))
         round_steps = experiment.parallel.round_steps
         experiment.parallel.round_steps = min(2, round_steps)  # all steps of a round except the last are identical
         module, callbacks = experiment.recipe.module, Callbacks([])
@@ -123,6 +124,14 @@ def plan_rank(
         {kind: count / round_steps for kind, count in exchanged.items()},
         events,
     )
+
+
+def _build(config: Config, choices: Mapping[str, str], world: World, data: tuple[Source, Source]) -> Experiment:
+    """Construct the experiment as `runner.training.build.build` does, without what depends on the values of tensors."""
+    assembly = Assembly(config, choices, world, data=data, may_defer=False)
+    assembly.prepare_model(run_forward(assembly.components, config.activation_checkpointing != "none"))
+    assembly.adapt_model()
+    return assembly.finish()
 
 
 def without_forward(config: Config) -> Config:

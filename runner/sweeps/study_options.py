@@ -57,7 +57,7 @@ def choose_metric(metric: str | None, direction: str | None, config: Config) -> 
 
     if direction is not None and direction not in DIRECTIONS.values():
         raise InputError(f"hydra.sweeper.direction={direction} must be minimize or maximize")
-    declared, others = declared_monitors(config)
+    declared, others = declared_monitors(config.metrics)
     losses = getattr(locate(config.objective["_target_"]), "losses", ())
     best = {monitor.name: str(monitor.direction) for monitor in (*declared, *others)}
     best |= dict.fromkeys([*(f"{split}/{loss}" for loss in losses for split in ("val", "train")), "train/loss"], "min")

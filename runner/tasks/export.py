@@ -210,7 +210,7 @@ def make_example(
 ) -> Example:
     """Return the model's call for the first samples. Raise InputError if the objective does not call the model."""
     dtype = Precision(config.precision, torch.device("cpu")).parameter_dtype
-    objective = make_objective(config, choices, make_parallel(config, choices))
+    objective = make_objective(config.objective, config.loss, choices, make_parallel(config.parallel, choices))
     if isinstance(objective, nn.Module):
         convert(objective, dtype)
     calls: list[tuple[Any, Any]] = []

@@ -12,10 +12,10 @@ from torch import nn
 from runner.config.instantiate import make_group
 from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
-from runner.distributed.sync_batch_norm import RecordBatchNorm, has_batch_norm, normalizes_in_evaluation
+from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.input.batch import MicroBatch, cast_floating
+from runner.input.batch import cast_floating
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
@@ -31,7 +31,9 @@ from runner.records.loggers.contract import Logger
 from runner.records.monitor import Monitor
 from runner.training.callbacks.contract import Callback
 from runner.training.components import (
+    Components,
     attach_objective,
+    check_gathers,
     check_train_metrics,
     choose_monitor,
     make_callbacks,
@@ -40,13 +42,14 @@ from runner.training.components import (
     make_objective,
     make_parallel,
 )
-from runner.training.dry_run import check_all_used, read_sample
+from runner.training.dry_run import check_all_used
+from runner.training.first_samples import FirstSamples
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, make_axes
 from runner.training.model.activation_checkpointing import checkpoint_activations
 from runner.training.model.batch_norm import describe_batch_norm, synchronize_as_configured
-from runner.training.model.deferred_init import build_deferred, run_built
+from runner.training.model.deferred_init import BuiltModel, build_deferred
 from runner.training.model.device_map import place_submodules
 from runner.training.model.initial_weights import InitialWeights
 from runner.training.model.submodules import offered
@@ -96,174 +99,248 @@ def build(
     world: World,
     init_from: Path | None = None,
     trains: bool = True,
-    data: tuple[Source, Source] | None = None,
 ) -> Experiment:
     """Construct the experiment on this rank, with the initial weights of a file or checkpoint. All ranks must call it.
 
-    With `trains`, also check what only training needs. An imagined world leaves out checks of the values of tensors.
-    Raises InputError for an invalid option and for options that do not fit each other. All ranks raise the same one.
+    With `trains`, also check what only training needs. Raises InputError for an invalid option and for options that do
+    not fit each other. All ranks raise the same one.
     """
-    make = functools.partial(make_group, choices)
-    parallel = make_parallel(config, choices)
-    train_data, val_data = data or load_data(config, choices, world)
-    axes = make_axes(config, parallel, world.world_size)  # reports an unsuitable world size before the model is built
+    assembly = Assembly(config, choices, world, trains)
+    components = assembly.components
+    recomputes = config.activation_checkpointing != "none"
+    found = components.model.run(lambda: run_dry(components, recomputes, config.compile, trains))
+    assembly.prepare_model(found, init_from)
+    if trains and assembly.parallel.needs_all_gradients:
+        local_size = config.batch_size // (assembly.axes.data_ranks * config.micro_batches)
+        check_all_used(components, found.draws, local_size, assembly.to_device)
+    assembly.adapt_model()
+    return assembly.finish()
 
-    torch.manual_seed(config.seed)
-    make_model = functools.partial(make, "model", config.model)
-    is_deferred = parallel.meta_init and not world.is_imagined  # then no rank materializes the whole model
-    module, deferred, warnings = (
-        build_deferred(choices["model"], make_model) if is_deferred else (make_model(), None, list[str]())
-    )
-    precision = Precision(config.precision, world.device)
-    objective = make_objective(config, choices, parallel)
-    indices = range(min(2, len(train_data))) if normalizes_in_evaluation(module) else [0]
-    sample, data_warnings = read_sample(config, choices, train_data, indices)
 
-    def inspect(module: nn.Module) -> Findings:
-        batch = MicroBatch(sample, indices)
-        with RecordBatchNorm():
-            return run_dry(config, choices, module, objective, train_data, batch, parallel, world, trains)
+class Assembly:
+    """An experiment under construction, whose methods are called in order. Each raises InputError for invalid options.
 
-    found, (module, deferred, warnings) = run_built((module, deferred, warnings), inspect)
-    draws, prediction = found.draws, found.forward.prediction
-    warnings += found.warnings
-    if trains:
-        found.refuse_writes(choices, parallel, world)
-    attach_objective(module, objective, world.device, precision.parameter_dtype)
-    module.to(device=None if deferred else world.device)
-    if changed := convert(module, precision.parameter_dtype):
-        warnings.append(
-            f"precision={config.precision}: {counted(changed, 3)} of model={choices['model']} had another dtype, and "
-            f"the conversion to {precision.parameter_dtype} changes their values or format"
-        )
-    memory_format = _memory_format(config.memory_format, module)
-    module.to(memory_format=memory_format)
-    frozen = freeze(config.freeze, module)
-    if trains:
-        check_extra_state(choices, module)
-        found.state.refuse(choices, module, parallel, axes)
-        warnings += found.state.warnings(choices, objective)
-    if messages := parallel.check(config, module):
-        raise InputError(*messages)
-    if trains and draws.recomputes and not parallel.can_recompute:
-        raise InputError(
-            f"parallel={choices['parallel']}: with its options, the recomputation of torch.utils.checkpoint in "
-            f"model={choices['model']} may use other weights and random numbers; try parallel=ddp"
-        )
-    loss_groups(objective, module)  # checks the patterns
-    warnings += [*data_warnings, *place_submodules(module, choices, parallel.spans_devices, world)]
-    initial = InitialWeights(config.init_from, init_from, module) if init_from is not None else None
-    if initial is not None:
-        initial.fill(module)
-    axes = make_axes(config, parallel, world.world_size)  # `check` may have adapted the mode to the model
+    Attributes:
+        parallel: The mode.
+        axes: Its mesh.
+        components: What the dry runs call.
+        to_device: Returns the data of samples on the device, in the run's precision.
+        header_lines, warnings: Of the experiment.
+    """
 
-    def on_device(batch: Any) -> Any:
-        return map_tensors(lambda tensor: cast_floating(tensor.to(world.device), precision.parameter_dtype), batch)
+    def __init__(
+        self,
+        config: Config,
+        choices: Mapping[str, str],
+        world: World,
+        trains: bool = True,
+        data: tuple[Source, Source] | None = None,
+        may_defer: bool = True,
+    ):
+        """Construct mode, data, model and objective.
 
-    if trains and parallel.needs_all_gradients and not world.is_imagined:
-        local_size = config.batch_size // (axes.data_ranks * config.micro_batches)
-        may_skip = bool(draws.common)
-        check_all_used(config, choices, module, objective, train_data, local_size, on_device, world.device, may_skip)
-    objective.is_distributed = world.world_size > 1
-    # A deferred model is still on the meta device.
-    synchronize_as_configured(config, module, axes, device=world.device if deferred else None)
-    warnings += describe_batch_norm(config, module, axes) if trains else []
-    checkpoint_activations(module, config.activation_checkpointing)
-    if draws.follows and (stages := offered(module, "stages")):
-        is_known = draws.seed_stages(module, stages())
-        if axes.stage > 1 and not is_known:
-            draws.follows = False
-            other = "a stage begins with a module of another stage"
-            why = "it calls torch.utils.checkpoint" if draws.recomputes else other
-            warnings.append(
-                f"parallel={choices['parallel']}: the random numbers of model={choices['model']} depend on the number "
-                f"of ranks, because {why}"
+        trains: see `build`. data: the training data and the evaluated data, by default as configured. may_defer: a
+        model of which no rank has the whole is built on the meta device.
+        """
+        self._config, self._choices, self._world, self._trains = config, choices, world, trains
+        self.parallel = make_parallel(config.parallel, choices)
+        self._train_data, self._val_data = data or load_data(config, choices, world)
+        # Reports an unsuitable world size before the model is built.
+        self.axes = make_axes(config, self.parallel, world.world_size)
+        torch.manual_seed(config.seed)
+        self._make_model: Callable[[], nn.Module] = functools.partial(make_group, choices, "model", config.model)
+        is_deferred = self.parallel.meta_init and may_defer
+        model = build_deferred(choices["model"], self._make_model) if is_deferred else BuiltModel(self._make_model())
+        self._precision = Precision(config.precision, world.device)
+        objective = make_objective(config.objective, config.loss, choices, self.parallel)
+        check_gathers(objective, choices, config.micro_batches)
+        samples = FirstSamples(self._train_data, config.seed, config.data.get("sample_shape"))
+        indices = range(min(2, len(self._train_data))) if normalizes_in_evaluation(model.module) else [0]
+        self._data_warnings = samples.check(choices, indices)
+        self.components = Components(choices, self.parallel, model, objective, samples, indices)
+        self.header_lines, self.warnings = list[str](), list[str]()
+
+    @property
+    def _module(self) -> nn.Module:
+        return self.components.module
+
+    def to_device(self, data: Any) -> Any:
+        device, dtype = self._world.device, self._precision.parameter_dtype
+        return map_tensors(lambda tensor: cast_floating(tensor.to(device), dtype), data)
+
+    def prepare_model(self, found: Findings, init_from: Path | None = None) -> None:
+        """Convert, freeze, check and initialize the model, given what the dry runs have found.
+
+        init_from: the file or checkpoint with the initial weights.
+        """
+        config, choices, world, objective = self._config, self._choices, self._world, self.components.objective
+        self._found = found
+        found.draws.device = world.device
+        self.warnings += [*self.components.model.warnings, *found.warnings]
+        if self._trains:
+            found.refuse_writes(choices, self.parallel, world)
+        self._convert()
+        frozen = freeze(config.freeze, self._module)
+        if self._trains:
+            check_extra_state(choices, self._module)
+            found.state.refuse(choices, self._module, self.parallel, self.axes)
+            self.warnings += found.state.warnings(choices, objective)
+        if messages := self.parallel.check(config, self._module):
+            raise InputError(*messages)
+        if self._trains and found.draws.recomputes and not self.parallel.can_recompute:
+            raise InputError(
+                f"parallel={choices['parallel']}: with its options, the recomputation of torch.utils.checkpoint in "
+                f"model={choices['model']} may use other weights and random numbers; try parallel=ddp"
             )
-    if config.compile:
-        module.compile()
+        loss_groups(objective, self._module)  # checks the patterns
+        self.warnings += self._data_warnings
+        self.warnings += place_submodules(self._module, choices, self.parallel.spans_devices, world)
+        self._initial = InitialWeights(config.init_from, init_from, self._module) if init_from is not None else None
+        if self._initial is not None:
+            self._initial.fill(self._module)
+            self.header_lines += self._initial.describe()
+        self.header_lines += frozen
+        self.axes = make_axes(config, self.parallel, world.world_size)  # `check` may have adapted the mode to the model
 
-    make_optimizer = OptimizerFactory(
-        config.optimizer,
-        choices,
-        module,
-        shards=trains and parallel.shards_matrices,
-        splits=trains and parallel.splits_parameters,
-        step_key=lambda: draws.key,
-    )
+    def _convert(self) -> None:
+        """Move the model to the device, and convert it to the run's precision and memory format."""
+        config, model, dtype = self._config, self.components.model, self._precision.parameter_dtype
+        attach_objective(model.module, self.components.objective, self._world.device, dtype)
+        model.module.to(device=None if model.deferred else self._world.device)
+        if changed := convert(model.module, dtype):
+            self.warnings.append(
+                f"precision={config.precision}: {counted(changed, 3)} of model={self._choices['model']} had another "
+                f"dtype, and the conversion to {dtype} changes their values or format"
+            )
+        self._memory_format = _choose_memory_format(config.memory_format, model.module)
+        model.module.to(memory_format=self._memory_format)
 
-    def loader(dataset: Any, batches: dict[str, Any], **options: Any) -> Loader:
-        sampler = Sampler(
-            len(dataset),
-            config.batch_size,
-            data_rank=axes.data_rank(world.rank),
-            data_ranks=axes.data_ranks,
-            **batches,
+    def adapt_model(self) -> None:
+        """Change what the forward does: BatchNorm over all ranks, recomputation, seeds of stages, and compilation."""
+        config, module, objective, draws = self._config, self._module, self.components.objective, self._found.draws
+        objective.is_distributed = self._world.world_size > 1
+        # A deferred model is still on the meta device.
+        device = self._world.device if self.components.model.deferred else None
+        synchronize_as_configured(config.sync_batchnorm, module, self.axes, device)
+        if self._trains:
+            self.warnings += describe_batch_norm(config.micro_batches, module, self.axes)
+        checkpoint_activations(module, config.activation_checkpointing)
+        if draws.follows and (stages := offered(module, "stages")):
+            is_known = draws.seed_stages(module, stages())
+            if self.axes.stage > 1 and not is_known:
+                draws.follows = False
+                other = "a stage begins with a module of another stage"
+                why = "it calls torch.utils.checkpoint" if draws.recomputes else other
+                self.warnings.append(
+                    f"parallel={self._choices['parallel']}: the random numbers of model={self._choices['model']} "
+                    f"depend on the number of ranks, because {why}"
+                )
+        if config.compile:
+            module.compile()
+
+    def finish(self) -> Experiment:
+        """Construct the optimizer, the loaders and what observes the run. Return the experiment."""
+        config, objective, draws = self._config, self.components.objective, self._found.draws
+        make_optimizer = OptimizerFactory(
+            config.optimizer,
+            self._choices,
+            self._module,
+            shards=self._trains and self.parallel.shards_matrices,
+            splits=self._trains and self.parallel.splits_parameters,
+            step_key=lambda: draws.key,
         )
-        return make(
-            "loader",
-            {**config.loader, **options},
-            dataset=dataset,
-            sampler=sampler,
-            dtype=precision.parameter_dtype,
-            device=world.device,
-            memory_format=memory_format,
-            allow_empty=has_batch_norm(module),
+        metrics = self._make_metrics()
+        if config.train_metrics:
+            check_train_metrics(self._choices, self.parallel, objective, metrics)
+        names = [*objective.losses, *objective.terms]
+        return Experiment(
+            parallel=self.parallel,
+            axes=self.axes,
+            recipe=self._make_recipe(make_optimizer),
+            make_model=self._make_model,
+            train_loader=self._make_train_loader(),
+            val_loader=self._make_val_loader(),
+            schedule=make_group(self._choices, "scheduler", config.scheduler),
+            logger=make_logger(config.logger),
+            callbacks=make_callbacks(config.callbacks),
+            num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
+            parameter_groups=make_optimizer.num_parameters,
+            metrics=metrics,
+            train_metrics=self._make_metrics() if config.train_metrics else None,
+            monitor=choose_monitor(config.monitor, config.monitor_direction, metrics, names, objective.logged),
+            header_lines=self.header_lines,
+            warnings=self.warnings,
+            num_classes=_num_classes(self._found.forward.prediction),
         )
 
-    def materialize(submodules: Iterable[nn.Module]) -> None:
-        if deferred is not None:
-            deferred.materialize(submodules, world.device)
-            if initial is not None:
-                initial.fill(module)
-
-    # Samples of different splits draw different random numbers.
-    split = SPLITS.index(config.split)
-    evaluation_seed = derive_seed(config.seed, split) if split else config.seed
-    # Each validation sample is read once. A custom loader may not have sample weights.
-    each_once = {"shuffle": False, "drop_last": False} | ({"weights": None} if "weights" in config.loader else {})
-    loss = objective.function if isinstance(objective, Supervised) else None
-    measure = functools.partial(make_metrics, config, loss, prediction.outputs, prediction.targets)
-    metrics = measure()
-    if config.train_metrics:
-        check_train_metrics(choices, parallel, objective, metrics)
-    return Experiment(
-        parallel=parallel,
-        axes=axes,
-        recipe=Recipe(
-            module,
-            objective,
+    def _make_recipe(self, make_optimizer: OptimizerFactory) -> Recipe:
+        found = self._found
+        return Recipe(
+            self._module,
+            self.components.objective,
             make_optimizer,
-            precision,
-            config.clip_grad_norm,
-            world.device,
-            on_device(sample),
-            materialize=materialize,
+            self._precision,
+            self._config.clip_grad_norm,
+            self._world.device,
+            self.to_device(self.components.sample().data),
+            materialize=functools.partial(_materialize, self.components.model, self._initial, self._world.device),
             differentiates=found.forward.differentiates,
             written=found.state.parameters,
-            draws=draws,
-        ),
-        make_model=make_model,
-        train_loader=loader(
-            train_data,
-            {
-                "seed": config.seed,
-                "micro_batches": config.micro_batches * axes.micro_batches,
-                "max_steps": DEBUG_BATCHES if config.debug else None,
-            },
-        ),
-        val_loader=loader(val_data, {"seed": evaluation_seed}, **each_once),
-        schedule=make("scheduler", config.scheduler),
-        logger=make_logger(config),
-        callbacks=make_callbacks(config),
-        num_parameters=sum(p.numel() for p in module.parameters()),
-        parameter_groups=make_optimizer.num_parameters,
-        metrics=metrics,
-        train_metrics=measure() if config.train_metrics else None,
-        monitor=choose_monitor(config, metrics, [*objective.losses, *objective.terms], objective.logged),
-        header_lines=[*(initial.describe() if initial is not None else []), *frozen],
-        warnings=warnings,
-        num_classes=_num_classes(prediction),
-    )
+            draws=found.draws,
+        )
+
+    def _make_metrics(self) -> MetricSums:
+        objective, prediction = self.components.objective, self._found.forward.prediction
+        loss = objective.function if isinstance(objective, Supervised) else None
+        return make_metrics(self._config.metrics, loss, prediction.outputs, prediction.targets)
+
+    def _make_train_loader(self) -> Loader:
+        config = self._config
+        return self._make_loader(
+            self._train_data,
+            config.loader,
+            seed=config.seed,
+            micro_batches=config.micro_batches * self.axes.micro_batches,
+            max_steps=DEBUG_BATCHES if config.debug else None,
+        )
+
+    def _make_val_loader(self) -> Loader:
+        """Return a loader that reads each sample once."""
+        config = self._config
+        # Samples of different splits draw different random numbers.
+        split = SPLITS.index(config.split)
+        seed = derive_seed(config.seed, split) if split else config.seed
+        each_once: dict[str, Any] = {"shuffle": False, "drop_last": False}
+        if "weights" in config.loader:  # a custom loader may not have sample weights
+            each_once["weights"] = None
+        return self._make_loader(self._val_data, {**config.loader, **each_once}, seed)
+
+    def _make_loader(self, dataset: Source, node: dict[str, Any], seed: int, **batches: Any) -> Loader:
+        axes, size = self.axes, self._config.batch_size
+        rank = axes.data_rank(self._world.rank)
+        sampler = Sampler(len(dataset), size, data_rank=rank, data_ranks=axes.data_ranks, seed=seed, **batches)
+        loader: Loader = make_group(
+            self._choices,
+            "loader",
+            node,
+            dataset=dataset,
+            sampler=sampler,
+            dtype=self._precision.parameter_dtype,
+            device=self._world.device,
+            memory_format=self._memory_format,
+            allow_empty=has_batch_norm(self._module),
+        )
+        return loader
+
+
+def _materialize(
+    model: BuiltModel, initial: InitialWeights | None, device: torch.device, submodules: Iterable[nn.Module]
+) -> None:
+    """Create the initial weights of submodules on the device, if the model is deferred."""
+    if model.deferred is not None:
+        model.deferred.materialize(submodules, device)
+        if initial is not None:
+            initial.fill(model.module)
 
 
 def _num_classes(prediction: Prediction) -> int | None:
@@ -275,7 +352,7 @@ def _num_classes(prediction: Prediction) -> int | None:
     return outputs.size(1) if is_class and 1 < outputs.size(1) <= MAX_CLASSES else None
 
 
-def _memory_format(name: str, module: nn.Module) -> torch.memory_format:
+def _choose_memory_format(name: str, module: nn.Module) -> torch.memory_format:
     convolves = any(isinstance(submodule, nn.Conv2d) for submodule in module.modules())
     if name == "channels_last" and not convolves:
         raise InputError("memory_format=channels_last has no effect on a model without Conv2d; try memory_format=auto")

@@ -1,7 +1,8 @@
 """The components that the configuration selects: mode, objective, metrics, monitor, logger and callbacks."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 
 from runner.config.diagnostics.signature import accepts
 from runner.config.instantiate import check_contract, make_group
-from runner.config.schema import Config
 from runner.errors import InputError, did_you_mean
+from runner.input.batch import MicroBatch
 from runner.objectives.losses import Auto as AutoLoss
 from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
@@ -20,34 +21,70 @@ from runner.records.loggers.composite import CompositeLogger
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import BY_LOSS, LOSS, Monitor
 from runner.training.callbacks.contract import Callback
+from runner.training.first_samples import FirstSamples
 from runner.training.metrics.classification import Auto as AutoMetrics
 from runner.training.metrics.contract import Metric
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchmetric
 from runner.training.mode import Parallel
+from runner.training.model.deferred_init import BuiltModel
 from runner.training.model.submodules import attach_submodule
 
 RESERVED = ("grad_norm", "learning_rate", "skipped_steps")  # what a step logs itself, besides its losses
 
 
-def make_parallel(config: Config, choices: Mapping[str, str]) -> Parallel:
+@dataclass(frozen=True)
+class Components:
+    """The components of an experiment that its dry runs call.
+
+    Attributes:
+        choices: The option of each group.
+        parallel: The mode.
+        model: The model.
+        objective: What a step minimizes.
+        samples: The first samples of the training data.
+        indices: The samples of an evaluation: one, or two if BatchNorm needs them.
+    """
+
+    choices: Mapping[str, str]
+    parallel: Parallel
+    model: BuiltModel
+    objective: Objective
+    samples: FirstSamples
+    indices: Sequence[int]
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    def sample(self) -> MicroBatch:
+        """Return the samples of an evaluation, in float32."""
+        return self.samples.batch(self.indices)
+
+
+def make_parallel(node: dict[str, Any], choices: Mapping[str, str]) -> Parallel:
     """Construct the mode. Raise InputError for a class that is not a mode."""
-    parallel: Parallel = make_group(choices, "parallel", config.parallel)
+    parallel: Parallel = make_group(choices, "parallel", node)
     check_contract(parallel, Parallel, "parallel")
     return parallel
 
 
-def make_objective(config: Config, choices: Mapping[str, str], parallel: Parallel) -> Objective:
-    """Construct the objective. Raise InputError for an invalid option, and if the mode does not support it."""
-    target = config.objective["_target_"]
-    given = {"loss": make_group(choices, "loss", config.loss)} if accepts(target, "loss") else {}
-    if not given and config.loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":
+def make_objective(
+    node: dict[str, Any], loss: dict[str, Any], choices: Mapping[str, str], parallel: Parallel
+) -> Objective:
+    """Construct the objective. Raise InputError for an invalid option, and if the mode does not support it.
+
+    node, loss: the configuration of the objective and of the loss.
+    """
+    target = node["_target_"]
+    given = {"loss": make_group(choices, "loss", loss)} if accepts(target, "loss") else {}
+    if not given and loss["_target_"] != f"{AutoLoss.__module__}.{AutoLoss.__qualname__}":
         raise InputError(f"loss={choices['loss']} has no effect on objective={choices['objective']}, which takes none")
-    objective: Objective = make_group(choices, "objective", config.objective, **given)
+    objective: Objective = make_group(choices, "objective", node, **given)
     if not isinstance(objective, Objective):
         raise InputError(f"objective._target_={target}: derive it from runner.Objective")
     is_supervised, several = isinstance(objective, Supervised), len(objective.losses) > 1
-    _check_values(objective, config, choices)
+    _check_values(objective, choices)
     supported = parallel.supported_objectives
     kind = "needs all samples of a step" if objective.gathers else "has named terms" if objective.terms else ""
     if kind and supported != "several_losses":
@@ -64,8 +101,8 @@ def make_objective(config: Config, choices: Mapping[str, str], parallel: Paralle
     return objective
 
 
-def _check_values(objective: Objective, config: Config, choices: Mapping[str, str]) -> None:
-    """Raise InputError for invalid `terms` or `logged`, and if a loss that gathers rows has several micro-batches."""
+def _check_values(objective: Objective, choices: Mapping[str, str]) -> None:
+    """Raise InputError for invalid `terms` or `logged`."""
     named = f"objective={choices['objective']}"
     factors = list(objective.terms.values()) if isinstance(objective.terms, Mapping) else [None]
     if not all(isinstance(factor, (int, float)) and math.isfinite(factor) for factor in factors):
@@ -75,10 +112,14 @@ def _check_values(objective: Objective, config: Config, choices: Mapping[str, st
     taken = [*objective.value_names, *objective.losses, *RESERVED]
     if twice := {name for name in objective.value_names if taken.count(name) > 1}:
         raise InputError(f"{named}: the name {min(twice)} occurs twice in terms and logged, or is reserved; rename it")
-    if objective.gathers and config.micro_batches != 1:
+
+
+def check_gathers(objective: Objective, choices: Mapping[str, str], micro_batches: int) -> None:
+    """Raise InputError if a loss that compares the samples of a step has several micro-batches."""
+    if objective.gathers and micro_batches != 1:
         raise InputError(
-            f"micro_batches={config.micro_batches} splits the samples that {named} compares; try micro_batches=1 on "
-            "more ranks"
+            f"micro_batches={micro_batches} splits the samples that objective={choices['objective']} compares; try "
+            "micro_batches=1 on more ranks"
         )
 
 
@@ -97,14 +138,14 @@ def attach_objective(module: nn.Module, objective: Objective, device: torch.devi
                 keep_in_evaluation_mode(submodule)
 
 
-def make_metrics(config: Config, loss: Any, outputs: Any, targets: Any) -> MetricSums:
+def make_metrics(nodes: Mapping[str, Any], loss: Any, outputs: Any, targets: Any) -> MetricSums:
     """Construct the metrics, and try each on one sample's outputs and targets (first dim 1).
 
     Options that are `auto` take the loss's values. Raises InputError for an unsuitable metric.
     """
     loss_options = _loss_options(loss)
     metrics: dict[str, Metric] = {}
-    for name, node in config.metrics.items():
+    for name, node in nodes.items():
         metric = _make_metric(name, node, loss_options)
         if isinstance(metric, AutoMetrics):
             metrics = {**metric.choose(outputs, targets, **loss_options), **metrics}
@@ -135,13 +176,13 @@ def check_train_metrics(
         raise InputError("train_metrics=true has no effect without metrics; try metrics=auto")
 
 
-def declared_monitors(config: Config) -> tuple[list[Monitor], list[Monitor]]:
-    """Return the possible monitors, without loading the data.
+def declared_monitors(nodes: Mapping[str, Any]) -> tuple[list[Monitor], list[Monitor]]:
+    """Return the possible monitors of the configured metrics, without loading the data.
 
     The first list has the metrics that declare a direction, then the loss; the second those that `auto` may choose.
     """
     declared, possible = [], []
-    for name, node in config.metrics.items():
+    for name, node in nodes.items():
         metric = _make_metric(name, node, _loss_options(None))
         if isinstance(metric, AutoMetrics):
             possible.append(Monitor("val/accuracy", "max"))
@@ -169,23 +210,27 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
 
 
 def choose_monitor(
-    config: Config, sums: MetricSums, losses: Collection[str] = (), logged: Collection[str] = ()
+    name: str | None,
+    direction: str | None,
+    sums: MetricSums,
+    losses: Collection[str] = (),
+    logged: Collection[str] = (),
 ) -> Monitor:
     """Return the configured monitor, or else the first metric that declares a direction, or else the loss.
 
     Raises InputError for an unknown monitor or direction, and for a metric with a name in `losses` or `logged`.
     """
     higher_is_better: dict[str, bool | None] = {}
-    for name, values in sums.names.items():
+    for metric, values in sums.names.items():
         if not set(values).isdisjoint([*losses, *logged]):
-            raise InputError(f"metrics.{name}: the objective logs a value of this name; rename the metric")
-        higher_is_better |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[name].higher_is_better)
-    higher_is_better |= dict.fromkeys((f"val/{name}" for name in logged), None)
-    higher_is_better |= {LOSS: False} | dict.fromkeys((f"val/{name}" for name in losses), False)
-    name = config.monitor or next(name for name, higher in higher_is_better.items() if higher is not None)
+            raise InputError(f"metrics.{metric}: the objective logs a value of this name; rename the metric")
+        higher_is_better |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[metric].higher_is_better)
+    higher_is_better |= dict.fromkeys((f"val/{value}" for value in logged), None)
+    higher_is_better |= {LOSS: False} | dict.fromkeys((f"val/{loss}" for loss in losses), False)
+    name = name or next(each for each, higher in higher_is_better.items() if higher is not None)
     if name not in higher_is_better:
         raise InputError(f"monitor={name}: no metric returns it{did_you_mean(name, list(higher_is_better))}")
-    higher = higher_is_better[name] if config.monitor_direction is None else config.monitor_direction == "max"
+    higher = higher_is_better[name] if direction is None else direction == "max"
     if higher is None:
         raise InputError(
             f"monitor={name}: its metric does not declare whether a higher value is better; set monitor_direction=max "
@@ -194,20 +239,20 @@ def choose_monitor(
     return Monitor(name, "max" if higher else "min")
 
 
-def make_logger(config: Config) -> Logger:
+def make_logger(nodes: Mapping[str, Any]) -> Logger:
     """Construct the loggers, combined into one. Raise InputError for an invalid option or logger."""
-    loggers = _make_named("logger", config.logger)
+    loggers = _make_named("logger", nodes)
     for name, logger in loggers.items():
         check_contract(logger, Logger, f"logger.{name}")
     return CompositeLogger(loggers)
 
 
-def make_callbacks(config: Config) -> dict[str, Callback]:
+def make_callbacks(nodes: Mapping[str, Any]) -> dict[str, Callback]:
     """Construct the custom callbacks, by name. Raise InputError for an invalid option or callback."""
-    callbacks = _make_named("callbacks", config.callbacks)
+    callbacks = _make_named("callbacks", nodes)
     for name, callback in callbacks.items():
         if not isinstance(callback, Callback):
-            target = config.callbacks[name]["_target_"]
+            target = nodes[name]["_target_"]
             raise InputError(f"callbacks.{name}._target_={target}: not a callback; derive it from runner.Callback")
     return callbacks
 

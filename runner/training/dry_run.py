@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,71 +10,22 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from runner.config.schema import Config
 from runner.errors import InputError, as_input_error, failed_with, is_out_of_memory
-from runner.input.batch import MicroBatch, cast_floating
-from runner.input.pytree import describe, map_tensors, split, tensors
+from runner.input.batch import MicroBatch
+from runner.input.pytree import describe, tensors
 from runner.input.rng import isolated
-from runner.input.source import Source
 from runner.objectives.losses import CLASSES, ELEMENTWISE, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.parameter_patterns import counted
+from runner.training.components import Components
 from runner.training.draws.extremes import Extremes
+from runner.training.draws.following import Draws
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 _OF_DTYPES = re.compile(r"dtype|scalar type|bool|not implemented for|Byte|Char|Short")  # in messages of torch
-
-
-def read_float32(config: Config, source: Source, indices: Sequence[int]) -> Any:
-    """Return the samples as a batch, with floating-point data in float32, the precision of a new model."""
-    return map_tensors(lambda tensor: cast_floating(tensor, torch.float32), source.read(indices, seed=config.seed))
-
-
-def read_sample(
-    config: Config, choices: Mapping[str, str], source: Source, indices: Sequence[int]
-) -> tuple[Any, list[str]]:
-    """Return the result of `read_float32`, and warnings. Raise InputError if samples cannot be read or collated."""
-    try:
-        batch = read_float32(config, source, indices)
-        if len(source) > 1 and (hasattr(source, "collate") or source.reads_ahead):
-            pair = source.read([0, 1], seed=config.seed)  # detects a collate that drops samples
-            if source.reads_ahead:
-                split(pair, [1, 1])
-    except Exception as error:  # custom code can raise anything
-        raise InputError(f"data: its first samples cannot be collated into a batch{failed_with(error)}") from None
-    if not tensors(batch):
-        raise InputError(f"data: a sample must contain tensors or numbers, but the first one is {describe(batch)}")
-    if source.collate_draws.has_drawn:
-        return batch, [
-            f"data={choices['data']}: its collate draws random numbers, once for all samples of a local micro-batch; "
-            "they depend on micro_batches and the number of ranks, unlike those drawn in __getitem__"
-        ]
-    if hasattr(source, "collate") and _reorders(config, source):
-        return batch, [
-            f"data={choices['data']}: its collate changes the order of the samples, so that their random numbers, and "
-            "the indices in messages and files of task=predict, are those of other samples; keep the order, for "
-            "example with pack_padded_sequence(..., enforce_sorted=False)"
-        ]
-    return batch, []
-
-
-def _reorders(config: Config, source: Source) -> bool:
-    """Return True if the rows of a batch depend on the samples' values, as in a collate that sorts by length.
-
-    Otherwise, the rows of the first samples in reverse order are in reverse order. Batches whose tensors do not all
-    have a row per sample, such as those of graphs, are not examined.
-    """
-    count = min(len(source), 8)
-    orders = (range(count), range(count)[::-1])
-    with suppress(Exception):  # training reports errors; not all types of tensors can be compared
-        forward, backward = (tensors(source.read(order, seed=config.seed)) for order in orders)
-        if all(tensor.dim() and len(tensor) == count for tensor in (*forward, *backward)):
-            pairs = zip(forward, backward, strict=True)
-            return not all(torch.allclose(one, other.flip(0), equal_nan=True) for one, other in pairs)
-    return False
 
 
 @dataclass(frozen=True)
@@ -86,32 +37,25 @@ class DryRun:
     differentiates: bool  # the forward computes gradients, for example those of a gradient penalty
 
 
-def dry_run(
-    config: Config,
-    choices: Mapping[str, str],
-    module: nn.Module,
-    objective: Objective,
-    micro_batch: MicroBatch,
-    ragged: bool,
-) -> DryRun:
+def dry_run(components: Components) -> DryRun:
     """Evaluate the objective for a sample or two on the CPU. A supervised objective first chooses its loss.
 
-    `ragged` means that other samples may have other shapes. Raises InputError if the components do not fit each other.
+    Raises InputError if the components do not fit each other.
     """
-    batch = micro_batch.data
+    module, objective, micro_batch = components.module, components.objective, components.sample()
     if isinstance(objective, Supervised):
-        _check_pair(config, batch)
+        _check_pair(micro_batch.data, components.samples.input_shape)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     module.eval()
     try:
         with torch.no_grad(), isolated():
             if isinstance(objective, Supervised):
-                _settle(choices, module, objective, batch, ragged)
+                _settle(components, objective, micro_batch)
             result: DryRun = probe(module, _observe, trained, objective, micro_batch)
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything
-        raise _do_not_fit(objective, batch, error) from None
+        raise _do_not_fit(objective, micro_batch.data, error) from None
     finally:
         module.train()
         objective.take_logged(torch.device("cpu"))
@@ -127,27 +71,27 @@ def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_ba
     return DryRun(prediction, written, mode.has_seen)
 
 
-def check_training(
-    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source
-) -> None:
+def check_training(components: Components) -> None:
     """Compute the losses of the first sample in training mode. Raise InputError if that fails.
 
     Two copies of the sample are tried, because BatchNorm may need two, and otherwise one, because a dataset without
     `collate` may have samples that only fit into batches of one.
     """
-    errors, batch = list[InputError](), None
+    module, objective = components.module, components.objective
+    errors, data = list[InputError](), None
     for count in (2, 1):
         try:
-            batch = read_float32(config, source, [0] * count)
+            micro_batch = components.samples.batch([0] * count)
+            data = micro_batch.data
             with restoring_state(module, objective):
-                probe(module, _train, choices, objective, MicroBatch(batch, [0] * count))
+                probe(module, _train, components.choices, objective, micro_batch)
             return
         except InputError as error:
             errors.append(error)
         except Exception as error:  # custom code can raise anything
             if is_out_of_memory(error):
                 return  # training reports it, and `micro_batches=auto` continues
-            errors.append(_do_not_fit(objective, batch, error, "in training "))
+            errors.append(_do_not_fit(objective, data, error, "in training "))
     raise errors[0] from None
 
 
@@ -189,29 +133,20 @@ class _SeeingGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_all_used(
-    config: Config,
-    choices: Mapping[str, str],
-    module: nn.Module,
-    objective: Objective,
-    source: Source,
-    local_size: int,
-    on_device: Callable[[Any], Any],
-    device: torch.device,
-    may_skip: bool,
-) -> None:
+def check_all_used(components: Components, draws: Draws, local_size: int, to_device: Callable[[Any], Any]) -> None:
     """Raise InputError if a loss does not depend on all parameters that it trains, in training mode.
 
     A model may choose parameters by the samples. So if two samples do not use all of them, those of a local micro-batch
-    are tried. With `may_skip`, it may also choose them by random numbers that all samples share, as in layer dropout:
+    are tried. A model with draws that all samples share may also choose parameters by them, as in layer dropout: then
     the smallest and the largest numbers are tried. Exceptions are ignored, because training reports them.
     """
+    module, objective, samples = components.module, components.objective, components.samples
 
     def find(count: int, mode: AbstractContextManager[Any]) -> list[str]:
-        indices = range(min(count, len(source)))
+        indices = range(min(count, len(samples.source)))
         try:
             with restoring_state(module, objective), mode:
-                micro_batch = MicroBatch(on_device(source.read(indices, seed=config.seed)), indices)
+                micro_batch = MicroBatch(to_device(samples.read(indices)), indices)
                 return _find_unused(module, objective, micro_batch)
         except Exception:
             return []
@@ -220,13 +155,13 @@ def check_all_used(
 
     when = ""
     unused = find(2, nullcontext()) and find(max(2, local_size), nullcontext())
-    if not unused and may_skip:
+    if not unused and draws.common:
         when = " with some random numbers"
-        unused = find(2, Extremes(False, device)) or find(2, Extremes(True, device))
+        unused = find(2, Extremes(False, draws.device)) or find(2, Extremes(True, draws.device))
     if unused:
         raise InputError(
-            f"parallel={choices['parallel']} needs the gradients of all trained parameters, but{when} the loss does "
-            f"not depend on {counted(unused)}; try parallel.find_unused_parameters=true"
+            f"parallel={components.choices['parallel']} needs the gradients of all trained parameters, but{when} the "
+            f"loss does not depend on {counted(unused)}; try parallel.find_unused_parameters=true"
         )
 
 
@@ -240,7 +175,7 @@ def _find_unused(module: nn.Module, objective: Objective, micro_batch: MicroBatc
     return unused
 
 
-def _check_pair(config: Config, batch: Any) -> None:
+def _check_pair(batch: Any, input_shape: Sequence[int] | None) -> None:
     """Raise InputError unless the batch is (inputs, targets) with inputs of the configured shape."""
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair or not isinstance(batch[0], (torch.Tensor, tuple, list, Mapping)):
@@ -249,28 +184,27 @@ def _check_pair(config: Config, batch: Any) -> None:
             f"the data's are {describe(batch)}; change the dataset, or write a custom objective with loss(model, batch)"
         )
     inputs = batch[0]
-    if isinstance(inputs, torch.Tensor) and "sample_shape" in config.data:
-        shape, found = list(config.data["sample_shape"]), list(inputs.shape[1:])
+    if isinstance(inputs, torch.Tensor) and input_shape is not None:
+        shape, found = list(input_shape), list(inputs.shape[1:])
         if shape != found:
             raise InputError(f"data.sample_shape={shape} but the data's samples have {found}")
 
 
-def _settle(choices: Mapping[str, str], module: nn.Module, objective: Supervised, batch: Any, ragged: bool) -> None:
+def _settle(components: Components, objective: Supervised, micro_batch: MicroBatch) -> None:
     """Settle the objective with one sample. Raise InputError also for wrong combinations that torch accepts."""
-    inputs, targets = batch
     reduction = getattr(objective.function, "reduction", "mean")
     if reduction == "sum":
         raise InputError(
             "loss.reduction=sum must be mean: the loss of a step is a mean over the whole batch, however it is split; "
             "try loss.reduction=mean with another optimizer.lr"
         )
-    outputs = probe(module, call_model, inputs)
+    outputs, targets = probe(components.module, call_model, micro_batch.inputs), micro_batch.targets
     with as_input_error():
-        objective.settle(outputs, targets, ragged)
+        objective.settle(outputs, targets, ragged=hasattr(components.samples.source, "collate"))
     function = objective.function
     if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
         raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
-    _check_loss(choices, objective, outputs, targets)
+    _check_loss(components.choices, objective, outputs, targets)
 
 
 def _check_loss(choices: Mapping[str, str], objective: Supervised, outputs: Any, targets: Any) -> None:

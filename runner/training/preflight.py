@@ -3,14 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
-
-from runner.config.schema import Config
+from runner.distributed.sync_batch_norm import RecordBatchNorm
 from runner.distributed.world import World
 from runner.errors import InputError
-from runner.input.batch import MicroBatch
-from runner.input.source import Source
-from runner.objectives.objective import Objective
+from runner.training.components import Components
 from runner.training.draws.following import Draws
 from runner.training.draws.observed_draws import observe_draws
 from runner.training.dry_run import DryRun, check_training, dry_run
@@ -21,9 +17,9 @@ from runner.training.sample_comparison import compare_samples
 from runner.training.state_check import StateOfForward, find_state
 
 
-@dataclass(frozen=True)
+@dataclass
 class Findings:
-    """What the dry runs have found; the defaults are those of an imagined world, in which no values are computed.
+    """What the dry runs have found; the defaults are those of a plan, in which no values are computed.
 
     Attributes:
         forward: The result of the objective for a sample or two.
@@ -34,7 +30,7 @@ class Findings:
     """
 
     forward: DryRun
-    draws: Draws
+    draws: Draws = field(default_factory=Draws)
     replaced: list[str] = field(default_factory=list)
     state: StateOfForward = field(default_factory=StateOfForward)
     warnings: list[str] = field(default_factory=list)
@@ -54,32 +50,36 @@ class Findings:
             )
 
 
-def run_dry(
-    config: Config,
-    choices: Mapping[str, str],
-    module: nn.Module,
-    objective: Objective,
-    source: Source,
-    sample: MicroBatch,
-    parallel: Parallel,
-    world: World,
-    trains: bool,
-) -> Findings:
-    """Run the objective on the first samples on the CPU. The state of model, objective and generators is restored.
+def run_forward(components: Components, recomputes: bool) -> Findings:
+    """Run the objective on the first samples on the CPU, in evaluation: all that can be done without values of tensors.
 
-    `sample` is the batch of the first run. With `trains`, check training, too. Raises InputError if the components do
-    not fit each other.
+    recomputes: activations are recomputed. The state of model, objective and generators is restored. Raises InputError
+    if the components do not fit each other.
     """
-    with restoring_all(module, objective):
-        forward = dry_run(config, choices, module, objective, sample, ragged=hasattr(source, "collate"))
-        record_calls(config, choices, module, objective, source, parallel)
-    draws = Draws(world.device)
-    if world.is_imagined:
-        return Findings(forward, draws)
-    state = find_state(config, module, objective, source)
-    # Forward cannot write to the placeholder of a parameter, and modes that need placeholders refuse such a model.
-    if trains and not (state.parameters and parallel.meta_init):
-        check_training(config, choices, module, objective, source)
-    warnings, replaced = observe_draws(config, choices, module, objective, source, draws)
-    warnings += compare_samples(config, choices, module, objective, source, draws)
-    return Findings(forward, draws, replaced, state, warnings)
+    with RecordBatchNorm():
+        return _run_forward(components, recomputes)
+
+
+def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bool) -> Findings:
+    """Do the same as `run_forward`, and find out what depends on the values of tensors, with `trains` also in training.
+
+    compiles: the model will be compiled.
+    """
+    with RecordBatchNorm():
+        found = _run_forward(components, recomputes)
+        found.state = find_state(components)
+        # Forward cannot write to the placeholder of a parameter, and modes that need placeholders refuse such a model.
+        if trains and not (found.state.parameters and components.parallel.meta_init):
+            check_training(components)
+        found.warnings, found.replaced = observe_draws(components, compiles, found.draws)
+        found.warnings += compare_samples(components, found.draws)
+    return found
+
+
+def _run_forward(components: Components, recomputes: bool) -> Findings:
+    parallel = components.parallel
+    with restoring_all(components.module, components.objective):
+        forward = dry_run(components)
+        if parallel.shards_matrices or parallel.meta_init or recomputes:  # others treat the model as a whole
+            record_calls(components)
+    return Findings(forward)

@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,28 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from runner.config.schema import Config
 from runner.errors import is_user_code
 from runner.input.batch import MicroBatch
 from runner.input.rng import seed_all
-from runner.input.source import Source
 from runner.objectives.losses import Loss
-from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
+from runner.training.components import Components
 from runner.training.draws.following import Draws
-from runner.training.dry_run import read_float32
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
 
-def compare_samples(
-    config: Config,
-    choices: Mapping[str, str],
-    module: nn.Module,
-    objective: Objective,
-    source: Source,
-    draws: Draws,
-) -> list[str]:
+def compare_samples(components: Components, draws: Draws) -> list[str]:
     """Return a warning if the loss of two samples is not the sum of their separate losses.
 
     Such a loss depends on the number of ranks and micro-batches. A custom loss or objective is checked in evaluation
@@ -39,6 +28,7 @@ def compare_samples(
     that differs from a sum only for more than two samples, that draws numbers which cannot follow the samples, or that
     raises an exception.
     """
+    module, objective, source = components.module, components.objective, components.samples.source
     function = objective.function if isinstance(objective, Supervised) else objective
     is_custom = type(function).__module__.partition(".")[0] not in ("torch", "runner")
     draws_numbers = draws.follows and bool(draws.of_samples)
@@ -49,10 +39,10 @@ def compare_samples(
         or not (is_custom or draws_numbers or _has_custom_code(module))
     ):
         return []
-    component = "model" if not is_custom else "loss" if isinstance(objective, Supervised) else "objective"
+    group = "model" if not is_custom else "loss" if isinstance(objective, Supervised) else "objective"
     for trains in (False, True) if is_custom else (True,):
         try:
-            different = _Comparison(config, module, objective, source, draws, trains).find_difference()
+            different = _Comparison(components, draws, trains).find_difference()
         except Exception:  # the dry run has accepted one sample; training reports an error with two
             different = None
         finally:
@@ -60,7 +50,7 @@ def compare_samples(
         if different is not None:
             both, apart = map(_mean, different)
             return [
-                f"{component}={choices[component]}: the loss of two samples{' in training' * trains} is {both:.4g}, "
+                f"{group}={components.choices[group]}: the loss of two samples{' in training' * trains} is {both:.4g}, "
                 f"but the mean of their separate losses is {apart:.4g}, so it depends on the number of ranks and "
                 "micro_batches: it compares samples, or draws numbers that do not follow them; to compare samples, "
                 "declare gathers = True in an objective and use self.gather"
@@ -71,13 +61,10 @@ def compare_samples(
 class _Comparison:
     """The losses of the first two samples, together and separately, with the same random numbers for each sample."""
 
-    def __init__(
-        self, config: Config, module: nn.Module, objective: Objective, source: Source, draws: Draws, trains: bool
-    ):
-        self._module, self._objective, self._trains = module, objective, trains
-        self._batches = [MicroBatch(read_float32(config, source, each), each) for each in ([0, 1], [0], [1])]
+    def __init__(self, components: Components, draws: Draws, trains: bool):
+        self._module, self._objective, self._trains = components.module, components.objective, trains
+        self._batches = [components.samples.batch(indices) for indices in ([0, 1], [0], [1])]
         self._draws, self._not_following = copy.copy(draws), list[str]()
-        self._draws.device = torch.device("cpu")
         self._draws.warn = self._not_following.append  # type: ignore[method-assign, assignment]  # training logs it
 
     def find_difference(self) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -8,15 +8,13 @@ from typing import Any
 from torch import nn
 
 from runner.checkpoints.extra_state import extra_state, with_extra_state
-from runner.config.schema import Config
 from runner.errors import InputError
 from runner.input.batch import MicroBatch
 from runner.input.rng import seed_all
-from runner.input.source import Source
 from runner.objectives.objective import Objective
 from runner.objectives.supervised import Supervised
 from runner.optimization.parameter_patterns import counted
-from runner.training.dry_run import read_float32
+from runner.training.components import Components
 from runner.training.mode import Axes, Parallel
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import mark_as_stateful, parts_of, restoring_all
@@ -76,7 +74,7 @@ def check_extra_state(choices: Mapping[str, str], module: nn.Module) -> None:
             )
 
 
-def find_state(config: Config, module: nn.Module, objective: Objective, source: Source) -> StateOfForward:
+def find_state(components: Components) -> StateOfForward:
     """Return the state of the forward, and mark the objects that have it for `ForwardState`.
 
     Model and objective are called twice with the same samples and random numbers: a value that the second pass changes
@@ -85,8 +83,7 @@ def find_state(config: Config, module: nn.Module, objective: Objective, source: 
     """
     state = StateOfForward()
     with suppress(Exception):
-        micro_batch = MicroBatch(read_float32(config, source, [0, 0]), [0, 0])
-        probe(module, _find_state, state, objective, micro_batch)
+        probe(components.module, _find_state, state, components.objective, components.samples.batch([0, 0]))
     return state
 
 

@@ -56,7 +56,7 @@ def test_the_table_of_modes_matches_their_declarations() -> None:
             name, _, option = mode.partition(" with ")
             reported.add(name)
             config, _ = configure(f"parallel={name}", *([f"parallel.{option}"] if option else []))
-            assert make_parallel(config, {}).supported_objectives == supported, mode
+            assert make_parallel(config.parallel, {}).supported_objectives == supported, mode
     assert reported == {*MODES, "mesh"}
 
 

@@ -150,13 +150,14 @@ def test_copies_inside_of_operators_are_counted(module: nn.Module) -> None:
     assert sum(tracker.peak().values()) == pytest.approx(max(allocated), rel=0.02)
 
 
-def test_it_needs_the_memory_of_real_steps() -> None:
+def test_it_needs_the_memory_of_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for overrides in ((*MLP, "ema.decay=0.9"), (*GPT, "micro_batches=2", "activation_checkpointing=full")):
         imagined = plan(0, 1, *overrides)
         config, request = worlds.configure(*overrides)
         data = load_data(config, request.choices, worlds.unconnected())
+        monkeypatch.setattr("runner.training.build.load_data", lambda *_, data=data: data)  # outside of the tracker
         with MemoryTracker() as tracker:
-            steps = real_steps(config, request.choices, data)
+            steps = real_steps(config, request.choices)
             next(steps)
             tracker.reset_peak()
             next(steps)
@@ -165,10 +166,10 @@ def test_it_needs_the_memory_of_real_steps() -> None:
         assert imagined.memory["parameters"] > 0 and imagined.memory["optimizer state"] > 0
 
 
-def real_steps(config: Config, choices: Any, data: Any) -> Iterator[None]:
+def real_steps(config: Config, choices: Any) -> Iterator[None]:
     """Make a step of training with one process each time."""
     world = worlds.unconnected()
-    experiment = build(config, choices, world, data=data)
+    experiment = build(config, choices, world)
     parallel_model = experiment.parallel.prepare(experiment.recipe, world)
     callbacks = Callbacks([])
     if config.ema.decay is not None:

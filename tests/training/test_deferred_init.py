@@ -60,8 +60,9 @@ def compare_weights(rank: int, world_size: int, make: Callable[[], nn.Module]) -
     expected = make()
     drawn = torch.rand(1)
     torch.manual_seed(3)
-    model, deferred, warnings = build_deferred("mine", make)
-    assert deferred is not None and not warnings
+    built = build_deferred("mine", make)
+    model, deferred = built.module, built.deferred
+    assert deferred is not None and not built.warnings
     assert torch.equal(torch.rand(1), drawn)  # the generator is in the same state
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -125,8 +126,9 @@ def compare_other_tensors(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
     expected = Plain()
     torch.manual_seed(3)
-    model, deferred, warnings = build_deferred("mine", Plain)
-    assert deferred is not None and not warnings
+    built = build_deferred("mine", Plain)
+    model, deferred = built.module, built.deferred
+    assert deferred is not None and not built.warnings
     assert model.weight.is_meta and model.parameter_list[0] is model.weight
     assert model.nested["shared"].tensor is model.scale
     for read in (

@@ -10,7 +10,6 @@ import torchmetrics
 import yaml
 from torch import nn
 
-from runner.config.schema import Config
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
@@ -197,7 +196,7 @@ def test_shapes_that_do_not_fit_are_refused(metric: Any, outputs: Any, targets: 
 
 
 def made(metrics: dict[str, Any], loss: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    sums = make_metrics(Config(metrics=metrics), loss, outputs[:1], targets[:1])
+    sums = make_metrics(metrics, loss, outputs[:1], targets[:1])
     sums.add(outputs, targets, [0])
     return sums.compute(sums.flat(), ALONE)
 

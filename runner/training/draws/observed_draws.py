@@ -1,9 +1,8 @@
 """A dry run that observes the random functions of a model, and finds the dim of the samples in their draws."""
 
-import functools
 import random
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,16 +12,14 @@ from torch import Tensor, nn
 from torch.distributions import von_mises
 from torch.utils import checkpoint
 
-from runner.config.schema import Config
 from runner.errors import calling_line, first_line, quantity
 from runner.input.batch import MicroBatch
 from runner.input.rng import isolated, seed_all
-from runner.input.source import Source
 from runner.objectives.objective import Objective
+from runner.training.components import Components
 from runner.training.draws.following import Draws, of_sample
 from runner.training.draws.functions import DrawMode
 from runner.training.draws.sample_order import find_order
-from runner.training.dry_run import read_float32
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
@@ -77,9 +74,7 @@ class ObservedDraws(DrawMode):
         self._expected = state
 
 
-def observe_draws(
-    config: Config, choices: Mapping[str, str], module: nn.Module, objective: Objective, source: Source, draws: Draws
-) -> tuple[list[str], list[str]]:
+def observe_draws(components: Components, compiles: bool, draws: Draws) -> tuple[list[str], list[str]]:
     """Record in `draws` the draws of model and objective, in training and in evaluation.
 
     Model and objective are called with two copies of the first sample, and if they draw random numbers, with three. The
@@ -87,18 +82,20 @@ def observe_draws(
 
     Return a warning if a draw cannot follow the samples, and the names of the trained parameters that forward replaces.
     """
+    module, objective, samples = components.module, components.objective, components.samples
+    model = f"model={components.choices['model']}"
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     found: list[list[Draw]] = []
     replaced: list[str] = []
     others: list[object] = []  # the next numbers of NumPy and `random`
 
     def record(count: int) -> None:
-        data = read_float32(config, source, [0] * count)
+        micro_batch = samples.batch([0] * count)
         with restoring_state(module, objective):
             seed_all(0)
             observed = ObservedDraws()
             found.append(observed.draws)
-            replaced[:] = probe(module, _run, trained, observed, objective, MicroBatch(data, [0] * count))
+            replaced[:] = probe(module, _run, trained, observed, objective, micro_batch)
             others.append((np.random.bytes(16), random.getrandbits(128)))
 
     error: Exception | None = None
@@ -113,12 +110,12 @@ def observe_draws(
         error = raised
     problem = f"the dry run of random numbers fails ({first_line(error)})" if error else _compare(draws, *found)
     if not problem and others[0] != others[1]:
-        problem = f"model={choices['model']} or the objective draws numbers of NumPy or `random` for each sample"
-    if not problem and config.compile:
+        problem = f"{model} or the objective draws numbers of NumPy or `random` for each sample"
+    if not problem and compiles:
         problem = "compile=true draws the random numbers of compiled code by torch's generator"
-    if not problem and len(source) > 1:
+    if not problem and len(samples.source) > 1:
         with suppress(Exception):  # training reports an error with other samples
-            problem = find_order(draws, module, objective, functools.partial(read_float32, config, source))
+            problem = find_order(draws, components)
     draws.follows = not problem
     end = "so that results depend on the number of ranks and micro_batches"
     return [f"{problem}, {end}"] if problem else [], replaced

@@ -1,22 +1,19 @@
 """A dry run that finds the order of the samples in the tensors that random functions receive."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.input.batch import MicroBatch
 from runner.objectives.objective import Objective
+from runner.training.components import Components
 from runner.training.draws.following import Draws
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
-Read = Callable[[Sequence[int]], Any]  # returns the data of the samples with these indices
 
-
-def find_order(draws: Draws, module: nn.Module, objective: Objective, read: Read) -> str:
+def find_order(draws: Draws, components: Components) -> str:
     """Set `draws.repeats`. Return why a draw cannot follow the samples, or "".
 
     The batch is two copies of a sample and another sample. The copies have the same random numbers, so that their rows
@@ -39,9 +36,10 @@ def find_order(draws: Draws, module: nn.Module, objective: Objective, read: Read
         found.setdefault(kind, set()).add(0 if repeats == width else repeats)
         return repeats
 
-    trial = replace(draws, device=torch.device("cpu"), follows=True, find_repeats=find, _has_warned=True)
+    module, objective = components.module, components.objective
+    trial = replace(draws, follows=True, find_repeats=find, _has_warned=True)
     with restoring_state(module, objective), torch.no_grad():
-        probe(module, _measure, trial, objective, MicroBatch(read([0, 0, 1]), [0, 0, 1]))
+        probe(module, _measure, trial, objective, components.samples.batch([0, 0, 1]))
     for (name, dims), orders in found.items():
         if len(orders) > 1:
             return f"{name} draws tensors of {dims} dims with the samples in different orders"

@@ -1,34 +1,37 @@
 """Over which samples a model's BatchNorm normalizes in training, and when this depends on the configuration."""
 
+from typing import Literal
+
 import torch
 from torch import nn
 
-from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm, trains_batch_norm
 from runner.errors import InputError, as_input_error
 from runner.training.mode import Axes
 
 
-def synchronize_as_configured(config: Config, module: nn.Module, axes: Axes, device: torch.device | None) -> None:
-    """Let BatchNorm normalize over the samples of all ranks, unless `sync_batchnorm` is false or only one reads data.
+def synchronize_as_configured(
+    setting: Literal["auto"] | bool, module: nn.Module, axes: Axes, device: torch.device | None
+) -> None:
+    """Let BatchNorm normalize over the samples of all ranks, unless `setting` is False or only one rank reads data.
 
-    `device` is that of a model on the meta device, else None. Raises InputError if the option has no effect, and for a
-    layer that cannot be synchronized.
+    setting: the value of `sync_batchnorm`. device: that of a model on the meta device, else None. Raises InputError if
+    the option has no effect, and for a layer that cannot be synchronized.
     """
-    if config.sync_batchnorm is True and not trains_batch_norm(module):
+    if setting is True and not trains_batch_norm(module):
         raise InputError(
             "sync_batchnorm=true has no effect on a model without BatchNorm, or if the statistics of all BatchNorm "
             "layers are frozen; try sync_batchnorm=auto"
         )
-    if config.sync_batchnorm is not False and axes.data_ranks > 1 and has_batch_norm(module):
-        with as_input_error(f"sync_batchnorm={config.sync_batchnorm}: "):
+    if setting is not False and axes.data_ranks > 1 and has_batch_norm(module):
+        with as_input_error(f"sync_batchnorm={setting}: "):
             synchronize_batch_norm(module, device=device)
 
 
-def describe_batch_norm(config: Config, module: nn.Module, axes: Axes) -> list[str]:
+def describe_batch_norm(micro_batches: int, module: nn.Module, axes: Axes) -> list[str]:
     """Return a warning if a step has micro-batches, because BatchNorm then does not use all samples of the step."""
-    if config.micro_batches * axes.micro_batches == 1 or not trains_batch_norm(module):
+    if micro_batches * axes.micro_batches == 1 or not trains_batch_norm(module):
         return []
     setting = f"parallel.micro_batches={axes.micro_batches}"
-    setting = f"micro_batches={config.micro_batches}" if axes.micro_batches == 1 else setting
+    setting = f"micro_batches={micro_batches}" if axes.micro_batches == 1 else setting
     return [f"{setting}: BatchNorm normalizes each micro-batch separately, so that the results depend on this number"]

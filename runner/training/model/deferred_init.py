@@ -1,7 +1,7 @@
 """Deferred initialization: a model is built on the meta device, and each submodule is initialized later."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ class Deferred(TorchDispatchMode):
         super().__init__()
         self._calls: list[_Call] = []
         self.error: Exception | None = None  # of an operator on the meta device
-        self.build_normally: Callable[[BaseException], Built]
+        self.build_normally: Callable[[BaseException], BuiltModel]
         # The tensors as the constructor created them, with its dtypes, by module and name.
         self._origins: dict[tuple[nn.Module, str], Tensor] = {}
 
@@ -150,25 +150,50 @@ class Deferred(TorchDispatchMode):
         return operator(*args, **tree_map_only(torch.device, lambda _: torch.device("cpu"), kwargs))
 
 
-Built = tuple[nn.Module, Deferred | None, list[str]]  # the recording, if the module is deferred, and warnings
+@dataclass
+class BuiltModel:
+    """A model, and the recording by which its weights are created later, if the model is deferred."""
+
+    module: nn.Module
+    deferred: Deferred | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Return the result of a dry run, a function that calls the module. If necessary, build it normally first.
+
+        This is necessary if forward uses a tensor on the meta device that is found only here, such as one in a closure.
+        """
+        try:
+            return function()
+        except Exception as raised:
+            error: BaseException | None = raised
+            while not (error is None or isinstance(error, UninitializedTensor)):
+                error = error.__context__
+            if self.deferred is None or error is None:
+                raise
+        state = torch.get_rng_state()
+        built = self.deferred.build_normally(error)
+        torch.set_rng_state(state)
+        self.module, self.deferred, self.warnings = built.module, None, built.warnings
+        return function()
 
 
-def build_deferred(name: str, make: Callable[[], nn.Module]) -> Built:
-    """Return the module that `make` builds, and its recording; or the normal module, None and a warning.
+def build_deferred(name: str, make: Callable[[], nn.Module]) -> BuiltModel:
+    """Return the model that `make` builds on the meta device, or else the normal model and a warning.
 
     A constructor that reads a file into tensors, for example, cannot be deferred: then it is called again normally,
     from the same random state. Its exceptions are raised.
     """
     random_state, deferred = torch.get_rng_state(), Deferred()
 
-    def build_normally(error: BaseException) -> Built:
+    def build_normally(error: BaseException) -> BuiltModel:
         reason = first_line(error).partition(". ")[0]  # torch explains what developers of operators can do
         warning = (
             f"model={name} cannot be built on the meta device ({reason}), so that every rank builds the whole model; "
             "if its constructor loads weights, load them with init_from=FILE instead"
         )
         torch.set_rng_state(random_state)
-        return make(), None, [warning]
+        return BuiltModel(make(), warnings=[warning])
 
     deferred.build_normally = build_normally
     try:
@@ -177,31 +202,11 @@ def build_deferred(name: str, make: Callable[[], nn.Module]) -> Built:
         if deferred.error is None:
             deferred.record_names(module)
             deferred.create_attributes(module)
-            return module, deferred, []
+            return BuiltModel(module, deferred)
         error = deferred.error
     except Exception as raised:  # the model's own errors are raised again below
         error = raised
     return build_normally(error)
-
-
-def run_built(built: Built, run: Callable[[nn.Module], T]) -> tuple[T, Built]:
-    """Return the result of a dry run of what `build_deferred` has returned, and the same; or build normally first.
-
-    This is necessary if forward uses a tensor on the meta device that is found only here, such as one in a closure.
-    """
-    module, deferred, _ = built
-    try:
-        return run(module), built
-    except Exception as raised:
-        error: BaseException | None = raised
-        while not (error is None or isinstance(error, UninitializedTensor)):
-            error = error.__context__
-        if deferred is None or error is None:
-            raise
-    state = torch.get_rng_state()
-    built = deferred.build_normally(error)
-    torch.set_rng_state(state)
-    return run(built[0]), built
 
 
 class UninitializedTensor(Exception):

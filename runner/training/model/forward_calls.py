@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.config.schema import Config
 from runner.errors import InputError
 from runner.input.batch import MicroBatch
 from runner.input.pytree import tensors
-from runner.input.source import Source
 from runner.objectives.objective import Objective
-from runner.training.dry_run import read_float32
-from runner.training.mode import Parallel
+from runner.training.components import Components
 from runner.training.model.deferred_init import RefusingMeta, UninitializedTensor, call_with, placeholders
 from runner.training.model.forward_state import restoring_state
 from runner.training.model.submodules import divided
@@ -23,31 +20,22 @@ from runner.training.model.submodules import divided
 READERS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__")
 
 
-def record_calls(
-    config: Config,
-    choices: Mapping[str, str],
-    module: nn.Module,
-    objective: Objective,
-    source: Source,
-    parallel: Parallel,
-) -> None:
+def record_calls(components: Components) -> None:
     """Add the modules that forward does not use as a whole to `divided`, in training and in evaluation.
 
     Their parts are called instead of them, or code outside of their calls uses their parameters, or they write to their
     inputs. Modules that no pass calls are not added, nor those that a pass would have called after an exception, which
-    training reports. Do nothing if the mode treats the model as a whole, and no module is recomputed.
+    training reports.
 
     Raises InputError if parameters are sharded, but forward uses a parameter by another reference than the attribute of
     its module, which the shards replace.
     """
-    shards = parallel.shards_matrices
-    if not shards and not parallel.meta_init and config.activation_checkpointing == "none":
-        return
+    module, objective = components.module, components.objective
     new = {parameter: parameter.detach() for parameter in module.parameters()}
     recording = _Recording(new | placeholders(module, torch.device("cpu")))
     eager = torch.compiler.set_stance("force_eager")
     try:
-        micro_batch = MicroBatch(read_float32(config, source, [0, 0]), [0, 0])  # BatchNorm needs two samples
+        micro_batch = components.samples.batch([0, 0])  # BatchNorm needs two samples
         with restoring_state(module, objective), recording.watching(module), eager:
             call_with(recording.new, module, _run, recording, objective, micro_batch)
     except UninitializedTensor:
@@ -57,7 +45,9 @@ def record_calls(
     finally:
         module.train()
     divided.update(part for part in module.modules() if recording.divides(part))
+    shards = components.parallel.shards_matrices
     if shards and (kept := [name for name, parameter in module.named_parameters() if parameter in recording.kept]):
+        choices = components.choices
         raise InputError(
             f"parallel={choices['parallel']}: the forward of model={choices['model']} uses {kept[0]} by a reference "
             "that is not an attribute of its module, such as an item of a list, and would not see the sharded "
