@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from runner.errors import InputError as InputError, JobFailed as JobFailed, Preempted as Preempted
     from runner.jobs.task import JobTask as JobTask, LaunchingTask as LaunchingTask
     from runner.launchers.env import Env as Env
-    from runner.launchers.protocol import Launcher as Launcher, Queue as Queue
+    from runner.launchers.contract import Launcher as Launcher, Queue as Queue
     from runner.objectives.objective import Objective as Objective, Prediction as Prediction
     from runner.parallel.loss_groups import prepare_loss_groups as prepare_loss_groups
     from runner.parallel.replica import Replica as Replica
@@ -45,7 +45,7 @@ _MODULES = {
     **dict.fromkeys(("Axes", "Parallel"), "runner.training.mode"),
     "Replica": "runner.parallel.replica",
     "prepare_loss_groups": "runner.parallel.loss_groups",
-    **dict.fromkeys(("Launcher", "Queue"), "runner.launchers.protocol"),
+    **dict.fromkeys(("Launcher", "Queue"), "runner.launchers.contract"),
     "Env": "runner.launchers.env",
     **dict.fromkeys(("JobTask", "LaunchingTask"), "runner.jobs.task"),
     "restore_evaluated": "runner.training.restore",

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol
+from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -40,11 +40,10 @@ def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args
 
 
 def check_contract(instance: Any, contract: type, key: str) -> None:
-    """Raise InputError if a group's object lacks a member that its contract, a Protocol, declares."""
+    """Raise InputError if a group's object lacks a member that its contract declares."""
     declared: dict[str, Any] = {}
     for base in contract.__mro__:
-        if base not in (Protocol, Generic, object):
-            declared |= {**inspect.get_annotations(base), **vars(base)}
+        declared |= {**inspect.get_annotations(base), **vars(base)}
     if missing := [name for name in declared if name[0] != "_" and not hasattr(instance, name)]:
         raise InputError(
             f"{key}._target_={type(instance).__module__}.{type(instance).__qualname__}: the class lacks "

@@ -1,8 +1,8 @@
 """The contract of a task: one that all ranks of a job run together, or one that launches jobs itself."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -14,7 +14,7 @@ from runner.distributed.world import World
 from runner.records.run_directory import Request, RunDirectory
 
 
-class Task(Protocol):
+class Task(ABC):
     """The attributes of every task; one file of runner/tasks and one YAML file of conf/task.
 
     A task derives from `JobTask` or `LaunchingTask` and overrides only the attributes that differ.
@@ -28,7 +28,7 @@ class Task(Protocol):
     section: str | None = None  # the top-level key whose keys only this task reads
 
 
-class JobTask(Task, Protocol):
+class JobTask(Task):
     """A task that all ranks of a job run together. Worlds smaller than `min_world_size` are refused."""
 
     needs_experiment: bool = True
@@ -48,7 +48,7 @@ class JobTask(Task, Protocol):
         """
 
 
-class LaunchingTask(Task, Protocol):
+class LaunchingTask(Task):
     """A task that launches jobs itself, or needs no job."""
 
     needs_experiment: bool = False

@@ -5,7 +5,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.jobs.job import run_job
-from runner.launchers.protocol import Launcher
+from runner.launchers.contract import Launcher
 from runner.records.run_directory import Request
 
 

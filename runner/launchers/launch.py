@@ -13,8 +13,8 @@ from runner.distributed.rendezvous import JOIN_TIMEOUT_S, join
 from runner.distributed.store_consensus import RanksMissing
 from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.jobs.task import JobTask, LaunchingTask, check_size, launches_jobs, make_task
+from runner.launchers.contract import Launcher
 from runner.launchers.env import Env
-from runner.launchers.protocol import Launcher
 from runner.optimization.optimizers import try_options
 from runner.records.run_directory import Request
 from runner.training.components import make_logger, make_parallel

@@ -20,10 +20,10 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.machine import check_shared_memory
 from runner.distributed.network import address_towards, is_loopback
 from runner.errors import InputError, JobFailed
+from runner.launchers.contract import Launcher
 from runner.launchers.elastic import Ranks, recording_directory, run_directory, run_worlds
 from runner.launchers.env import check_options
 from runner.launchers.node_rendezvous import Nodes, OneMachine
-from runner.launchers.protocol import Launcher
 from runner.launchers.rank_process import forwarding_signals, run_rank, start_fork_server
 from runner.records.run_directory import Request
 

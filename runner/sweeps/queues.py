@@ -11,7 +11,7 @@ from runner.config.help.config_tree import ConfigTree
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, print_messages
-from runner.launchers.protocol import Queue
+from runner.launchers.contract import Queue
 from runner.paths import CONF
 from runner.records.ledger import DONE, JobRecord, read_ledger
 from runner.records.result import LOST, RUNNING

@@ -1,5 +1,6 @@
 """The contract of a parallel mode: what it declares, and what the training loop calls on the model that it prepares."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -117,7 +118,7 @@ class ParallelModel(Protocol):
         """Drop everything that was computed from the old values of the parameters. All ranks must call it."""
 
 
-class Parallel(Protocol):
+class Parallel(ABC):
     """A parallel mode: a file of runner/parallel and a YAML file of conf/parallel.
 
     Derive from it and define `prepare`; everything else has a default. By default, each rank has a replica of the
@@ -162,7 +163,9 @@ class Parallel(Protocol):
         """Return a message for each option that does not work in this mode with this model."""
         return []
 
-    prepare: Callable[[Recipe, World], ParallelModel]  # prepares the model; all ranks must call it
+    @abstractmethod
+    def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
+        """Prepare the model. All ranks must call it."""
 
 
 def make_axes(config: Config, parallel: Parallel, world_size: int) -> Axes:

@@ -31,7 +31,7 @@ class Facts:
         ("task", "Empty", "the class lacks reads_run, reads_checkpoint, needs_experiment, trains, picks_split"),
         ("task", "Facts", "the class lacks min_world_size, check, run, which runner.jobs.task.JobTask declares"),
         ("task", "Derived", "the class lacks run; define it"),
-        ("launcher", "Empty", "join_timeout_s, launch, which runner.launchers.protocol.Launcher declares"),
+        ("launcher", "Empty", "join_timeout_s, launch, which runner.launchers.contract.Launcher declares"),
     ],
 )
 def test_missing_contract_members_are_refused(

@@ -222,7 +222,7 @@ def test_the_ledger_stands_if_slurm_cannot_be_queried(
 QUEUE = """\
 from pathlib import Path
 
-from runner.launchers.protocol import Queue
+from runner.launchers.contract import Queue
 
 
 class Numbered(Queue):

@@ -16,8 +16,8 @@ from runner.config.schema import Config
 from runner.distributed.environment import PORTS, RankInfo
 from runner.distributed.failures.signals import Stopped, interruptible
 from runner.errors import InputError
+from runner.launchers.contract import Queue
 from runner.launchers.env import check_options
-from runner.launchers.protocol import Queue
 from runner.launchers.slurm import script
 from runner.launchers.slurm.queue import POLL_S, check_sbatch, follow, last_job, leave_queued, query_ended, submit
 from runner.records.frozen_code import EXTRACTED, freeze

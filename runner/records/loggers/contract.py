@@ -29,7 +29,7 @@ class RunOutcome:
         return self.state in ("finished", "pruned")
 
 
-class Logger(Protocol):
+class Logger:
     """The base class of loggers. Override the methods that you need; by default they do nothing.
 
     Every rank has a logger; only rank 0 calls its methods, `open` first. An exception in `open` fails a new run. After

@@ -30,7 +30,6 @@ class Metric(Protocol):
     @property
     def higher_is_better(self) -> bool | None:
         """Whether a higher value is better. None: a monitor needs `monitor_direction`. May be an attribute."""
-        return None
 
     def update(self, outputs: Any, targets: Any) -> Sums:
         """Return sums over the samples of one batch; their shapes must not depend on the batch.

@@ -1,9 +1,8 @@
 """The contracts of a launcher, which starts the processes of a run, and of a queue, which starts them later."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
@@ -11,7 +10,7 @@ from runner.distributed.rendezvous import JOIN_TIMEOUT_S
 from runner.records.run_directory import Request
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """How the processes of one run are started; one file of runner/launchers and one YAML file of conf/launcher.
 
     A launcher derives from this class and overrides only the attributes that differ.
@@ -28,7 +27,7 @@ class Launcher(Protocol):
         """Run the job to its end. Return rank 0's metrics, or raise as runner.jobs.job.run_job does."""
 
 
-class Queue(Launcher, Protocol):
+class Queue(Launcher):
     """A launcher that submits jobs to a queue, which starts them later.
 
     A queue derives from this class, and defines `launch`, `submit_sweep` and `find_ended`. `launch` submits a single
