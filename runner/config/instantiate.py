@@ -1,17 +1,38 @@
-"""Creation of the objects of the groups; a constructor's ValueError becomes a message that names the key."""
+"""Creation of the objects of the configuration's nodes; a constructor's ValueError becomes a message with the key."""
 
+import copy
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-
-from runner.config.diagnostics.import_target import locate
-from runner.config.diagnostics.signature import CALLED
+from runner.config.diagnostics.import_target import locate_callable
+from runner.config.diagnostics.signature import CALLED, HYDRA_KEYS
 from runner.errors import InputError
-from runner.paths import SHIPPED, shipped_target
+
+
+def create(value: Any) -> Any:
+    """Return a copy of the value in which an object replaces each node that has a `_target_`.
+
+    Stands in for `hydra.utils.instantiate`: `_args_`, `_partial_` and `_recursive_` have the same meaning. value: a
+    plain container without interpolations. Raises ValueError for a target that cannot be imported.
+    """
+    if isinstance(value, list):
+        return [create(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "_target_" not in value:
+        return {name: create(each) for name, each in value.items()}
+    constructor = _bind(value)
+    return constructor if value.get("_partial_") else constructor()
+
+
+def _bind(node: Mapping[str, Any]) -> "functools.partial[Any]":
+    """Return the target of a node with the node's options, in which the nested nodes have been created."""
+    copied = copy.deepcopy if node.get("_recursive_") is False else create
+    options = {name: copied(value) for name, value in node.items() if name not in HYDRA_KEYS}
+    return functools.partial(locate_callable(node["_target_"]), *copied(node.get("_args_", [])), **options)
 
 
 def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args: Any, **provided: Any) -> Any:
@@ -20,23 +41,21 @@ def make_group(choices: Mapping[str, str], key: str, node: dict[str, Any], *args
     A loss or scheduler with `_partial_` is returned uncalled, because the loop calls it. choices: the chosen option of
     each group. key: the dotted key of the node. node: a plain container without interpolations.
     """
+    nodes = list(_nodes(key, node))
     try:
-        # A partial, because instantiate would convert further arguments, such as a dataset, to configuration.
-        constructor = instantiate({**importable(node), "_partial_": True}, _convert_="all")
-        if key in CALLED and node.get("_partial_"):
-            return constructor
-        if missing := sorted(getattr(constructor.func, "__abstractmethods__", ())):
-            raise InputError(f"{key}._target_={node['_target_']}: the class lacks {', '.join(missing)}; define it")
+        constructor = _bind(node)
+    except ValueError as error:  # of a nested node
+        raise InputError(_name_key(key, choices.get(key, ""), nodes[1:], str(error))) from None
+    if key in CALLED and node.get("_partial_"):
+        return constructor
+    if missing := sorted(getattr(constructor.func, "__abstractmethods__", ())):
+        raise InputError(f"{key}._target_={node['_target_']}: the class lacks {', '.join(missing)}; define it")
+    try:
         return constructor(*args, **provided)
     except InputError:
         raise  # its message names the key already
-    except (ValueError, InstantiationException) as error:
-        is_nested = isinstance(error, InstantiationException)
-        cause = error.__cause__ if is_nested else error
-        if not isinstance(cause, ValueError):
-            raise
-        nodes = list(_nodes(key, node))[1 if is_nested else 0 :]
-        raise InputError(_name_key(key, choices.get(key, ""), nodes, str(cause))) from None
+    except ValueError as error:
+        raise InputError(_name_key(key, choices.get(key, ""), nodes, str(error))) from None
 
 
 def check_contract(instance: Any, contract: type, key: str) -> None:
@@ -49,22 +68,6 @@ def check_contract(instance: Any, contract: type, key: str) -> None:
             f"{key}._target_={type(instance).__module__}.{type(instance).__qualname__}: the class lacks "
             f"{', '.join(missing)}, which {contract.__module__}.{contract.__name__} declares"
         )
-
-
-def importable(node: Any) -> Any:
-    """Return a copy of the node in which each `_target_` can be imported by its path."""
-    if isinstance(node, dict):
-        return {
-            name: _importable_target(value) if name == "_target_" and isinstance(value, str) else importable(value)
-            for name, value in node.items()
-        }
-    return [importable(each) for each in node] if isinstance(node, list) else node
-
-
-def _importable_target(target: str) -> str:
-    if shipped_target(target) == target and target.partition(".")[0] in SHIPPED:
-        locate(target)  # imports a custom module of this name before Hydra does, which would find the checkout's
-    return shipped_target(target)
 
 
 def _nodes(key: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -10,11 +10,11 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from runner.config.instantiate import create
 from runner.config.schema import Config
 from runner.config.texts import keep_text
 from runner.errors import InputError, first_line
@@ -47,17 +47,18 @@ class Study:
         options = self.options
         direction: Any = options.direction
         options.storage = options.storage or str(directory / JOURNAL)
+        for name in ("sampler", "pruner"):
+            try:
+                create(OmegaConf.to_container(getattr(options, name)))
+            except Exception as error:  # of any type, raised by the constructor
+                raise InputError(f"hydra.sweeper.{name}: {first_line(error)}") from None
         try:
-            for name in ("sampler", "pruner"):
-                instantiate(getattr(options, name))
             self.study = optuna.create_study(
                 storage=open_storage(options.storage),
                 study_name=options.study_name or directory.name,
                 direction=direction,
                 load_if_exists=True,
             )
-        except InstantiationException as error:
-            raise InputError(f"hydra.sweeper.{name}: {str(error).splitlines()[0]}") from None
         except Exception as error:  # each database has its own exception classes
             raise InputError(f"hydra.sweeper.storage={options.storage}: {first_line(error)}") from None
         name, known = self.study.study_name, self.study.direction.name.lower()
@@ -74,8 +75,10 @@ class Study:
                 "storage and the study_name with which the sweep was started"
             )
         # A resumed study needs another seed: with the same one, the sampler would propose the first trials again.
-        seed = options.sampler.get("seed")
-        self.study.sampler = instantiate(options.sampler, **({} if seed is None else {"seed": seed + num_trials}))
+        sampler: Any = OmegaConf.to_container(options.sampler)
+        if (seed := sampler.get("seed")) is not None:
+            sampler["seed"] = seed + num_trials
+        self.study.sampler = create(sampler)
 
     def next_trials(self) -> list[JobWithPruner]:
         """Return the trials that were interrupted, or else at most `n_jobs` new ones; none after `n_trials`.

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from runner.config.diagnostics.import_target import locate
+from runner.config.instantiate import create
 from runner.config.schema import Config
 from runner.errors import InputError, as_input_error, did_you_mean, require_packages
 
@@ -117,7 +117,7 @@ class TrialPruner:
             import optuna
 
             study = optuna.load_study(
-                study_name=self.study_name, storage=open_storage(self.storage), pruner=instantiate(self.pruner)
+                study_name=self.study_name, storage=open_storage(self.storage), pruner=create(self.pruner)
             )
             recorded = study.get_trials(deepcopy=False)[self.trial]
             self._trial = optuna.trial.Trial(study, recorded._trial_id)

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
-from runner.config.instantiate import importable
+from runner.config.instantiate import create
 from runner.config.schema import GROUPS, NAMED_GROUPS, as_config
 from runner.config.validate import DESCRIBED, check_input
 from runner.optimization.optimizers import OptimizerFactory
@@ -48,8 +46,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
-    """Return the plain container, whose targets Hydra can import even if `models` is another module by now."""
-    container: Any = importable(OmegaConf.to_container(cfg, resolve=True))
+    container: Any = OmegaConf.to_container(cfg, resolve=True)
     return container
 
 
@@ -89,7 +86,7 @@ def test_sweepers_exist(option: str) -> None:
     [each for each in CHOICES if each[0] not in ("model", "data", "objective", "optimizer", "loader")],
 )
 def test_options_create_their_objects(group: str, option: str) -> None:
-    assert instantiate(node_of(group, option), _convert_="all") is not None
+    assert create(node_of(group, option)) is not None
 
 
 @pytest.mark.parametrize("option", options("optimizer"))
@@ -109,7 +106,7 @@ def test_datasets_match_their_description(option: str, tmp_path: Path, monkeypat
     def options_of(split: str) -> dict[str, Any]:
         return {"train": split == "train"} if provided("data", node) == ("train",) else {"split": split}
 
-    make = instantiate({**node, "_partial_": True}, _convert_="all")
+    make = create({**node, "_partial_": True})
     if option not in EMBEDDED:
         given = {"download": False} if "download" in node else {}
         monkeypatch.chdir(tmp_path)
@@ -139,9 +136,9 @@ def test_models_accept_the_samples_of_datasets(model: str, data: str) -> None:
         fits, refusal, expected = len(shape) == 3 or model in ANY_SAMPLES, "needs image samples", (2, num_outputs)
     with torch.device("meta"):  # shapes alone
         if not fits:
-            with pytest.raises(InstantiationException, match=refusal):
-                instantiate(node, _convert_="all")
+            with pytest.raises(ValueError, match=refusal):
+                create(node)
             return
         samples = torch.zeros(2, *shape, dtype=torch.int64 if model in OF_TOKENS else torch.float32)
-        outputs = instantiate(node, _convert_="all").eval()(samples)
+        outputs = create(node).eval()(samples)
     assert outputs.shape == expected

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from inspect import get_annotations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runner.config.instantiate import create, make_group
 from runner.config.schema import Config, apply_debug
 from runner.config.validate import TASK_FACTS, check_fit
+from runner.errors import InputError
 from runner.jobs.task import Task
 
 HALF = """
@@ -57,3 +60,34 @@ def test_custom_loader_without_the_builtin_options_is_accepted() -> None:
     config = Config(loader={"_target_": "mine.Loader", "size": 3}, debug=True)
     assert check_fit(config, "cpu") == check_fit(config, None) == []
     assert apply_debug(config).loader == config.loader
+
+
+class Pair:
+    def __init__(self, first: Any, second: Any = None):
+        if first == "wrong":
+            raise ValueError("first=wrong must be right")
+        self.first, self.second = first, second
+
+
+PAIR = f"{__name__}.Pair"
+
+
+def test_nodes_in_mappings_and_lists_are_created_inside_out() -> None:
+    pair = create(
+        {"_target_": PAIR, "first": [{"_target_": PAIR, "first": 1}], "second": {"x": {"_target_": PAIR, "first": 2}}}
+    )
+    assert (pair.first[0].first, pair.second["x"].first) == (1, 2)
+    node = {"_target_": PAIR, "_args_": [{"_target_": PAIR, "first": 1}], "_partial_": True}
+    assert create(node)(second=3).first.first == 1
+    inner = {"_target_": PAIR, "first": 1}
+    kept = create({"_target_": PAIR, "first": inner, "_recursive_": False}).first
+    assert kept == inner
+    assert kept is not inner
+
+
+def test_an_error_of_a_nested_node_names_its_key() -> None:
+    node = {"_target_": PAIR, "first": {"_target_": PAIR, "first": "wrong"}}
+    with pytest.raises(InputError, match=r"^model.first.first=wrong must be right$"):
+        make_group({"model": "pair"}, "model", node)
+    with pytest.raises(InputError, match=r"^model.first=wrong must be right$"):
+        make_group({"model": "pair"}, "model", {"_target_": PAIR, "first": "wrong"})

@@ -20,7 +20,7 @@ PROVIDED = {
 CALLED = {"loss": 2, "scheduler": 3}
 _MISSING = "???"  # OmegaConf's mark for a value that must be set
 _EMPTY = inspect.Parameter.empty
-_HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_args_", "_convert_")
+HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_args_", "_convert_")
 
 
 def check_options(
@@ -98,7 +98,7 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
     choices = [name for name in options if name not in provided and not (is_partial and name in required)]
     for name, value in node.items():
         assignment = f"{key}.{name}={show(value)}"
-        if name in _HYDRA_KEYS or value == _MISSING:
+        if name in HYDRA_KEYS or value == _MISSING:
             continue
         if name in provided:
             messages.append(f"{assignment}: the runner sets {name} itself; take it out")
