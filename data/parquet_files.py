@@ -50,7 +50,8 @@ def _values(path: str, name: str, column: Any) -> np.ndarray:
             f"{path}: {name} has the type {column.type}, but must contain numbers, booleans or text; convert it, or "
             "leave the column out"
         )
-    return column.to_numpy()
+    values: np.ndarray = column.to_numpy()
+    return values
 
 
 @contextmanager

@@ -54,7 +54,8 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        from runner.sweeps.study import Options, run_study
+        from runner.sweeps.study import run_study
+        from runner.sweeps.study_options import Options
 
         assert self.launcher is not None and self.config is not None
         check = _check_of(self.launcher)

@@ -32,7 +32,8 @@ def batch_norm_over(
     if input.device.type in ("cuda", "xpu"):  # torch's function rejects CPU tensors
         ranks = group or dist.group.WORLD
         arguments = (input, weight, bias, running_mean, running_var, eps, momentum, ranks, dist.get_world_size(ranks))
-        return _functions.SyncBatchNorm.apply(*arguments)
+        output: Tensor = _functions.SyncBatchNorm.apply(*arguments)
+        return output
     count, mean, var = _gather_statistics(input.detach(), group)
     if count == 1:
         size = torch.Size([1, *input.shape[1:]])
@@ -42,7 +43,8 @@ def batch_norm_over(
         _track(running_var, var * (count / (count - 1)), momentum)
     dtype = _statistics_dtype(input)
     weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
-    return _Normalize.apply(input, weight, bias, mean.to(dtype), var.to(dtype), count, eps, group)
+    normalized: Tensor = _Normalize.apply(input, weight, bias, mean.to(dtype), var.to(dtype), count, eps, group)
+    return normalized
 
 
 @torch.no_grad()
@@ -133,7 +135,8 @@ def _differentiable_gradients(
     x, dy = input.to(_statistics_dtype(input)), grad_output.to(_statistics_dtype(input))
 
     def mean_over_ranks(tensor: Tensor) -> Tensor:  # (N, C, ...) -> (1, C, 1, ...)
-        return (_Total.apply(tensor.sum(dims), ctx.group) / ctx.count).view(shape)
+        total: Tensor = _Total.apply(tensor.sum(dims), ctx.group)
+        return total.div(ctx.count).view(shape)
 
     centered = x - mean_over_ranks(x)
     scale = (mean_over_ranks(centered**2) + ctx.eps).rsqrt()

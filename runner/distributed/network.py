@@ -80,7 +80,8 @@ def address_towards(host: str, key: str = "MASTER_ADDR") -> str:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
-            return probe.getsockname()[0]
+            own: str = probe.getsockname()[0]
+            return own
     except OSError as error:
         raise InputError(f"{key}={host} cannot be reached from {socket.gethostname()} ({error})") from None
 

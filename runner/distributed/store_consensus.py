@@ -45,7 +45,7 @@ class StoreConsensus:
         if not self._wait_for([f"{topic}/all"], time.monotonic() + self.timeout_s + REPORT_TIMEOUT_S):
             is_reporter = store.compare_set("absent", "", str(rank)).decode() == str(rank)
             raise RanksMissing(self._describe_missing([0], topic), is_reporter)
-        result = json.loads(store.get(f"{topic}/all"))
+        result: str | list[str] = json.loads(store.get(f"{topic}/all"))
         if isinstance(result, str):
             raise RanksMissing(result, is_reporter=rank == 0)
         return result

@@ -42,7 +42,8 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         _entered.append(self)
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)

@@ -166,8 +166,9 @@ class WeightedDraws:
     def __call__(self, positions: Positions) -> npt.NDArray[np.int64]:
         uniform = (splitmix64(self._key, positions) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
         # side="right" skips numbers of weight 0, which end where they start.
-        drawn = np.searchsorted(self._ends, uniform * self._ends[-1], side="right")
-        return np.minimum(drawn, self._last)  # the product may be rounded up to the end
+        drawn: npt.NDArray[np.int64] = np.searchsorted(self._ends, uniform * self._ends[-1], side="right")
+        drawn = np.minimum(drawn, self._last)  # the product may be rounded up to the end
+        return drawn
 
 
 def splitmix64(key: int | Positions, counts: Positions) -> Positions:
@@ -182,7 +183,9 @@ def _shift(half: Positions, other: Positions, key: np.uint64, size: np.uint64) -
     shifted *= size
     shifted >>= _HALF  # in [0, size), without a division
     shifted += half
-    return np.minimum(shifted, shifted - size)  # the difference wraps around to a large number if it is negative
+    # The difference wraps around to a large number if it is negative.
+    np.minimum(shifted, shifted - size, out=shifted)
+    return shifted
 
 
 def _finalize(state: Positions) -> Positions:

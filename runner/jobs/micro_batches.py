@@ -36,7 +36,8 @@ def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:
     if RAN_OUT not in text.partition("\n")[0]:
         return False
     axes = experiment.axes
-    return 2 * config.micro_batches * axes.micro_batches * axes.data_ranks <= config.batch_size
+    doubled: int = 2 * config.micro_batches * axes.micro_batches * axes.data_ranks
+    return doubled <= config.batch_size
 
 
 def run_until_it_fits(

@@ -49,7 +49,7 @@ class _Agent(LocalElasticAgent):
     """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         context = self._pcontext
         if result.state == WorkerState.HEALTHY and isinstance(context, MultiprocessContext) and context._pc is not None:
             # A rank whose function has returned waits in its process until all ranks of this machine have returned.
@@ -130,7 +130,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
         monitor_interval=0.05,
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
-    result = agent.run()
+    result: RunResult | None = agent.run()
     if result is None:  # the other machines have finished without this machine
         raise RendezvousClosedError
     return result

@@ -137,7 +137,7 @@ class Nodes:
         parameters = self._parameters
         run_id = f"{parameters.run_id}.{number}"
         join_s, last_call_s = (float(parameters.get(f"{name}_timeout")) for name in ("join", "last_call"))
-        attempt = WorldRendezvous.from_backend(
+        attempt: WorldRendezvous = WorldRendezvous.from_backend(
             run_id,
             self._store,
             C10dRendezvousBackend(self._store, run_id),

@@ -151,7 +151,7 @@ def request(function: Callable[..., Any], *args: Any) -> Any:
     return reply
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def push(rank: int, gradient: torch.Tensor | int | None) -> torch.futures.Future[Reply]:
     """Send a trainer's gradient, or the autograd context that has it. The future completes when it is applied."""
     count_tensors(RPC, gradient)

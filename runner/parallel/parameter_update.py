@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.saved_state import local_part
@@ -112,7 +112,7 @@ def flatten_gradients(trained: Sequence[nn.Parameter], gradients: Sequence[Tenso
     """
     dense = [_dense(parameter, gradient) for parameter, gradient in zip(trained, gradients, strict=True)]
     exist = [gradient is not None for gradient in gradients]
-    return _flatten_dense_tensors([*dense, torch.tensor(exist, dtype=dense[0].dtype, device=dense[0].device)])
+    return torch.cat([*(each.flatten() for each in dense), torch.tensor(exist).to(dense[0])])
 
 
 def set_gradients(trained: Sequence[nn.Parameter], flat: Tensor) -> None:

@@ -53,7 +53,8 @@ class MemoryTracker(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *details: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ def read_settings(path: Path | str, chosen: Section) -> Section:
     sections = [_parse_section(part) for part in _SECTION.split(text)]
     if not all(sections):  # not in the format of the runner
         return {**dotted(read_mapping(path)), **chosen}
-    return ChainMap(cast(dict[str, Any], chosen), *cast(list[dict[str, Any]], sections))
+    return ChainMap(cast(dict[str, Any], chosen), *sections)
 
 
 def read_overrides(path: Path | str) -> list[str]:

@@ -60,7 +60,7 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
 
 def count_ranks(config: Config) -> int:
     """Return the number of ranks that the job's launcher starts on this machine."""
-    return config.launcher.get("nproc_per_node", 1)
+    return int(config.launcher.get("nproc_per_node", 1))
 
 
 def run_in_slots(

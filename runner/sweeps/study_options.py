@@ -125,7 +125,7 @@ class TrialPruner:
         if step not in self._reported_steps:
             self._trial.report(metrics[self.metric], step)
             self._reported_steps.add(step)
-        return self._trial.should_prune()
+        return bool(self._trial.should_prune())
 
 
 def open_storage(storage: str) -> Any:

@@ -132,7 +132,8 @@ def attach_objective(module: nn.Module, objective: Objective, device: torch.devi
     if isinstance(part, nn.Module):
         part.to(device=device)
         convert(part, dtype)
-        if any(True for _ in part.parameters()) or (part is objective and part.state_dict()):
+        has_state = any(True for _ in part.parameters()) or (name == "objective" and bool(part.state_dict()))
+        if has_state:
             attach_submodule(module, name, part)
             for submodule in [each for each in part.modules() if not each.training]:
                 keep_in_evaluation_mode(submodule)
@@ -200,7 +201,7 @@ def _loss_options(loss: Any) -> dict[str, Any]:
 def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, int | None]) -> Metric | AutoMetrics:
     key, target = f"metrics.{name}", node["_target_"]
     options = {**node, **{option: value for option, value in loss_options.items() if node.get(option) == "auto"}}
-    metric = make_group({key: target}, key, options)
+    metric: Metric | AutoMetrics = make_group({key: target}, key, options)
     if isinstance(metric, AutoMetrics):
         return metric
     if is_torchmetric(metric):

@@ -96,7 +96,8 @@ def follow(job: str, directory: Path, log: Path) -> dict[str, float]:
     state, status = _final_state(job)
     result = read_result(directory) or {}
     if state == "COMPLETED" and result.get("state") == "finished":
-        return result["metrics"]
+        metrics: dict[str, float] = result["metrics"]
+        return metrics
     text = f"job {job} ended {state}, status {status}; its log is {log}"
     print(text, file=sys.stderr, flush=True)
     raise JobFailed(text, status or 1)

@@ -116,15 +116,15 @@ class Rows:
     def uniform(self, dtype: torch.dtype) -> Tensor:
         """Return uniform numbers in [0, 1): multiples of 2**-53 in float64, and of 2**-24 in float32."""
         size, digits = (64 if dtype == torch.float64 else 32), _DIGITS.get(dtype, 24)
-        kept = (self.words(size) >> (size - digits)) & (2**digits - 1)
-        return kept.to(dtype) * 2.0**-digits
+        kept: Tensor = (self.words(size) >> (size - digits)) & (2**digits - 1)
+        return kept.to(dtype).mul(2.0**-digits)
 
     def positive(self, dtype: torch.dtype) -> Tensor:
         """Return uniform numbers in (0, 1), in float64 or float32: odd multiples of 2**-53 or of 2**-24."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         size, digits = (64, 52) if dtype == torch.float64 else (32, 23)
-        kept = (self.words(size) >> (size - digits)) & (2**digits - 1)
-        return (kept.to(exact) + 0.5) * 2.0**-digits
+        kept: Tensor = (self.words(size) >> (size - digits)) & (2**digits - 1)
+        return kept.to(exact).add(0.5).mul(2.0**-digits)
 
     def normal(self, dtype: torch.dtype) -> Tensor:
         """Return numbers of the standard normal distribution (Box, Muller, 1958)."""

@@ -69,8 +69,8 @@ class _ClassCounts(ClassMetric):
 
     def _ratio(self, counts: torch.Tensor) -> torch.Tensor:
         true_positives, false_positives, false_negatives = counts
-        hits = self._weight_of_hits * true_positives
-        return hits / (hits + false_positives + false_negatives).clamp(min=1)
+        hits: torch.Tensor = self._weight_of_hits * true_positives
+        return hits.div((hits + false_positives + false_negatives).clamp(min=1))
 
 
 class IoU(_ClassCounts):

@@ -41,4 +41,4 @@ class R2:
         residual, total, squares, count = sums
         variance = squares - total**2 / count
         variance = variance.where(variance > 1e-12 * squares, torch.nan)  # a smaller value is a rounding error
-        return (1 - residual / variance).mean()
+        return torch.mean(1 - residual / variance)

@@ -87,13 +87,13 @@ class TorchMetric:
                 value = (state if kind == "stack" else getattr(state, kind)(0)).to(default.dtype)
             setattr(self._metric, name, value)
         self._metric._update_count = 1  # otherwise it warns that `update` was not called
-        value = self._metric.compute()
-        if isinstance(value, torch.Tensor) and value.dim() == 1:
-            return {str(index): number for index, number in enumerate(value)}
+        computed: torch.Tensor | float | dict[str, Any] = self._metric.compute()
+        if isinstance(computed, torch.Tensor) and computed.dim() == 1:
+            return {str(index): number for index, number in enumerate(computed)}
         # Vectors of varying length, such as the classes of mAP, are not logged.
-        if isinstance(value, dict) and "list" in self._kinds.values():
-            return {key: number for key, number in value.items() if torch.as_tensor(number).dim() == 0}
-        return value
+        if isinstance(computed, dict) and "list" in self._kinds.values():
+            return {key: number for key, number in computed.items() if torch.as_tensor(number).dim() == 0}
+        return computed
 
 
 def _pack(state: list[torch.Tensor], device: torch.device) -> tuple[Rows, Rows]:

@@ -279,7 +279,8 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # unique, because the recorded aliases keep the storage
+    key: int = tensor.untyped_storage()._cdata  # unique, because the recorded aliases keep the storage
+    return key
 
 
 def _real(tensor: Tensor, memory: Memory) -> Tensor:
