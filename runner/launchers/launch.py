@@ -18,7 +18,7 @@ from runner.launchers.env import Env
 from runner.optimization.optimizers import try_options
 from runner.records.run_directory import Request
 from runner.training.components import make_logger, make_parallel
-from runner.training.mode import make_axes
+from runner.training.mode import resolve
 from runner.training.model.initial_weights import locate_initial_weights
 
 
@@ -106,7 +106,7 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
         raise InputError(*messages)
     if not task.needs_experiment:
         return
-    make_axes(config, make_parallel(config.parallel, choices), world_size)
+    resolve(make_parallel(config.parallel, choices), config, world_size)
     try_options(config.optimizer, choices)
     make_group(choices, "scheduler", config.scheduler)
     make_logger(config.logger)

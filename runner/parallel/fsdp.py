@@ -57,7 +57,7 @@ class FSDP(Parallel):
         return check_sparse(module)
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
-        axes = self.axes(world.world_size)
+        axes = self.resolved_axes
         mesh = make_mesh(world.device, replicate=axes.replicate, shard=axes.shard)
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}

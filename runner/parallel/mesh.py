@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Self
 
 from torch import nn
 
@@ -43,8 +43,7 @@ class Mesh(Parallel):
         self._pipeline = Pipeline(None, schedule, micro_batches, virtual_stages, balance)
         options, defaults = vars(self._pipeline), vars(Pipeline())
         self._changed = [f"parallel.{key}={value}" for key, value in options.items() if value != defaults[key]]
-        self._pipeline.stages_key = "parallel.stage"
-        self._use(Axes(**{axis: size or 1 for axis, size in self._sizes.items()}))
+        self._declare(Axes(**{axis: size or 1 for axis, size in self._sizes.items()}))
 
     def axes(self, world_size: int) -> Axes:
         sizes = {axis: size for axis, size in self._sizes.items() if size is not None}
@@ -61,46 +60,53 @@ class Mesh(Parallel):
             )
         axes = Axes(**{axis: sizes.get(axis, world_size // product) for axis in self._sizes})
         if axes.stage > 1:
-            self._pipeline.stages, self._pipeline.mode = axes.stage, f"parallel.stage={axes.stage}"
-            self._pipeline.axes(world_size)  # checks the schedule
-            axes = replace(axes, micro_batches=self._pipeline.micro_batches)
-        elif self._changed:
+            return replace(axes, micro_batches=self._pipeline.as_axis(axes.stage).axes(world_size).micro_batches)
+        if self._changed:
             raise ValueError(f"{self._changed[0]} has no effect without a pipeline; try parallel.stage=2")
-        self._use(axes)
         return axes
 
-    def _use(self, axes: Axes) -> None:
-        """Use the axes, which determine what this mode supports."""
+    def at(self, world_size: int) -> Self:
+        mode = super().at(world_size)
+        mode._pipeline = self._pipeline.as_axis(mode.resolved_axes.stage)
+        mode._declare(mode.resolved_axes)
+        return mode
+
+    def _declare(self, axes: Axes) -> None:
+        """Set the attributes of a mode with these axes, which determine what it supports."""
         kind = Pipeline if axes.stage > 1 else TP if axes.tensor > 1 else FSDP if axes.shard > 1 else AllReduce
         self.meta_init, self.supported_objectives = axes.stage > 1 or axes.shard > 1, kind.supported_objectives
         self.shards_matrices, self.splits_parameters = axes.shard > 1 or axes.tensor > 1, axes.stage > 1
-        self._axes = axes
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        axes, messages = self._axes, list[str]()
+        axes, messages = self.resolved_axes, list[str]()
         if axes.stage > 1:
             messages += self._pipeline.check(config, module)
         if axes.tensor > 1:
-            messages += check_layers(config, module, f"parallel.tensor={axes.tensor}", axes.tensor, axes.size)
+            messages += check_layers(config, module, f"parallel.tensor={axes.tensor}", axes)
         if axes.shard > 1:
             messages += check_sparse(module)
             if axes.stage > 1 and self._pipeline.virtual_stages > 1 and not messages:
                 messages += self._check_ties(module)
         return messages
 
+    def fit(self, module: nn.Module) -> Self:
+        if self.resolved_axes.stage > 1:
+            self._pipeline.at(self.resolved_axes.size).fit(module)  # raises ValueError for too many stages
+        return self
+
     def _check_ties(self, module: nn.Module) -> list[str]:
         """Return a message if stages share a parameter. torch cannot shard it in two stages of one rank."""
         units = trainable_units(module.stages())  # type: ignore[operator]
         uses = Counter(parameter for unit in units for parameter in unit.parameters())
         return [
-            f"parallel.shard={self._axes.shard}: two stages of a rank may share {name}, which FSDP cannot shard twice; "
-            "try parallel.schedule=1F1B or parallel.shard=1"
+            f"parallel.shard={self.resolved_axes.shard}: two stages of a rank may share {name}, which FSDP cannot "
+            "shard twice; try parallel.schedule=1F1B or parallel.shard=1"
             for name, parameter in module.named_parameters()
             if uses[parameter] > 1
         ][:1]
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
-        axes = self.axes(world.world_size)
+        axes = self.resolved_axes
         sizes = {"replicate": axes.replicate, "shard": axes.shard, "stage": axes.stage, "tensor": axes.tensor}
         if axes.stage > 1 or axes.tensor > 1:
             mesh = make_mesh(world.device, **{axis: size for axis, size in sizes.items() if size > 1})
@@ -108,4 +114,4 @@ class Mesh(Parallel):
                 return self._pipeline.prepare_stages(recipe, world, mesh)
             return prepare_layers(recipe, world, mesh)
         single = FSDP(axes.replicate) if axes.shard > 1 else AllReduce()
-        return single.prepare(recipe, world)
+        return single.at(axes.size).prepare(recipe, world)

@@ -1,9 +1,10 @@
 """Pipelining: each rank has some consecutive layers of the model, and micro-batches pass from rank to rank."""
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -75,27 +76,43 @@ class Pipeline(Parallel):
             )
         self.stages, self.schedule, self.micro_batches, self.balance = stages, schedule, micro_batches, balance
         self.virtual_stages = virtual_stages or least
-        self._num_units: int | None = None  # of the model, known after `check`
 
     def axes(self, world_size: int) -> Axes:
-        """Return the mesh. stages=null: as many as model and schedule allow; before `check`, the model is unknown."""
+        """Return the mesh. stages=null: as many as the schedule allows."""
+        return self._axes(world_size)
+
+    def fit(self, module: nn.Module) -> Self:
+        """Return this mode for the model. stages=null: as many as model and schedule allow."""
+        pipeline = copy.copy(self)
+        num_units = len(trainable_units(module.stages()))  # type: ignore[operator]
+        pipeline.resolved_axes = self._axes(self.resolved_axes.size, num_units)
+        return pipeline
+
+    def as_axis(self, stages: int) -> Self:
+        """Return this pipeline as the axis stage of a mesh, which its messages then name."""
+        pipeline = copy.copy(self)
+        pipeline.stages, pipeline.stages_key, pipeline.mode = stages, "parallel.stage", f"parallel.stage={stages}"
+        return pipeline
+
+    def _axes(self, world_size: int, num_units: int | None = None) -> Axes:
+        """Return the mesh. num_units: of the model, which is None before the model is known."""
         divisors = [size for size in range(world_size, 0, -1) if world_size % size == 0]
         if self.stages is not None:
             check_divides(self.stages_key, self.stages, world_size)
         candidates = divisors if self.stages is None else [self.stages]
-        stages = next((size for size in candidates if not self._objection(size, divisors)), None)
+        stages = next((size for size in candidates if not self._objection(size, divisors, num_units)), None)
         if stages is None:
-            raise ValueError(self._objection(candidates[-1], divisors))
+            raise ValueError(self._objection(candidates[-1], divisors, num_units))
         return Axes(replicate=world_size // stages, stage=stages, micro_batches=self.micro_batches)
 
-    def _objection(self, stages: int, divisors: list[int]) -> str | None:
+    def _objection(self, stages: int, divisors: list[int], num_units: int | None) -> str | None:
         """Return a message if the model or the schedule does not allow this number of ranks in a pipeline."""
         total, count = stages * self.virtual_stages, self.micro_batches
-        if self._num_units is not None and total > self._num_units:
-            fitting = [size for size in divisors if size * self.virtual_stages <= self._num_units]
+        if num_units is not None and total > num_units:
+            fitting = [size for size in divisors if size * self.virtual_stages <= num_units]
             fix = f"{self.stages_key}={fitting[0]}" if fitting else "parallel.schedule=1F1B"
             return (
-                f"{self.stages_key}={stages} x {self.virtual_stages} per rank must be at most {self._num_units}, the "
+                f"{self.stages_key}={stages} x {self.virtual_stages} per rank must be at most {num_units}, the "
                 f"number of the model's stages with parameters; try {fix}, or a deeper model"
             )
         least = {"1F1B": stages, "DualPipeV": total}.get(self.schedule, 1)
@@ -129,11 +146,10 @@ class Pipeline(Parallel):
         buffers = {id(buffer) for buffer in module.buffers()}
         if tied := [names[key] for key in names if key in buffers and seen.count(key) > 1]:
             messages.append(f"{self.mode}: two stages share the buffer {tied[0]}; give each a separate one")
-        self._num_units = len(units)
         return messages
 
     def prepare(self, recipe: Recipe, world: World) -> PipelineReplica:
-        axes = self.axes(world.world_size)
+        axes = self.resolved_axes
         return self.prepare_stages(recipe, world, make_mesh(world.device, replicate=axes.replicate, stage=axes.stage))
 
     def prepare_stages(self, recipe: Recipe, world: World, mesh: DeviceMesh) -> PipelineReplica:

@@ -36,10 +36,8 @@ class TP(Parallel):
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
         self.tensor, self.rest, self.meta_init = tensor, rest, rest == "fsdp"
-        self._world_size = 1
 
     def axes(self, world_size: int) -> Axes:
-        self._world_size = world_size
         tensor = min(2, world_size) if self.tensor is None else self.tensor
         check_divides("parallel.tensor", tensor, world_size)
         rest = world_size // tensor
@@ -48,12 +46,11 @@ class TP(Parallel):
         return Axes(replicate=rest, tensor=tensor) if self.rest == "average" else Axes(shard=rest, tensor=tensor)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        tensor = self.axes(self._world_size).tensor
-        messages = check_layers(config, module, "parallel=tp", tensor, self._world_size)
+        messages = check_layers(config, module, "parallel=tp", self.resolved_axes)
         return messages or (check_sparse(module) if self.rest == "fsdp" else [])
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
-        axes = self.axes(world.world_size)
+        axes = self.resolved_axes
         rest = "replicate" if self.rest == "average" else "shard"
         return prepare_layers(recipe, world, make_mesh(world.device, **{rest: axes.data_ranks, "tensor": axes.tensor}))
 
@@ -89,15 +86,15 @@ def _materialize(parts: Iterable[nn.Module], recipe: Recipe) -> None:
                 module._parameters[key] = nn.Parameter(weight, meta.requires_grad)
 
 
-def check_layers(config: Config, module: nn.Module, mode: str, tensor: int, world_size: int) -> list[str]:
-    """Return a message if the model's layers cannot be sharded over this number of ranks. mode: as in a message."""
+def check_layers(config: Config, module: nn.Module, mode: str, axes: Axes) -> list[str]:
+    """Return a message if the model's layers cannot be sharded along the axis tensor. mode: as in a message."""
     if not offered(module, "tensor_plan"):
         return [f"{mode} needs a model with tensor_plan(); try parallel=fsdp"]
     if config.precision == "fp16":
         # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
         return [f"precision=fp16 does not work with {mode}; try precision=bf16"]
     plan: Plan = module.tensor_plan()  # type: ignore[operator]
-    if messages := _check_plan(module, plan, tensor, world_size):
+    if messages := _check_plan(module, plan, axes.tensor, axes.size):
         return messages
     return _check_blocks(module, plan, config.activation_checkpointing)
 

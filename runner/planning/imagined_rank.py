@@ -1,6 +1,7 @@
 """The plan of one rank: its memory, its messages and its operators, from real steps on fake tensors."""
 
 import contextlib
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,9 +75,9 @@ def plan_rank(
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = _build(config, choices, world, (train_data, val_data))
         round_steps = experiment.parallel.round_steps
-        experiment.parallel.round_steps = min(2, round_steps)  # all steps of a round except the last are identical
+        num_planned = min(2, round_steps)  # all steps of a round except the last are identical
         module, callbacks = experiment.recipe.module, Callbacks([])
-        parallel_model = _prepare(experiment, world, tracker)
+        parallel_model = _prepare(experiment, world, tracker, num_planned)
         if config.ema.decay is not None:
             callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
@@ -101,7 +102,7 @@ def plan_rank(
             ahead = _read_ahead(experiment, make_data, batch)
             tracker.reset_peak()  # the first step has created the state of the optimizer
             events, exchanged = list[Counter[Operator] | Message](), Counter[str]()
-            for times in (1, round_steps - 1)[: experiment.parallel.round_steps]:  # the end of a round, and the rest
+            for times in (1, round_steps - 1)[:num_planned]:  # the end of a round, and the rest
                 with Timeline() as timeline:
                     trainer.step(batch)
                 events += times * timeline.events
@@ -209,13 +210,17 @@ def _data_maker(experiment: Experiment, source: Source) -> MakeData:
     return make_data
 
 
-def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker) -> ParallelModel:
-    """Let the mode prepare the model, of which the rank creates its own part if a real rank does."""
-    recipe = experiment.recipe
+def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker, round_steps: int) -> ParallelModel:
+    """Let the mode, with rounds of this many steps, prepare the model.
+
+    The rank creates its own part of the model if a real rank does.
+    """
+    recipe, parallel = experiment.recipe, copy.copy(experiment.parallel)
+    parallel.round_steps = round_steps
     if experiment.parallel.meta_init:
         tracker.leave_out([*recipe.module.parameters(), *recipe.module.buffers()])
         recipe = replace(recipe, materialize=functools.partial(_materialize, done=set[nn.Module]()))
-    return experiment.parallel.prepare(recipe, world)
+    return parallel.prepare(recipe, world)
 
 
 def _materialize(submodules: Iterable[nn.Module], done: set[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
 from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, as_input_error
 from runner.input.batch import cast_floating
 from runner.input.datasets import load_data
 from runner.input.loader import Loader
@@ -46,7 +46,7 @@ from runner.training.dry_run import check_all_used
 from runner.training.first_samples import FirstSamples
 from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
-from runner.training.mode import Axes, Parallel, Recipe, make_axes
+from runner.training.mode import Axes, Parallel, Recipe, resolve
 from runner.training.model.activation_checkpointing import checkpoint_activations
 from runner.training.model.batch_norm import describe_batch_norm, synchronize_as_configured
 from runner.training.model.deferred_init import BuiltModel, build_deferred
@@ -61,8 +61,7 @@ from runner.training.state_check import check_extra_state
 class Experiment:
     """Everything that one rank trains or evaluates with."""
 
-    parallel: Parallel
-    axes: Axes
+    parallel: Parallel  # in this world and for this model
     recipe: Recipe
     make_model: Callable[[], nn.Module]  # constructs another model, with initial weights
     train_loader: Loader
@@ -78,6 +77,11 @@ class Experiment:
     header_lines: list[str]  # about initial weights and frozen parameters
     warnings: list[str]
     num_classes: int | None  # None if it is no classification, or too many for a readable confusion matrix
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh of the mode."""
+        return self.parallel.resolved_axes
 
     def share_samples(self) -> None:
         """Share the sample cache within this machine. All ranks must call it, after the process group is formed."""
@@ -121,8 +125,7 @@ class Assembly:
     """An experiment under construction, whose methods are called in order. Each raises InputError for invalid options.
 
     Attributes:
-        parallel: The mode.
-        axes: Its mesh.
+        parallel: The mode in this world, and after `prepare_model` for this model.
         components: What the dry runs call.
         to_device: Returns the data of samples on the device, in the run's precision.
         header_lines, warnings: Of the experiment.
@@ -143,10 +146,10 @@ class Assembly:
         model of which no rank has the whole is built on the meta device.
         """
         self._config, self._choices, self._world, self._trains = config, choices, world, trains
-        self.parallel = make_parallel(config.parallel, choices)
+        parallel = make_parallel(config.parallel, choices)
         self._train_data, self._val_data = data or load_data(config, choices, world)
         # Reports an unsuitable world size before the model is built.
-        self.axes = make_axes(config, self.parallel, world.world_size)
+        self.parallel = resolve(parallel, config, world.world_size)
         torch.manual_seed(config.seed)
         self._make_model: Callable[[], nn.Module] = functools.partial(make_group, choices, "model", config.model)
         is_deferred = self.parallel.meta_init and may_defer
@@ -159,6 +162,11 @@ class Assembly:
         self._data_warnings = samples.check(choices, indices)
         self.components = Components(choices, self.parallel, model, objective, samples, indices)
         self.header_lines, self.warnings = list[str](), list[str]()
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh of the mode."""
+        return self.parallel.resolved_axes
 
     @property
     def _module(self) -> nn.Module:
@@ -200,7 +208,8 @@ class Assembly:
             self._initial.fill(self._module)
             self.header_lines += self._initial.describe()
         self.header_lines += frozen
-        self.axes = make_axes(config, self.parallel, world.world_size)  # `check` may have adapted the mode to the model
+        with as_input_error():
+            self.parallel = self.parallel.fit(self._module)
 
     def _convert(self) -> None:
         """Move the model to the device, and convert it to the run's precision and memory format."""
@@ -255,7 +264,6 @@ class Assembly:
         names = [*objective.losses, *objective.terms]
         return Experiment(
             parallel=self.parallel,
-            axes=self.axes,
             recipe=self._make_recipe(make_optimizer),
             make_model=self._make_model,
             train_loader=self._make_train_loader(),

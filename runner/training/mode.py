@@ -1,9 +1,10 @@
 """The contract of a parallel mode: what it declares, and what the training loop calls on the model that it prepares."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import nn
@@ -122,9 +123,11 @@ class Parallel(ABC):
     """A parallel mode: a file of runner/parallel and a YAML file of conf/parallel.
 
     Derive from it and define `prepare`; everything else has a default. By default, each rank has a replica of the
-    model and reads its own samples.
+    model and reads its own samples. A mode is immutable: `at` and `fit` return the mode in a world and for a model, and
+    `prepare` is called on the result.
 
     Attributes:
+        resolved_axes: The mesh, known after `at` and final after `fit`.
         needs_group: A process group is also needed in a world of one.
         meta_init: The model is built on the meta device; `prepare` calls `Recipe.materialize`.
         spans_devices: A model may be spread over several devices of one rank.
@@ -140,6 +143,7 @@ class Parallel(ABC):
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """
 
+    resolved_axes: Axes = Axes()
     needs_group: bool = False
     meta_init: bool = False
     spans_devices: bool = False
@@ -152,29 +156,41 @@ class Parallel(ABC):
     fails_at_once: bool = True
 
     def axes(self, world_size: int) -> Axes:
-        """Return the mesh of a world of this size.
-
-        Called before the model is built, and again after `check`, which may have adapted the mode to the model.
-        Raises ValueError with the rule and the nearest sizes that fit.
-        """
+        """Return the mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit."""
         return Axes(replicate=world_size)
+
+    def at(self, world_size: int) -> Self:
+        """Return this mode in a world of this size, before the model is built. Raises ValueError as `axes` does."""
+        mode = copy.copy(self)
+        mode.resolved_axes = self.axes(world_size)
+        return mode
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         """Return a message for each option that does not work in this mode with this model."""
         return []
+
+    def fit(self, module: nn.Module) -> Self:
+        """Return this mode for the model, after `check`: with another mesh of the same size, if the model requires it.
+
+        Raises ValueError if no mesh fits the model.
+        """
+        return self
 
     @abstractmethod
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         """Prepare the model. All ranks must call it."""
 
 
-def make_axes(config: Config, parallel: Parallel, world_size: int) -> Axes:
-    """Return the mode's mesh. Raise InputError if none fits the world, or if a micro-batch would have no sample."""
+def resolve(parallel: Parallel, config: Config, world_size: int) -> Parallel:
+    """Return the mode in a world of this size.
+
+    Raises InputError if no mesh fits the world, or if a micro-batch would have no sample.
+    """
     with as_input_error():
-        axes = parallel.axes(world_size)
-    if messages := check_batch(config, axes.micro_batches):
+        mode = parallel.at(world_size)
+    if messages := check_batch(config, mode.resolved_axes.micro_batches):
         raise InputError(*messages)
-    return axes
+    return mode
 
 
 def check_divides(key: str, size: int, world_size: int) -> None:

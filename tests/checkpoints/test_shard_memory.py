@@ -46,7 +46,7 @@ def spread_over(world: World) -> ParallelModel:
     make = functools.partial(torch.optim.AdamW, lr=0.01)
     objective = Supervised(nn.MSELoss())
     recipe = Recipe(module, objective, make, Precision("fp32", world.device), None, world.device, torch.zeros(1, WIDTH))
-    return FSDP(meta_init=False).prepare(recipe, world)
+    return FSDP(meta_init=False).at(world.world_size).prepare(recipe, world)
 
 
 @pytest.mark.thorough

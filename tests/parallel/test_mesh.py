@@ -92,11 +92,10 @@ def test_one_axis_is_computed_and_the_single_modes_are_corners() -> None:
     assert Mesh(replicate=2, tensor=2).axes(8) == Axes(replicate=2, shard=2, tensor=2)
     assert Mesh(shard=1, stage=None).axes(2) == Axes(stage=2, micro_batches=4)
     assert Mesh(shard=1, replicate=None).axes(1) == Axes()
-    mode = Mesh(tensor=2)
-    assert mode.axes(2) == Axes(tensor=2)
-    assert (mode.supported_objectives, mode.meta_init) == ("one_loss", False)
-    mode.axes(4)
-    assert (mode.supported_objectives, mode.meta_init) == ("one_loss", True)  # no rank materializes the model
+    two, four = Mesh(tensor=2).at(2), Mesh(tensor=2).at(4)
+    assert two.resolved_axes == Axes(tensor=2)
+    assert (two.supported_objectives, two.meta_init) == ("one_loss", False)
+    assert (four.supported_objectives, four.meta_init) == ("one_loss", True)  # no rank materializes the model
 
 
 @pytest.mark.parametrize(

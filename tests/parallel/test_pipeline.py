@@ -158,18 +158,18 @@ def test_invalid_options_and_numbers_of_stages_are_refused(
     options: dict[str, Any], num_stages: int, world_size: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        mode = Pipeline(**options)
+        mode = Pipeline(**options).at(world_size)
         assert mode.check(configure("parallel=pipeline")[0], deep(num_stages)) == []
-        mode.axes(world_size)
+        mode.fit(deep(num_stages))
 
 
 def test_null_stages_are_as_many_as_fit() -> None:
     config, _ = configure("parallel=pipeline")
     for num_stages, schedule, expected in ((8, "GPipe", 4), (3, "GPipe", 2), (1, "GPipe", 1), (5, "LoopedBFS", 2)):
-        mode = Pipeline(schedule=schedule)  # type: ignore[arg-type]
-        assert mode.axes(4).stage == 4  # before `check`
+        mode = Pipeline(schedule=schedule).at(4)  # type: ignore[arg-type]
+        assert mode.resolved_axes.stage == 4  # the model is unknown
         assert mode.check(config, deep(num_stages)) == []
-        axes = mode.axes(4)
+        axes = mode.fit(deep(num_stages)).resolved_axes
         assert (axes.stage, axes.replicate) == (expected, 4 // expected)
         assert axes.size == 4 and axes.micro_batches == 4
 

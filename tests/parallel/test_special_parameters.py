@@ -198,9 +198,7 @@ def test_unsuitable_models_are_refused() -> None:
     config, _ = configure(*of_model("Tied"))
     module = custom_models.Tied([10], 5)
     module.tensor_plan = lambda: {"first": "rowwise"}
-    with_group = TP(tensor=2)
-    with_group.axes(2)
-    (message,) = with_group.check(config, module)
+    (message,) = TP(tensor=2).at(2).check(config, module)
     assert message.startswith("the model's tensor_plan() shards first, which would untie first.weight and last.weight")
     with pytest.raises(InputError, match=r"parallel.stages=2 x 1 per rank must be at most 1"):
         build_experiment(*of_model("Backbone"), "parallel=pipeline", "parallel.stages=2", world_size=2)

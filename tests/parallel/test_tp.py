@@ -37,8 +37,7 @@ def test_invalid_options_and_unsuitable_models_are_refused() -> None:
         TP(tensor=0).axes(4)
 
     def refusal(tensor: int, module: nn.Module, *overrides: str) -> str:
-        mode = TP(tensor=tensor)
-        mode.axes(4)
+        mode = TP(tensor=tensor).at(4)
         return "".join(mode.check(configure(*overrides)[0], module))
 
     assert "must divide the 10 outputs of hidden; try parallel.tensor=2" in refusal(4, Toy((10,), 5))
